@@ -1,0 +1,22 @@
+"""Fully sharded data parallel training that lives inside the compiled graph."""
+
+from .api import (
+    fully_shard,
+    fully_shard_with_compiled_compute,
+    register_fsdp_forward_method,
+)
+from .errors import FSDPError
+from .module import FSDPModule, UnshardHandle
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPError",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+    "fully_shard_with_compiled_compute",
+    "register_fsdp_forward_method",
+]

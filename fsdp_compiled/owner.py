@@ -1,0 +1,142 @@
+"""Modules whose own parameters are sharded: reading one gives what the moment needs.
+
+It knows modules and their parameters one by one; it must not know which of them share a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0. Unlike torch.compiler.disable it still lets Dynamo inline the
+# function into a caller that it traces.
+from torch._dynamo.eval_frame import skip_code
+
+from .param import FSDPParam, ShardedState
+
+
+class Unit(Protocol):
+    """What an owner asks of the unit that its parameters belong to."""
+
+    def reshard(self) -> None:
+        """Free and unregister unsharded parameters."""
+
+    def regroup(self) -> None:
+        """Divide parameters into groups anew, after dtypes or devices changed."""
+
+
+class ShardedModule:
+    """Mixin of every module that owns sharded parameters; it comes before the module's class.
+
+    A read of ``module.weight`` gives
+
+    * while Dynamo traces and no eager hook has gathered the unit: the gather, as a node of the graph;
+    * in an eager call of this module whose unit nobody has gathered, as in an uncompiled piece of a compiled
+      unit: the gather, at once;
+    * else what is registered: the DTensor, or the unsharded parameter between the eager hooks.
+    """
+
+    _fsdp_params: dict[str, FSDPParam]
+    _fsdp_units: tuple[Unit, ...]
+    _fsdp_calling = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._fsdp_calling:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        self.__dict__["_fsdp_calling"] = True
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.__dict__["_fsdp_calling"] = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for unit in self._fsdp_units:
+            unit.reshard()
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        relink(self)
+        return self
+
+
+def _reader(name: str) -> property:
+    def read(module: ShardedModule) -> Tensor | None:
+        param = module._fsdp_params[name]
+        if torch.compiler.is_compiling():
+            if not param.status.hooked:
+                return param.gathered()
+        elif module._fsdp_calling and param.state is ShardedState.SHARDED:
+            return param.gathered()
+        return module._parameters[name]  # type: ignore[attr-defined]
+
+    skip_code(read.__code__)
+    return property(read)
+
+
+skip_code(ShardedModule.__call__.__code__)
+
+
+def relink(module: ShardedModule) -> None:
+    """Follow whatever replaced the module's sharded parameters or their storage."""
+    for param in set_of(module._fsdp_params.values()):
+        param.relink()
+    for unit in module._fsdp_units:
+        unit.regroup()
+
+
+def set_of(params: Iterable[FSDPParam]) -> list[FSDPParam]:
+    """Return the distinct parameters in order."""
+    return list({id(param): param for param in params}.values())
+
+
+def own(module: nn.Module, params: dict[str, FSDPParam], unit: Unit) -> None:
+    """Make ``module`` read ``params`` through properties, beside those that it owns already."""
+    if isinstance(module, ShardedModule):
+        module._fsdp_params.update(params)
+        module._fsdp_units = (*module._fsdp_units, unit)
+    else:
+        module.__dict__["_fsdp_params"] = dict(params)
+        module.__dict__["_fsdp_units"] = (unit,)
+        module.register_state_dict_pre_hook(_reshard_units)
+        module.register_load_state_dict_pre_hook(_reshard_units)
+        module.register_load_state_dict_post_hook(_relink_after_load)
+    names = tuple(module.__dict__["_fsdp_params"])
+    rebase(module, ShardedModule, names)
+
+
+def rebase(module: nn.Module, mixin: type, names: tuple[str, ...] = ()) -> None:
+    """Put ``mixin`` before the class that the user gave ``module``, and properties for ``names``."""
+    cls = type(module)
+    user_cls = cls.__dict__.get("_fsdp_user_class", cls)
+    mixins = {mixin, *cls.__dict__.get("_fsdp_mixins", ())}
+    names = names or cls.__dict__.get("_fsdp_names", ())
+    ordered = tuple(sorted(mixins, key=lambda m: m.__name__))
+    module.__class__ = _subclass(user_cls, ordered, names)
+
+
+@cache
+def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) -> type:
+    """Return the one subclass of ``user_cls`` with these mixins and sharded names; all state is on instances."""
+    prefix = "".join(m.__name__.removesuffix("Module") for m in mixins[:1])
+    body: dict[str, Any] = {name: _reader(name) for name in names}
+    body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
+    body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy}
+    return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
+
+
+def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
+    raise TypeError(
+        f"{type(module).__name__}: a sharded module cannot be deep-copied, because its copy would share no "
+        "process group state; use state_dict() and load_state_dict() on a second sharded model"
+    )
+
+
+def _reshard_units(module: ShardedModule, *_: object) -> None:
+    for unit in module._fsdp_units:
+        unit.reshard()
+
+
+def _relink_after_load(module: ShardedModule, _: object) -> None:
+    relink(module)

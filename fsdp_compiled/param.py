@@ -1,0 +1,379 @@
+"""One parameter's states: sharded, unsharded, and what a traced read of it becomes.
+
+It knows one parameter, its layout and its modules; it must not know which parameters share a collective, hooks
+or streams.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import InitVar, dataclass
+from enum import Enum, auto
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0: DTensor(local, spec) costs a few microseconds where the public
+# DTensor.from_local costs ten times that for every gradient of every step.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from . import collectives
+from .errors import FSDPError
+from .layout import ShardLayout
+from .mesh import DataParallelMeshInfo
+from .passes.ir import Route
+from .policy import MixedPrecisionPolicy, resolved
+
+
+class ShardedState(Enum):
+    """Which tensor is registered on the modules, and so which memory a parameter holds.
+
+    SHARDED: the DTensor; only this rank's shard has memory.
+    UNSHARDED: the plain tensor used in compute; the shard and the whole parameter have memory.
+    """
+
+    SHARDED = auto()
+    UNSHARDED = auto()
+
+
+class Accumulation(Enum):
+    """What the backward of a read does with the unsharded gradient.
+
+    NONE: reduce it.
+    STORE: add it to the pending gradient and do not communicate (gradient sync is off).
+    CONSUME: add the pending gradient to it, then reduce.
+    """
+
+    NONE = auto()
+    STORE = auto()
+    CONSUME = auto()
+
+
+@dataclass(frozen=True)
+class ParamModuleInfo:
+    """Where a parameter is registered: its first module and name, and every other place that shares it."""
+
+    module: nn.Module
+    name: str
+    shared: tuple[tuple[nn.Module, str], ...] = ()
+
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield every (module, name) under which the parameter is registered."""
+        yield self.module, self.name
+        yield from self.shared
+
+
+@dataclass
+class UnitStatus:
+    """What the parameters of one unit do at present; the unit's state writes it, the parameters read it.
+
+    Args:
+        name: the unit's full name, as far as known.
+        hooked: the eager hooks have gathered this unit for the module call or backward under way.
+        reshard_after_forward: free (True) or keep (False) unsharded parameters between forward and backward.
+        reshard_after_backward: free (True) or keep (False) them after backward.
+        reduce_grads: whether backward reduces gradients, or accumulates them unsharded.
+        outdated: unsharded parameters are left from before the last compiled backward, so that an optimizer
+            may have changed the shards since.
+    """
+
+    name: str
+    hooked: bool = False
+    reshard_after_forward: bool = True
+    reshard_after_backward: bool = True
+    reduce_grads: bool = True
+    outdated: bool = False
+
+
+@dataclass(frozen=True)
+class ParamPlacement:
+    """How a parameter is to be sharded: over which mesh, along which dimension, in which dtypes."""
+
+    mesh_info: DataParallelMeshInfo
+    dim: int
+    mp_policy: MixedPrecisionPolicy
+
+
+@dataclass
+class _GradientHome:
+    """Where unsharded gradients wait while sync is off.
+
+    Args:
+        sink: leaf of the unsharded shape without memory of its own; its ``.grad`` is the pending gradient.
+        consumer: leaf on the shard whose gradient is known to include the pending one.
+    """
+
+    sink: nn.Parameter
+    consumer: nn.Parameter
+
+
+@dataclass(eq=False)
+class FSDPParam:
+    """One original parameter from the moment it is sharded.
+
+    Args:
+        info: where it is registered.
+        placement: how to shard it.
+        status: of its unit.
+        name: full name, relative to the outermost sharded module known so far.
+        first: the original parameter; only read, and not kept.
+    """
+
+    info: ParamModuleInfo
+    placement: ParamPlacement
+    status: UnitStatus
+    name: str
+    first: InitVar[nn.Parameter]
+
+    def __post_init__(self, first: nn.Parameter) -> None:
+        self.original = weakref.ref(first)  # to find modules outside the unit that share it
+        mesh_info = self.placement.mesh_info
+        self.layout = ShardLayout(tuple(first.shape), self.placement.dim, mesh_info.shard_world)
+        self.state = ShardedState.SHARDED
+        self.accumulation = Accumulation.NONE
+        self.sharded_param: nn.Parameter  # DTensor
+        self.leaf: nn.Parameter  # padded shard; shares storage with the DTensor's local tensor
+        self.unsharded_param: nn.Parameter | None = None  # ND, plain; its storage is freed when sharded
+        self._unsharded_flat: Tensor | None = None  # 1D, padded: that storage
+        self._home: _GradientHome | None = None
+        padded = self._cut(first.detach())
+        self._link(nn.Parameter(self._as_dtensor(padded), requires_grad=first.requires_grad), padded)
+        self._register(self.sharded_param)
+
+    # ---- sharded ----
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        """Return this rank's padded shard of ``whole``, contiguous and in memory of its own."""
+        layout, rank = self.layout, self.placement.mesh_info.shard_rank
+        mine = whole.narrow(layout.dim, layout.offset(rank), layout.length(rank))
+        return self._padded(mine.clone(memory_format=torch.contiguous_format))
+
+    def _padded(self, local: Tensor) -> Tensor:
+        if tuple(local.shape) == self.layout.shard_shape:
+            return local.contiguous()
+        padded = local.new_zeros(self.layout.shard_shape)
+        padded.narrow(self.layout.dim, 0, local.shape[self.layout.dim]).copy_(local)
+        return padded
+
+    def _unpadded(self, padded: Tensor) -> Tensor:
+        length = self.layout.length(self.placement.mesh_info.shard_rank)
+        return padded if length == self.layout.chunk else padded.narrow(self.layout.dim, 0, length)
+
+    def _as_dtensor(self, padded: Tensor) -> DTensor:
+        return DTensor(self._unpadded(padded), self._spec(padded.dtype), requires_grad=False)
+
+    def _spec(self, dtype: torch.dtype) -> DTensorSpec:
+        shape = torch.Size(self.layout.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        mesh_info = self.placement.mesh_info
+        placements = mesh_info.placements(self.layout.dim)
+        return DTensorSpec(mesh_info.mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+    def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
+        """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
+        self.sharded_param = sharded
+        self._padded_shard = padded
+        self._grad_spec = self._spec(padded.dtype)
+        self.leaf = self._make_leaf(self._land)
+        self._home = None
+        self.unsharded_param = self._unsharded_flat = None
+        self.accumulation = Accumulation.NONE
+        self.publish()
+
+    def _make_leaf(self, land: object) -> nn.Parameter:
+        differentiable = self._padded_shard.is_floating_point() or self._padded_shard.is_complex()
+        leaf = nn.Parameter(self._padded_shard, requires_grad=differentiable)
+        if differentiable:
+            leaf.register_post_accumulate_grad_hook(land)
+        return leaf
+
+    def relink(self) -> None:
+        """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
+
+        Raises:
+            TypeError: what is registered now is no DTensor.
+            ValueError: it has another shape or placement.
+        """
+        current = self.info.module._parameters[self.info.name]
+        if self.state is not ShardedState.SHARDED or current is None:
+            raise FSDPError(f"{self.name}: relinked while {self.state}")
+        self._check_replacement(current)
+        local = current._local_tensor
+        if current is self.sharded_param and _same_memory(local, self._unpadded(self._padded_shard)):
+            return
+        padded = self._padded(local.detach())
+        if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
+            current._local_tensor = self._unpadded(padded)
+        self._link(current, padded)
+        self._register(current)
+
+    def _check_replacement(self, current: Tensor) -> None:
+        if not isinstance(current, DTensor):
+            raise TypeError(
+                f"{self.name}: expected a sharded DTensor, got a {type(current).__name__}; assign a DTensor with "
+                f"placements {self._grad_spec.placements}, or load without assign=True"
+            )
+        if tuple(current.shape) != self.layout.shape or current.placements != self._grad_spec.placements:
+            raise ValueError(
+                f"{self.name}: expected shape {self.layout.shape} with {self._grad_spec.placements}, got "
+                f"{tuple(current.shape)} with {current.placements}; redistribute it first"
+            )
+
+    # ---- traced reads ----
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """(gather dtype, reduce dtype)."""
+        return resolved(self.placement.mp_policy, self.leaf.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the shard."""
+        return self.leaf.device
+
+    def publish(self) -> None:
+        """Write what a traced read needs into constants; call it after any change of name or policy."""
+        info = self.placement.mesh_info
+        dtype, reduce_dtype = self.dtypes
+        self.route: tuple[object, ...] = Route(
+            shape=self.layout.shape,
+            dim=self.layout.dim,
+            dtype=dtype,
+            reduce_dtype=reduce_dtype,
+            grad_dtype=self.leaf.dtype,
+            reshard=self.status.reshard_after_forward,
+            unit=self.status.name,
+            param=self.name,
+            shard_group=info.shard_group,
+            shard_world=info.shard_world,
+            replicate_group=info.replicate_group,
+            replicate_world=info.replicate_world,
+        ).args()
+
+    def gathered(self) -> Tensor:
+        """Return the unsharded parameter as a function of the shard; Dynamo traces this."""
+        leaf, sink, pending = self.leaf, None, None
+        if self._home is not None and self.accumulation is Accumulation.STORE:
+            sink = self._home.sink
+        if self._home is not None and self.accumulation is Accumulation.CONSUME:
+            leaf, pending = self._home.consumer, self._home.sink.grad
+        if not self.sharded_param.requires_grad:
+            return collectives.unshard(leaf.detach(), None, None, self.route)
+        return collectives.unshard(leaf, sink, pending, self.route)
+
+    # ---- gradients ----
+
+    def set_accumulation(self, reduce_grads: bool) -> None:
+        """Choose what later reads do with gradients, after ``reduce_grads`` of the unit changed."""
+        if not reduce_grads:
+            if self.sharded_param.requires_grad:
+                self._home = self._home or self._make_home()
+            self.accumulation = Accumulation.STORE
+        else:
+            waiting = self.pending_grad is not None
+            self.accumulation = Accumulation.CONSUME if waiting else Accumulation.NONE
+
+    def _make_home(self) -> _GradientHome:
+        one = torch.zeros(1, dtype=self.dtypes[1], device=self.device)
+        return _GradientHome(nn.Parameter(one.expand(self.layout.shape)), self._make_leaf(self._land_consumed))
+
+    @property
+    def pending_grad(self) -> Tensor | None:
+        """Unsharded gradient accumulated while sync was off, in the reduce dtype."""
+        return None if self._home is None else self._home.sink.grad
+
+    def store(self, grad: Tensor) -> None:
+        """Add an unsharded gradient to the pending one."""
+        self._home = self._home or self._make_home()
+        sink, grad = self._home.sink, grad.to(self.dtypes[1])
+        sink.grad = grad if sink.grad is None else sink.grad.add_(grad)
+
+    def take_pending(self) -> Tensor | None:
+        """Return the pending gradient and forget it."""
+        pending = self.pending_grad
+        if pending is not None and self._home is not None:
+            self._home.sink.grad = None
+        if self.accumulation is Accumulation.CONSUME:
+            self.accumulation = Accumulation.NONE
+        return pending
+
+    def _land(self, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        self.status.outdated |= self.state is ShardedState.UNSHARDED
+        pending = self.take_pending() if self.status.reduce_grads else None
+        if pending is not None:  # accumulated after this graph was chosen
+            self.land(collectives.reduce_grad(pending, self.route))
+        self.land(grad)
+
+    def _land_consumed(self, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        self.take_pending()
+        self.land(grad)
+
+    @torch.no_grad()
+    def land(self, padded: Tensor | None) -> None:
+        """Add a reduced, padded gradient to ``sharded_param.grad`` and run the parameter's own hooks."""
+        if padded is None:
+            return
+        local = self._unpadded(padded)
+        if self.sharded_param.grad is None:
+            self.sharded_param.grad = DTensor(local, self._grad_spec, requires_grad=False)
+        else:
+            self.sharded_param.grad._local_tensor.add_(local)
+        for hook in (getattr(self.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(self.sharded_param)
+
+    # ---- unsharded ----
+
+    def allocate(self) -> Tensor:
+        """Give the unsharded parameter memory.
+
+        Returns:
+            Flat, padded, of ``world * shard_numel`` elements; writing to it does not count as a modification,
+            because it restores the values that autograd saved.
+        """
+        dtype = self.dtypes[0]
+        numel = self.layout.world * self.layout.shard_numel
+        if self._unsharded_flat is None or self._unsharded_flat.dtype != dtype:
+            self._unsharded_flat = torch.empty(numel, dtype=dtype, device=self.device)
+            whole = self._unsharded_flat[: self.layout.numel].view(self.layout.shape)
+            self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
+        self._unsharded_flat.untyped_storage().resize_(numel * dtype.itemsize)
+        return self._unsharded_flat.data
+
+    def to_unsharded(self) -> None:
+        """Register the unsharded parameter, which must have been gathered."""
+        if self.unsharded_param is None:
+            raise FSDPError(f"{self.name}: unsharded before it was gathered")
+        self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
+        self._register(self.unsharded_param)
+        self.state = ShardedState.UNSHARDED
+
+    def to_sharded(self) -> None:
+        """Register the sharded parameter and free the unsharded one's memory, keeping autograd's aliases."""
+        self._register(self.sharded_param)
+        if self._unsharded_flat is not None:
+            self._unsharded_flat.untyped_storage().resize_(0)
+        self.state = ShardedState.SHARDED
+
+    def take_unsharded_grad(self) -> Tensor | None:
+        """Return the gradient that eager autograd accumulated, and forget it."""
+        if self.unsharded_param is None or self.unsharded_param.grad is None:
+            return None
+        grad, self.unsharded_param.grad = self.unsharded_param.grad, None
+        return grad
+
+    def _register(self, param: nn.Parameter) -> None:
+        for module, name in self.info.places():
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = param
+            else:
+                setattr(module, name, param)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())

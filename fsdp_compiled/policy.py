@@ -1,0 +1,80 @@
+"""What a user decides about dtypes and offload: frozen records, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a unit's communication and compute. Parameters and gradients keep their original dtype.
+
+    Args:
+        param_dtype: dtype of the all-gather and of the unsharded parameters; None keeps the original dtype.
+            Non-floating-point parameters are never cast.
+        reduce_dtype: dtype of the reduce-scatter and of accumulated unsharded gradients; None takes the
+            gradient's dtype, that is ``param_dtype``.
+        output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
+        cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+
+    Raises:
+        TypeError: a field has another type.
+        ValueError: a dtype is not floating point.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, torch.dtype):
+                raise TypeError(
+                    f"MixedPrecisionPolicy.{name}: expected torch.dtype or None, got {value!r}; "
+                    "use for example torch.bfloat16"
+                )
+            if value is not None and not value.is_floating_point:
+                raise ValueError(
+                    f"MixedPrecisionPolicy.{name}: expected a floating-point dtype, got {value}; "
+                    "use for example torch.bfloat16"
+                )
+        _require_bool(self, "cast_forward_inputs")
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """No offload: sharded parameters, gradients and optimizer state live on the mesh's device."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keep sharded parameters, gradients and optimizer state on the CPU. Not implemented yet.
+
+    Args:
+        pin_memory: whether to pin that memory so that copies overlap.
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        _require_bool(self, "pin_memory")
+
+
+def _require_bool(policy: object, name: str) -> None:
+    value = getattr(policy, name)
+    if not isinstance(value, bool):
+        raise TypeError(
+            f"{type(policy).__name__}.{name}: expected True or False, got {value!r} of {type(value).__name__}"
+        )
+
+
+def resolved(policy: MixedPrecisionPolicy, original: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+    """Return (gather dtype, reduce dtype) for a parameter of dtype ``original``."""
+    if not original.is_floating_point:
+        return original, original
+    param_dtype = policy.param_dtype or original
+    return param_dtype, policy.reduce_dtype or param_dtype

@@ -1,0 +1,366 @@
+"""One unit's hooks and the state that the units of a model share.
+
+It decides when an uncompiled unit is gathered, resharded and reduced. While Dynamo traces, hooks only cast: the
+reads of parameters bring the gathers into the graph. It must not know how a collective is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code  # see owner.py
+from torch.utils._pytree import tree_flatten, tree_unflatten  # checked on torch 2.11.0, 2.13.0 and 2.15.0
+
+from .cast import cast_floating
+from .collectives.ops import meta_parameter
+from .group import FSDPParamGroup, group_params
+from .param import FSDPParam, UnitStatus
+from .policy import MixedPrecisionPolicy
+
+_unit_numbers = count()  # tells apart units that no outer fully_shard has named
+
+
+class TrainingState(Enum):
+    """Where a unit is in an eager step.
+
+    IDLE: outside forward and backward.
+    FORWARD: between its pre-forward and post-forward hooks.
+    PRE_BACKWARD: from its first output gradient until its gradients are reduced; forward hooks that run now
+        belong to a recomputation under activation checkpointing.
+    POST_BACKWARD: its gradients were handed to the reduction in this backward.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+@dataclass(eq=False)
+class FSDPCommContext:
+    """Communication under way among the units of a model: at most one unit's reduction."""
+
+    reducing: FSDPState | None = None
+
+    def start_reduce(self, state: FSDPState) -> None:
+        """Launch a unit's reductions, after finishing those of the unit before it."""
+        self.finish_reduce()
+        for group in state.groups:
+            group.launch_reduce()
+        self.reducing = state
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions under way and let their gradients land."""
+        if self.reducing is not None:
+            for group in self.reducing.groups:
+                group.wait_reduce()
+        self.reducing = None
+
+
+@dataclass(eq=False)
+class FSDPStateContext:
+    """What the units below one root share.
+
+    Args:
+        states: the root's unit and all below it, outermost first.
+        comm: communication under way.
+        post_forward_order: units whose forward ended in this step and whose backward is to come.
+        callback_queued: the autograd engine will call ``finish_backward`` when this backward ends.
+    """
+
+    states: list[FSDPState]
+    comm: FSDPCommContext = field(default_factory=FSDPCommContext)
+    post_forward_order: list[FSDPState] = field(default_factory=list)
+    callback_queued: bool = False
+
+    def finish_backward(self) -> None:
+        """Reduce the units whose inputs needed no gradient, then wait for everything."""
+        for state in reversed(self.states):
+            if state.training_state is TrainingState.PRE_BACKWARD:
+                state.post_backward()
+        self.comm.finish_reduce()
+        for state in self.states:
+            state.end_backward()
+        self.post_forward_order.clear()
+        self.callback_queued = False
+
+
+class FSDPState:
+    """The state of one unit: the modules of one ``fully_shard`` call.
+
+    Args:
+        modules: the unit's modules.
+        params: its sharded parameters.
+        mp_policy: its dtypes.
+        reshard_after_forward: None for False at the outermost unit and True elsewhere.
+        status: what the parameters read; shared with ``params``.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[FSDPParam],
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        status: UnitStatus,
+        device: torch.device,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.params = list(params)
+        self.mp_policy = mp_policy
+        self.status = status
+        self.device = device
+        self.is_root = True  # until an outer fully_shard adopts this unit
+        self._auto_reshard = reshard_after_forward is None
+        self.training_state = TrainingState.IDLE
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
+        self._context: FSDPStateContext | None = None
+        self._to_run: set[nn.Module] = set()  # modules of a list unit whose forward is still to come
+        self.regroup()
+        for module in self.modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward)
+
+    # ---- configuration ----
+
+    def regroup(self) -> None:
+        """Divide the parameters into groups anew, after dtypes or devices changed."""
+        self.groups: list[FSDPParamGroup] = group_params(self.params, self.status)
+
+    def adopt(self, name: str, param_names: dict[FSDPParam, str]) -> None:
+        """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
+        self.is_root = False
+        self.status.name = name
+        if self._auto_reshard:
+            self.status.reshard_after_forward = True
+        for param, param_name in param_names.items():
+            param.name = param_name
+        self.publish()
+
+    def publish(self) -> None:
+        """Make traced reads see the present names and policy."""
+        for param in self.params:
+            param.publish()
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Reshard (True) or keep (False) after forward, whether or not this is the root."""
+        self._auto_reshard = False
+        self.status.reshard_after_forward = reshard
+        self.publish()
+
+    def set_reduce_grads(self, reduce_grads: bool) -> None:
+        """Reduce gradients in backward (True), or accumulate them unsharded (False)."""
+        self.status.reduce_grads = reduce_grads
+        for param in self.params:
+            param.set_accumulation(reduce_grads)
+
+    # ---- unshard and reshard ----
+
+    def launch_unshard(self) -> None:
+        """Start the unit's all-gathers."""
+        if self.status.outdated:
+            self.reshard()
+        for group in self.groups:
+            group.launch_unshard()
+
+    def wait_unshard(self) -> None:
+        """Finish them and register the unsharded parameters."""
+        for group in self.groups:
+            group.wait_unshard()
+
+    def unshard(self) -> None:
+        """Gather the unit now."""
+        self.launch_unshard()
+        self.wait_unshard()
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters; the hooks' claim on them ends."""
+        self.status.hooked = self.status.outdated = False
+        for group in self.groups:
+            group.reshard()
+
+    # ---- forward ----
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not torch.compiler.is_compiling():
+            self._enter_forward(module)
+        dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
+        device = self.device if self.is_root else None
+        if dtype is not None or device is not None:
+            args, kwargs = cast_floating((args, kwargs), dtype, device)
+        if not torch.compiler.is_compiling():
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            output = self._leave_forward(module, output)
+        if self.mp_policy.output_dtype is not None:
+            output = cast_floating(output, self.mp_policy.output_dtype)
+        return output
+
+    @torch.compiler.disable
+    def _enter_forward(self, module: nn.Module) -> None:
+        context = self._lazy_init()
+        if self.training_state is TrainingState.PRE_BACKWARD:
+            self.unshard()
+            return
+        if not self._to_run:
+            self._to_run = set(self.modules)
+            self.training_state = TrainingState.FORWARD
+        if self is context.states[0] and not context.callback_queued:
+            context.post_forward_order.clear()
+        self.unshard()
+        self.status.hooked = True
+        for state in self.forward_prefetch:
+            state.launch_unshard()
+
+    @torch.compiler.disable
+    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Run ``post_backward`` once the gradients of all inputs are there."""
+        if not torch.is_grad_enabled() or self.training_state is TrainingState.PRE_BACKWARD:
+            return args, kwargs
+        leaves, spec = tree_flatten((args, kwargs))
+        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if watched:
+            outputs = _PostBackward.apply(self, *(leaves[i] for i in watched))
+            for i, output in zip(watched, outputs, strict=True):
+                leaves[i] = output
+        return tree_unflatten(leaves, spec)
+
+    @torch.compiler.disable
+    def _leave_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.training_state is TrainingState.PRE_BACKWARD or not self.status.hooked:
+            return output
+        self._to_run.discard(module)
+        if not self._to_run:
+            self._complete_forward()
+        context = self._lazy_init()
+        if self is context.states[0]:
+            for state in context.states:
+                state.complete_list_unit()
+        return self._watch_outputs(output)
+
+    def _complete_forward(self) -> None:
+        self.status.hooked = False
+        self.training_state = TrainingState.IDLE
+        if self.status.reshard_after_forward:
+            self.reshard()
+        if torch.is_grad_enabled() and self._context is not None:
+            self._context.post_forward_order.append(self)
+
+    def complete_list_unit(self) -> None:
+        """End the forward of a list unit some of whose modules were not called in this step."""
+        if self._to_run and self.training_state is TrainingState.FORWARD:
+            self._to_run.clear()
+            self._complete_forward()
+
+    def _watch_outputs(self, output: Any) -> Any:
+        """Gather the unit again when the first output gradient comes."""
+        if torch.is_grad_enabled():
+            for leaf in tree_flatten(output)[0]:
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._pre_backward)
+        return output
+
+    # ---- backward ----
+
+    @torch.compiler.disable
+    def _pre_backward(self, grad: Tensor) -> Tensor:
+        context = self._lazy_init()
+        if not context.callback_queued:
+            context.callback_queued = True
+            # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
+            torch.autograd.Variable._execution_engine.queue_callback(context.finish_backward)
+        if self.training_state is not TrainingState.PRE_BACKWARD:
+            self.training_state = TrainingState.PRE_BACKWARD
+            self.unshard()
+            self.status.hooked = True
+            self._prefetch_backward(context)
+        return grad
+
+    def _prefetch_backward(self, context: FSDPStateContext) -> None:
+        if self.backward_prefetch is not None:
+            for state in self.backward_prefetch:
+                state.launch_unshard()
+            return
+        order = context.post_forward_order
+        while order and order.pop() is not self:
+            pass  # units that no gradient reached
+        if order:
+            order[-1].launch_unshard()
+
+    def post_backward(self) -> None:
+        """Hand the unit's gradients to the reduction and free its unsharded parameters."""
+        self.training_state = TrainingState.POST_BACKWARD
+        if self.status.reshard_after_backward:
+            self.reshard()
+        self.status.hooked = False
+        self._lazy_init().comm.start_reduce(self)
+
+    def end_backward(self) -> None:
+        """Return to idle; a gather prefetched for a unit that backward did not reach is dropped."""
+        self.training_state = TrainingState.IDLE
+        if self.status.reshard_after_backward:
+            self.reshard()
+
+    # ---- the root ----
+
+    def _lazy_init(self) -> FSDPStateContext:
+        """Return the shared context; the first call, in the outermost unit that runs, makes it."""
+        if self._context is None:
+            context = FSDPStateContext(states_below(self.modules))
+            for state in context.states:
+                state.check_materialized()
+            for state in context.states:
+                state._context = context
+            self._context = context
+        return self._context
+
+    def check_materialized(self) -> None:
+        """Raise RuntimeError if a parameter is on the meta device."""
+        for param in self.params:
+            if param.device.type == "meta":
+                raise RuntimeError(meta_parameter(param.name))
+
+
+for _hook in (FSDPState._pre_forward, FSDPState._post_forward):
+    skip_code(_hook.__code__)
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity whose backward runs when the gradients of all of a unit's inputs have been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, state: FSDPState, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.state.post_backward()
+        return (None, *grads)
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    """Return the state of the unit that ``module`` is a member of, or None."""
+    return module.__dict__.get("_fsdp_state")
+
+
+def states_below(modules: Sequence[nn.Module]) -> list[FSDPState]:
+    """Return the states of ``modules`` and of everything below them, outermost first."""
+    found = {id(s): s for root in modules for m in root.modules() if (s := state_of(m)) is not None}
+    return list(found.values())
+
+
+def new_unit_name(modules: Sequence[nn.Module]) -> str:
+    """Return a name for a unit that no outer unit has named."""
+    return f"{type(modules[0]).__name__}#{next(_unit_numbers)}"

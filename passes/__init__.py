@@ -1,0 +1,44 @@
+"""Graph passes that turn per-parameter gathers and reductions into bucketed collectives.
+
+``install()`` adds them once to Inductor's custom-pass slots, where they return at once on graphs without our
+operators; ``uninstall()`` restores the slots. The passes import torch only.
+"""
+
+from __future__ import annotations
+
+from .lower import Lower
+from .pipeline import Pass, Pipeline
+from .pipeline import install as _install
+from .pipeline import uninstall as _uninstall
+from .reshard import Reshard
+
+__all__ = ["JOINT", "POST_GRAD", "Lower", "Pass", "Pipeline", "Reshard", "install", "uninstall"]
+
+# On the joint forward-backward graph, before AOTAutograd cuts it in two.
+JOINT: tuple[Pass, ...] = (
+    Reshard(),  # only here can it still be said what the forward saves
+)
+# On the forward and the backward graph each, before Inductor lowers it.
+POST_GRAD: tuple[Pass, ...] = (
+    Lower(),  # Inductor orders the collectives it knows; an opaque operator could move past them
+)
+
+_SLOTS = {
+    "joint_custom_pre_pass": Pipeline(JOINT),
+    "post_grad_custom_pre_pass": Pipeline(POST_GRAD),
+}
+
+
+def install() -> None:
+    """Give every later ``torch.compile`` of this process our passes; the user's own passes still run.
+
+    The first ``fully_shard`` calls it. It is the only assignment to torch's global configuration.
+    """
+    for slot, pipeline in _SLOTS.items():
+        _install(slot, pipeline)
+
+
+def uninstall() -> None:
+    """Restore the slots; graphs with our operators then run them one by one, slower but with equal results."""
+    for slot in _SLOTS:
+        _uninstall(slot)

@@ -1,0 +1,147 @@
+"""The operators that tracing leaves in a graph, and how to read and write them as FX nodes.
+
+This is the only file that knows operator names, schemas and argument positions. It knows nothing of modules,
+process groups or schedules.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+NAMESPACE = "fsdp_compiled"
+_ROUTE_SCHEMA = (
+    "int[] shape, int dim, ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool reshard, "
+    "str unit, str param, str shard_group, int shard_world, str replicate_group, int replicate_world"
+)
+UNSHARD_SCHEMA = f"unshard(Tensor shard, Tensor? sink, Tensor? pending, {_ROUTE_SCHEMA}) -> Tensor"
+REDUCE_GRAD_SCHEMA = f"reduce_grad(Tensor grad, {_ROUTE_SCHEMA}) -> Tensor"
+_TENSORS_BEFORE_ROUTE = {"unshard": 3, "reduce_grad": 1}
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where one parameter travels and in which dtypes: the constant arguments of both operators, in order.
+
+    Identity and policy travel in arguments rather than in ``node.meta`` because arguments survive every graph
+    rewrite and enter the compile-cache keys; meta does neither.
+    """
+
+    shape: tuple[int, ...]  # of the unsharded parameter
+    dim: int  # the sharded dimension
+    dtype: torch.dtype  # of the all-gather and of the unsharded parameter
+    reduce_dtype: torch.dtype  # of the reduce-scatter
+    grad_dtype: torch.dtype  # of the sharded parameter and its gradient
+    reshard: bool  # gather again in backward rather than keep from forward
+    unit: str  # full name of the unit
+    param: str  # full name of the parameter
+    shard_group: str  # process group names; "" where the world is 1
+    shard_world: int
+    replicate_group: str
+    replicate_world: int
+
+    def args(self) -> tuple[Any, ...]:
+        """Return the fields as operator arguments."""
+        return (list(self.shape), *astuple(self)[1:])
+
+    @classmethod
+    def from_args(cls, args: Sequence[Any]) -> Route:
+        """Read back what :meth:`args` wrote."""
+        return cls(tuple(args[0]), *args[1:])
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How a sum over ranks becomes a mean without overflow: divide, reduce with ``op``, divide."""
+
+    pre_divide: float
+    op: str
+    post_divide: float
+
+
+def mean_reduction(dtype: torch.dtype, world: int) -> Reduction:
+    """Return the mean over ``world`` ranks for gradients reduced in ``dtype``.
+
+    fp32 and bf16 have the exponent range to be averaged by the collective itself. fp16 may overflow in the sum
+    and underflow when divided first, so it is divided by about the square root of ``world`` on either side.
+
+    *Source:* the pre / post split is the one of Horovod and of PyTorch DDP's fp16 hooks.
+    """
+    if world == 1:
+        return Reduction(1.0, "sum", 1.0)
+    if dtype in (torch.float32, torch.bfloat16, torch.float64):
+        return Reduction(1.0, "avg", 1.0)
+    pre = 1
+    while world % pre == 0 and world / pre > pre:
+        pre *= 2
+    return Reduction(float(pre), "sum", world / pre)
+
+
+def _is_op(node: fx.Node, name: str) -> bool:
+    return node.op == "call_function" and str(node.target) == f"{NAMESPACE}.{name}.default"
+
+
+def is_unshard(node: fx.Node) -> bool:
+    """Tell whether ``node`` gathers one parameter."""
+    return _is_op(node, "unshard")
+
+
+def is_reduce_grad(node: fx.Node) -> bool:
+    """Tell whether ``node`` reduces one gradient."""
+    return _is_op(node, "reduce_grad")
+
+
+def has_ours(graph: fx.Graph) -> bool:
+    """Tell whether ``graph`` holds any operator of this library."""
+    return any(is_unshard(node) or is_reduce_grad(node) for node in graph.nodes)
+
+
+def route_of(node: fx.Node) -> Route:
+    """Return the constant arguments of an ``unshard`` or ``reduce_grad`` node."""
+    name = "unshard" if is_unshard(node) else "reduce_grad"
+    return Route.from_args(node.args[_TENSORS_BEFORE_ROUTE[name] :])
+
+
+def pending_of(node: fx.Node) -> fx.Node | None:
+    """Return the accumulated gradient that an ``unshard`` node's backward will add, if any."""
+    return node.args[2] if isinstance(node.args[2], fx.Node) else None
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """Return the tensor that the node carries: the shard of an unshard, the gradient of a reduce_grad."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def value_of(node: fx.Node) -> torch.Tensor:
+    """Return the fake tensor that stands for the node's result."""
+    return node.meta["val"]
+
+
+class Emitter:
+    """Appends ``call_function`` nodes at one place of a graph and gives each its fake value."""
+
+    def __init__(self, before: fx.Node) -> None:
+        self._graph = before.graph
+        self._before = before
+
+    def __call__(self, op: torch._ops.OpOverload, *args: Any) -> fx.Node:
+        """Insert ``op(*args)`` and return its node; ``args`` may hold nodes at any depth."""
+        with self._graph.inserting_before(self._before):
+            node = self._graph.call_function(op, args)
+        node.meta["val"] = op(*fx.map_arg(args, value_of))
+        return node
+
+    def getitem(self, node: fx.Node, index: int) -> fx.Node:
+        """Insert ``node[index]`` for an operator that returns a list."""
+        with self._graph.inserting_before(self._before):
+            item = self._graph.call_function(operator.getitem, (node, index))
+        item.meta["val"] = node.meta["val"][index]
+        return item
+

@@ -1,0 +1,278 @@
+"""Replaces the library's opaque operators by functional collectives, one bucket per unit.
+
+It reads the route in each node's arguments and emits plain ATen and ``_c10d_functional`` nodes; it must not
+know modules, and it does not choose a schedule: a bucket is launched where its first gather is needed, or where
+its last gradient is ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import fx
+
+from . import ir
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class Member:
+    """One gather or reduction that may join a bucket.
+
+    Args:
+        index: position of the node in the graph.
+        key: members with equal keys may share a collective.
+        after: indices of the members whose results this one is computed from.
+    """
+
+    index: int
+    key: Hashable
+    after: frozenset[int] = frozenset()
+
+
+def decide_buckets(members: Sequence[Member]) -> list[list[int]]:
+    """Group members by key, in order; one that needs another's result opens a new bucket.
+
+    Returns:
+        The members' indices, one list per collective, ordered by first member.
+    """
+    buckets: list[list[int]] = []
+    open_bucket: dict[Hashable, list[int]] = {}
+    bucket_of: dict[int, list[int]] = {}
+    for member in members:
+        bucket = open_bucket.get(member.key)
+        if bucket is None or any(_reaches(bucket_of[m], bucket, bucket_of, members) for m in member.after):
+            bucket = open_bucket[member.key] = []
+            buckets.append(bucket)
+        bucket.append(member.index)
+        bucket_of[member.index] = bucket
+    return buckets
+
+
+def _reaches(
+    start: list[int], goal: list[int], bucket_of: dict[int, list[int]], members: Sequence[Member]
+) -> bool:
+    """Tell whether bucket ``start`` is ``goal`` or is computed from it."""
+    after = {m.index: m.after for m in members}
+    stack, seen = [start], set()
+    while stack:
+        bucket = stack.pop()
+        if bucket is goal:
+            return True
+        if id(bucket) not in seen:
+            seen.add(id(bucket))
+            stack += [bucket_of[m] for index in bucket for m in after[index]]
+    return False
+
+
+@dataclass(frozen=True)
+class Lower:
+    """One collective per unit, shard group and dtype. Numerics cannot change: a bucket only concatenates.
+
+    ::
+
+        w1 = unshard(s1); w2 = unshard(s2)
+            ->  row = cat(s1, s2); w1, w2 = split(wait(all_gather(row)))
+        d1 = reduce_grad(g1); d2 = reduce_grad(g2)
+            ->  rows = cat(chunks(g1), chunks(g2)); d1, d2 = split(wait(reduce_scatter(rows)))
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        unshards = [node for node in graph.nodes if ir.is_unshard(node)]
+        for bucket in _bucketed(graph, unshards, _gather_key):
+            _lower_gather(bucket)
+        reductions = [node for node in graph.nodes if ir.is_reduce_grad(node)]
+        for bucket in _bucketed(graph, reductions, _reduce_key):
+            _lower_reduction(bucket)
+
+
+def _gather_key(node: fx.Node) -> Hashable:
+    route = ir.route_of(node)
+    # What is not a graph input may not exist yet at the bucket's first member: it travels alone.
+    alone = None if ir.source_of(node).op == "placeholder" else node.name
+    return (route.unit, route.shard_group, route.shard_world, route.dtype, alone)
+
+
+def _reduce_key(node: fx.Node) -> Hashable:
+    route = ir.route_of(node)
+    return (route.unit, route.shard_group, route.shard_world, route.replicate_group, route.reduce_dtype)
+
+
+def _bucketed(
+    graph: fx.Graph, nodes: Sequence[fx.Node], key: Callable[[fx.Node], Hashable]
+) -> list[list[fx.Node]]:
+    positions = {node: index for index, node in enumerate(graph.nodes)}
+    upstream = _upstream_members(graph, {node: positions[node] for node in nodes})
+    members = [Member(positions[node], key(node), upstream[node]) for node in nodes]
+    at = {positions[node]: node for node in nodes}
+    return [[at[index] for index in bucket] for bucket in decide_buckets(members)]
+
+
+def _upstream_members(graph: fx.Graph, members: dict[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:
+    """Map each member to the nearest members that it is computed from."""
+    nearest: dict[fx.Node, frozenset[int]] = {}
+    for node in graph.nodes:
+        found: set[int] = set()
+        for source in node.all_input_nodes:
+            found |= {members[source]} if source in members else nearest[source]
+        nearest[node] = frozenset(found)
+    return {node: nearest[node] for node in members}
+
+
+# ---- all-gather ----
+
+
+def _lower_gather(bucket: Sequence[fx.Node]) -> None:
+    emit = ir.Emitter(before=bucket[0])
+    route = ir.route_of(bucket[0])
+    by_shard: dict[fx.Node, list[fx.Node]] = {}
+    for node in bucket:
+        by_shard.setdefault(ir.source_of(node), []).append(node)
+    row = _concatenate(emit, [_flat(emit, _cast(emit, shard, route.dtype)) for shard in by_shard])
+    rows = _all_gather(emit, row, route)
+    sizes = [ir.value_of(shard).numel() for shard in by_shard]
+    pieces = _split_columns(emit, rows, sizes)
+    unsharded = {
+        shard: _join_chunks(emit, piece, ir.route_of(nodes[0]))
+        for piece, (shard, nodes) in zip(pieces, by_shard.items(), strict=True)
+    }
+    for node in bucket:
+        _replace(node, unsharded[ir.source_of(node)])
+
+
+def _all_gather(emit: ir.Emitter, row: fx.Node, route: ir.Route) -> fx.Node:
+    """Return ``[world, numel]``: every rank's row."""
+    if route.shard_world > 1:
+        c10d = torch.ops._c10d_functional
+        launch = emit(c10d.all_gather_into_tensor.default, row, route.shard_world, route.shard_group)
+        row = emit(c10d.wait_tensor.default, launch)
+    return emit(aten.reshape.default, row, [route.shard_world, -1])
+
+
+def _join_chunks(emit: ir.Emitter, piece: fx.Node, route: ir.Route) -> fx.Node:
+    """Turn ``[world, numel]`` chunks into the unsharded parameter, dropping the padding."""
+    if route.dim != 0:
+        chunk = list(route.shape)
+        chunk[route.dim] //= route.shard_world
+        piece = emit(aten.reshape.default, piece, [route.shard_world, *chunk])
+        order = list(range(1, len(chunk) + 1))
+        order.insert(route.dim, 0)
+        piece = emit(aten.permute.default, piece, order)
+        return emit(aten.reshape.default, piece, list(route.shape))
+    rest = route.shape[1:]
+    padded = emit(aten.reshape.default, piece, [_padded_length(piece, rest), *rest])
+    if ir.value_of(padded).shape[0] == route.shape[0]:
+        return padded
+    return emit(aten.slice.Tensor, padded, 0, 0, route.shape[0])
+
+
+def _padded_length(piece: fx.Node, rest: Sequence[int]) -> int:
+    return ir.value_of(piece).numel() // prod(rest)
+
+
+# ---- reduce-scatter ----
+
+
+def _lower_reduction(bucket: Sequence[fx.Node]) -> None:
+    emit = ir.Emitter(before=bucket[-1].next)
+    route = ir.route_of(bucket[0])
+    scaling = ir.mean_reduction(route.reduce_dtype, route.shard_world * route.replicate_world)
+    chunks = [
+        _split_chunks(emit, _cast(emit, ir.source_of(node), route.reduce_dtype), ir.route_of(node))
+        for node in bucket
+    ]
+    sizes = [ir.value_of(chunk).shape[1] for chunk in chunks]
+    rows = _divide(emit, _concatenate(emit, chunks, dim=1), scaling.pre_divide)
+    row = _divide(emit, _reduce(emit, rows, route, scaling.op), scaling.post_divide)
+    shards = []
+    for node, piece in zip(bucket, _split_columns(emit, row, sizes), strict=True):
+        shard = emit(aten.reshape.default, piece, list(ir.value_of(node).shape))
+        shards.append(_cast(emit, shard, ir.route_of(node).grad_dtype))
+    for node, shard in zip(bucket, shards, strict=True):
+        _move_users_behind(node, shards[-1])
+        _replace(node, shard)
+
+
+def _split_chunks(emit: ir.Emitter, grad: fx.Node, route: ir.Route) -> fx.Node:
+    """Turn an unsharded gradient into ``[world, numel]``: one padded chunk per rank."""
+    world, length = route.shard_world, route.shape[route.dim]
+    if route.dim != 0:
+        cut = [*route.shape[: route.dim], world, length // world, *route.shape[route.dim + 1 :]]
+        grad = emit(aten.reshape.default, grad, cut)
+        order = list(range(len(cut)))
+        order.insert(0, order.pop(route.dim))
+        grad = emit(aten.permute.default, grad, order)
+    elif length % world:
+        missing = -length % world
+        pad = [0, 0] * (len(route.shape) - 1) + [0, missing]
+        grad = emit(aten.constant_pad_nd.default, grad, pad, 0)
+    return emit(aten.reshape.default, grad, [world, -1])
+
+
+def _reduce(emit: ir.Emitter, rows: fx.Node, route: ir.Route, op: str) -> fx.Node:
+    """Return ``[1, numel]``: this rank's chunk, reduced over the shard group, then over the replicas."""
+    c10d = torch.ops._c10d_functional
+    if route.shard_world > 1:
+        launch = emit(
+            c10d.reduce_scatter_tensor.default,
+            _flat(emit, rows),
+            op,
+            route.shard_world,
+            route.shard_group,
+        )
+        rows = emit(c10d.wait_tensor.default, launch)
+    if route.replicate_world > 1:
+        launch = emit(c10d.all_reduce.default, rows, op, route.replicate_group)
+        rows = emit(c10d.wait_tensor.default, launch)
+    return emit(aten.reshape.default, rows, [1, -1])
+
+
+# ---- pieces shared by both ----
+
+
+def _cast(emit: ir.Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    if ir.value_of(node).dtype == dtype:
+        return node
+    return emit(prims.convert_element_type.default, node, dtype)
+
+
+def _divide(emit: ir.Emitter, node: fx.Node, divisor: float) -> fx.Node:
+    return node if divisor == 1.0 else emit(aten.div.Tensor, node, divisor)
+
+
+def _flat(emit: ir.Emitter, node: fx.Node) -> fx.Node:
+    return emit(aten.reshape.default, node, [-1])
+
+
+def _concatenate(emit: ir.Emitter, nodes: Sequence[fx.Node], dim: int = 0) -> fx.Node:
+    return nodes[0] if len(nodes) == 1 else emit(aten.cat.default, list(nodes), dim)
+
+
+def _split_columns(emit: ir.Emitter, rows: fx.Node, sizes: Sequence[int]) -> list[fx.Node]:
+    if len(sizes) == 1:
+        return [rows]
+    pieces = emit(aten.split_with_sizes.default, rows, list(sizes), 1)
+    return [emit.getitem(pieces, index) for index in range(len(sizes))]
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def _move_users_behind(node: fx.Node, anchor: fx.Node) -> None:
+    """Move whatever is computed from ``node`` and stands before ``anchor`` behind it, in graph order."""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    limit, last = order[anchor], anchor
+    todo = {user for user in node.users if order[user] < limit}
+    while todo:
+        user = min(todo, key=order.__getitem__)
+        todo.remove(user)
+        todo |= {u for u in user.users if order[u] < limit}
+        last.append(user)
+        last = user
