@@ -312,7 +312,6 @@ class FSDPParam:
         self.take_pending()
         self.land(grad)
 
-    @torch.no_grad()
     def land(self, padded: Tensor | None) -> None:
         """Add a reduced, padded gradient to ``sharded_param.grad`` and run the parameter's own hooks."""
         if padded is None:

@@ -7,25 +7,45 @@ operators; ``uninstall()`` restores the slots. The passes import torch only.
 from __future__ import annotations
 
 from .lower import Lower
+from .pin import Pin
 from .pipeline import Pass, Pipeline
 from .pipeline import install as _install
 from .pipeline import uninstall as _uninstall
+from .reorder import Reorder
 from .reshard import Reshard
 
-__all__ = ["JOINT", "POST_GRAD", "Lower", "Pass", "Pipeline", "Reshard", "install", "uninstall"]
+__all__ = [
+    "FINAL",
+    "JOINT",
+    "POST_GRAD",
+    "Lower",
+    "Pass",
+    "Pin",
+    "Pipeline",
+    "Reorder",
+    "Reshard",
+    "install",
+    "uninstall",
+]
 
 # On the joint forward-backward graph, before AOTAutograd cuts it in two.
 JOINT: tuple[Pass, ...] = (
     Reshard(),  # only here can it still be said what the forward saves
 )
-# On the forward and the backward graph each, before Inductor lowers it.
+# On the forward and the backward graph each, before Inductor's own passes.
 POST_GRAD: tuple[Pass, ...] = (
     Lower(),  # Inductor orders the collectives it knows; an opaque operator could move past them
+    Reorder(),  # a collective that is waited for at once hides behind nothing
+)
+# On the same graphs after Inductor's own passes: control dependencies would hide nodes from them.
+FINAL: tuple[Pass, ...] = (
+    Pin(),  # Inductor's scheduler would undo the order
 )
 
 _SLOTS = {
     "joint_custom_pre_pass": Pipeline(JOINT),
     "post_grad_custom_pre_pass": Pipeline(POST_GRAD),
+    "post_grad_custom_post_pass": Pipeline(FINAL),
 }
 
 

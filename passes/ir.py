@@ -21,6 +21,7 @@ _ROUTE_SCHEMA = (
 )
 UNSHARD_SCHEMA = f"unshard(Tensor shard, Tensor? sink, Tensor? pending, {_ROUTE_SCHEMA}) -> Tensor"
 REDUCE_GRAD_SCHEMA = f"reduce_grad(Tensor grad, {_ROUTE_SCHEMA}) -> Tensor"
+_MARK = "fsdp_compiled"  # in the meta of emitted nodes; needed no longer than one compilation
 _TENSORS_BEFORE_ROUTE = {"unshard": 3, "reduce_grad": 1}
 
 
@@ -97,8 +98,8 @@ def is_reduce_grad(node: fx.Node) -> bool:
 
 
 def has_ours(graph: fx.Graph) -> bool:
-    """Tell whether ``graph`` holds any operator of this library."""
-    return any(is_unshard(node) or is_reduce_grad(node) for node in graph.nodes)
+    """Tell whether ``graph`` holds any operator of this library, or what one was lowered to."""
+    return any(is_unshard(node) or is_reduce_grad(node) or _MARK in node.meta for node in graph.nodes)
 
 
 def route_of(node: fx.Node) -> Route:
@@ -135,7 +136,7 @@ class Emitter:
         """Insert ``op(*args)`` and return its node; ``args`` may hold nodes at any depth."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(op, args)
-        node.meta["val"] = op(*fx.map_arg(args, value_of))
+        node.meta |= {"val": op(*fx.map_arg(args, value_of)), _MARK: True}
         return node
 
     def getitem(self, node: fx.Node, index: int) -> fx.Node:
@@ -145,3 +146,35 @@ class Emitter:
         item.meta["val"] = node.meta["val"][index]
         return item
 
+
+
+def _is_collective(node: fx.Node, names: Sequence[str]) -> bool:
+    return _MARK in node.meta and str(node.target) in {f"_c10d_functional.{name}.default" for name in names}
+
+
+def is_gather_launch(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts an all-gather of ours."""
+    return _is_collective(node, ["all_gather_into_tensor"])
+
+
+def is_reduce_launch(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts a reduce-scatter or an all-reduce of ours."""
+    return _is_collective(node, ["reduce_scatter_tensor", "all_reduce"])
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts a collective of ours."""
+    return is_gather_launch(node) or is_reduce_launch(node)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Tell whether ``node`` waits for a collective of ours."""
+    return _is_collective(node, ["wait_tensor"])
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Tell whether ``node`` is compute that Inductor runs as a kernel of its own, at a place of its own."""
+    return node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
+
+
+_HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "_scaled_dot_product")

@@ -1,0 +1,51 @@
+"""Makes Inductor keep collectives where the graph has them.
+
+Inductor reorders for peak memory by default, which undoes prefetch; control dependencies bind it. This pass must
+not choose an order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import fx
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
+from torch.utils._ordered_set import OrderedSet
+
+from . import ir
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Binds every launch and wait to its neighbours in the graph's order. Numerics cannot change.
+
+    ::
+
+        G0 G1 W0 c0 G2 W1    ->  G1 after G0, W0 after G1, G2 after (W0, c0), W1 after G2
+
+    Each collective node follows the one before it, and a launch follows the heavy compute before it, so that it
+    can be neither hoisted (which would break the memory bound) nor sunk (which would expose it).
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if any("control_deps" in str(node.target) for node in graph.nodes):
+            return
+        preserve_node_ordering(graph, _dependencies(graph))
+
+
+def _dependencies(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
+    dependencies: dict[fx.Node, OrderedSet[fx.Node]] = {}
+    before: fx.Node | None = None
+    heavy: fx.Node | None = None
+    for node in graph.nodes:
+        if ir.is_heavy(node):
+            heavy = node
+        elif ir.is_launch(node) or ir.is_wait(node):
+            after = [n for n in (before, heavy if ir.is_launch(node) else None) if n is not None]
+            after = [n for n in after if n not in node.all_input_nodes]
+            if after:
+                dependencies[node] = OrderedSet(after)
+            before = node
+    return dependencies

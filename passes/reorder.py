@@ -1,0 +1,66 @@
+"""Decides where collectives are launched and waited for: one bucket ahead in forward and backward.
+
+It must not know parameters or units; it sees launches, waits and the order of compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import fx
+
+from . import ir
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """Overlaps each collective with one bucket's compute. Numerics cannot change.
+
+    ::
+
+        G0 W0 c0 G1 W1 c1 G2 W2 c2        ->  G0 G1 W0 c0 G2 W1 c1 W2 c2
+        c0 R0 V0 c1 R1 V1 c2 R2 V2        ->  c0 R0 c1 R1 V0 c2 R2 V1 V2
+
+    with gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``. At most two gathered buckets and two
+    buckets of unreduced gradients are alive, which is what FSDP2 holds.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        gathers = [node for node in graph.nodes if ir.is_gather_launch(node)]
+        for launch, following in zip(gathers, gathers[1:], strict=False):
+            _move_with_inputs(following, _wait_of(launch))
+        reductions = [node for node in graph.nodes if ir.is_reduce_launch(node)]
+        for launch, following in zip(reductions, reductions[1:], strict=False):
+            _move_with_users(_wait_of(launch), following)
+
+
+def _wait_of(launch: fx.Node) -> fx.Node:
+    (wait,) = launch.users
+    return wait
+
+
+def _move_with_inputs(node: fx.Node, target: fx.Node) -> None:
+    """Move ``node``, and whatever it needs that stands after ``target``, to just before ``target``."""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    for needed in _closure(node, lambda n: n.all_input_nodes, lambda n: order[n] > order[target], order):
+        target.prepend(needed)
+
+
+def _move_with_users(node: fx.Node, target: fx.Node) -> None:
+    """Move ``node``, and whatever uses it before ``target``, to just after ``target``."""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    last = target
+    for user in _closure(node, lambda n: n.users, lambda n: order[n] < order[target], order):
+        last.append(user)
+        last = user
+
+
+def _closure(node: fx.Node, neighbours, wanted, order: dict[fx.Node, int]) -> Iterable[fx.Node]:  # noqa: ANN001
+    stack, found = [node], set()
+    while stack:
+        current = stack.pop()
+        if current not in found and wanted(current):
+            found.add(current)
+            stack += neighbours(current)
+    return sorted(found, key=order.__getitem__)

@@ -1,0 +1,127 @@
+"""Small models, and training them in every mode against one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from model import Config, Llama
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+
+MODES = ("eager", "regional", "full")
+TINY = Config(vocab=61, width=32, layers=2, heads=4, kv_heads=2, hidden=48, max_seq=16)
+
+
+def llama(seed: int = 0) -> Llama:
+    model = Llama(TINY)
+    model.init_weights(seed)
+    return model
+
+
+class MLP(nn.Module):
+    """Two units' worth of layers with odd sizes, a bias, a norm and a parameter read by the root itself."""
+
+    def __init__(self, width: int = 10, hidden: int = 14, layers: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.rand(width) + 0.5)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.LayerNorm(hidden), nn.Linear(hidden, width))
+            for _ in range(layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def shard(model: nn.Module, mode: str, **kwargs: Any) -> Callable[..., Any]:
+    """Shard every block and the model; return what to call."""
+    for block in model.blocks:
+        if mode == "regional":
+            fully_shard_with_compiled_compute(block, **kwargs)
+        else:
+            fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+    return torch.compile(model, fullgraph=True) if mode == "full" else model
+
+
+def my_part(batch: Tensor) -> Tensor:
+    """This rank's rows of the whole batch."""
+    return batch.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def batches(steps: int, *shape: int, seed: int = 7) -> Tensor:
+    """``[steps, *shape]``, the same on every rank."""
+    return torch.randn(steps, *shape, generator=torch.Generator().manual_seed(seed))
+
+
+def token_batches(steps: int, batch: int = 8, seed: int = 7) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(TINY.vocab, (steps, batch, TINY.max_seq + 1), generator=generator)
+
+
+def llama_loss(call: Callable[..., Tensor], tokens: Tensor) -> Tensor:
+    return call(tokens[:, :-1], tokens[:, 1:])
+
+
+def square_loss(call: Callable[..., Tensor], x: Tensor) -> Tensor:
+    return F.mse_loss(call(x), x.roll(1, dims=-1))
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor of a DTensor, or the tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
+    return {n: None if p.grad is None else full(p.grad).clone() for n, p in model.named_parameters()}
+
+
+def full_params(model: nn.Module) -> dict[str, Tensor]:
+    return {n: full(p.detach()).clone() for n, p in model.named_parameters()}
+
+
+def assert_close(actual: dict[str, Tensor | None], expected: dict[str, Tensor | None], rtol: float = 1e-5) -> None:
+    """Compare two sets of tensors by name, with an absolute tolerance that follows each tensor's size."""
+    assert actual.keys() == expected.keys()
+    for name, want in expected.items():
+        got = actual[name]
+        assert (got is None) == (want is None), f"{name}: {got} against {want}"
+        if want is not None:
+            atol = rtol * max(want.abs().max().item(), 1e-3)
+            torch.testing.assert_close(got, want, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def train(
+    model: nn.Module,
+    call: Callable[..., Tensor],
+    data: Tensor,
+    loss_of: Callable[..., Tensor],
+    lr: float = 0.1,
+    sharded: bool = True,
+) -> list[float]:
+    """Train with SGD, one step per batch; return the mean losses."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for batch in data:
+        loss = loss_of(call, my_part(batch) if sharded else batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss) if sharded else loss.item())
+    return losses
