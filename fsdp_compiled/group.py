@@ -51,7 +51,8 @@ class FSDPParamGroup:
         """Finish the all-gather and register the unsharded parameters."""
         if self._gather is None:
             return
-        with torch.no_grad():
+        # Memory first allocated under inference_mode could never take part in training.
+        with torch.inference_mode(False), torch.no_grad():
             self._gather.wait([param.allocate() for param in self.params])
         self._gather = None
         for param in self.params:

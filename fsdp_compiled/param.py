@@ -199,7 +199,11 @@ class FSDPParam:
         current = self.info.module._parameters[self.info.name]
         if self.state is not ShardedState.SHARDED or current is None:
             raise FSDPError(f"{self.name}: relinked while {self.state}")
-        self._check_replacement(current)
+        try:
+            self._check_replacement(current)
+        except (TypeError, ValueError):
+            self._register(self.sharded_param)
+            raise
         local = current._local_tensor
         if current is self.sharded_param and _same_memory(local, self._unpadded(self._padded_shard)):
             return

@@ -252,7 +252,9 @@ class FSDPState:
     def _complete_forward(self) -> None:
         self.status.hooked = False
         self.training_state = TrainingState.IDLE
-        if self.status.reshard_after_forward:
+        # Without a backward to come, keeping the root unsharded would only let it grow old, and would show
+        # unsharded parameters to an optimizer that is made next.
+        if self.status.reshard_after_forward or (self._auto_reshard and not torch.is_grad_enabled()):
             self.reshard()
         if torch.is_grad_enabled() and self._context is not None:
             self._context.post_forward_order.append(self)

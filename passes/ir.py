@@ -157,14 +157,19 @@ def is_gather_launch(node: fx.Node) -> bool:
     return _is_collective(node, ["all_gather_into_tensor"])
 
 
-def is_reduce_launch(node: fx.Node) -> bool:
-    """Tell whether ``node`` starts a reduce-scatter or an all-reduce of ours."""
-    return _is_collective(node, ["reduce_scatter_tensor", "all_reduce"])
+def is_scatter_launch(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts a reduce-scatter of ours."""
+    return _is_collective(node, ["reduce_scatter_tensor"])
+
+
+def is_all_reduce_launch(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts an all-reduce of ours."""
+    return _is_collective(node, ["all_reduce"])
 
 
 def is_launch(node: fx.Node) -> bool:
     """Tell whether ``node`` starts a collective of ours."""
-    return is_gather_launch(node) or is_reduce_launch(node)
+    return is_gather_launch(node) or is_scatter_launch(node) or is_all_reduce_launch(node)
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -30,9 +30,11 @@ class Reorder:
         gathers = [node for node in graph.nodes if ir.is_gather_launch(node)]
         for launch, following in zip(gathers, gathers[1:], strict=False):
             _move_with_inputs(following, _wait_of(launch))
-        reductions = [node for node in graph.nodes if ir.is_reduce_launch(node)]
-        for launch, following in zip(reductions, reductions[1:], strict=False):
-            _move_with_users(_wait_of(launch), following)
+        # The all-reduce over replicas starts where its reduce-scatter is waited for.
+        for is_reduction in (ir.is_scatter_launch, ir.is_all_reduce_launch):
+            reductions = [node for node in graph.nodes if is_reduction(node)]
+            for launch, following in zip(reductions, reductions[1:], strict=False):
+                _move_with_users(_wait_of(launch), following)
 
 
 def _wait_of(launch: fx.Node) -> fx.Node:

@@ -1,0 +1,187 @@
+"""Train a Llama-style byte-level model, sharded, as one compiled forward and one compiled backward graph.
+
+    torchrun --nproc-per-node 2 examples/train.py
+
+Trains on the Python standard library's own source files unless ``--data`` names others. On a machine with GPUs
+each rank takes one, with NCCL and bf16; else gloo and fp32 on the CPU. At the end it evaluates on held-out
+files, writes the loss curve to loss.png and prints a sampled continuation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+import data
+import torch
+import torch.distributed as dist
+from model import PRESETS, Llama
+from torch import Tensor
+from view import Progress, plot_losses
+
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A sharded model and what to call for a training or evaluation step."""
+
+    model: Llama
+    call: Callable[..., Tensor]
+    device: torch.device
+
+
+def build(args: argparse.Namespace, device: torch.device) -> Trained:
+    """Make the model without memory, shard it, and only then give each rank its shards."""
+    config = replace(PRESETS[args.preset], max_seq=args.seq)
+    with torch.device("meta"):
+        model = Llama(config)
+    policy = MixedPrecisionPolicy()
+    if device.type == "cuda":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    shard_block = fully_shard_with_compiled_compute if args.mode == "regional" else fully_shard
+    for block in model.blocks:
+        shard_block(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device=device)
+    model.init_weights(args.seed)
+    call = torch.compile(model, fullgraph=True) if args.mode == "full" else model
+    return Trained(model, call, device)
+
+
+def train(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, progress: Progress) -> list[float]:
+    """Run ``args.steps`` optimizer steps; return the mean training loss of each."""
+    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_cosine(step, args.steps))
+    generator = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())
+    losses = []
+    for step in range(args.steps):
+        start = time.perf_counter()
+        total = torch.zeros((), device=trained.device)
+        for micro in range(args.accumulate):
+            trained.model.set_requires_gradient_sync(micro == args.accumulate - 1)
+            tokens, targets = corpus.sample(args.batch, args.seq, generator)
+            loss = trained.call(tokens.to(trained.device), targets.to(trained.device)) / args.accumulate
+            loss.backward()
+            total += loss.detach()
+        torch.nn.utils.clip_grad_norm_(trained.model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(total))
+        tokens_seen = args.batch * args.seq * args.accumulate * dist.get_world_size()
+        progress.step(step, losses[-1], time.perf_counter() - start, tokens_seen)
+    return losses
+
+
+def warmup_and_cosine(step: int, steps: int) -> float:
+    """Return the factor on the learning rate: a short warm-up, then half a cosine down to a tenth."""
+    warmup = max(min(20, steps // 10), 1)
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1)))
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+@torch.no_grad()
+def evaluate(args: argparse.Namespace, trained: Trained, corpus: data.Corpus) -> float:
+    """Return the mean loss over held-out windows, each rank taking its own."""
+    rounds = 4
+    tokens, targets = corpus.held_out_windows(rounds * args.batch * dist.get_world_size(), args.seq)
+    total = torch.zeros((), device=trained.device)
+    for index in range(rounds):
+        mine = slice((index * dist.get_world_size() + dist.get_rank()) * args.batch, None)
+        x, y = tokens[mine][: args.batch], targets[mine][: args.batch]
+        total += trained.call(x.to(trained.device), y.to(trained.device))
+    return mean_over_ranks(total) / rounds
+
+
+@torch.no_grad()
+def continuation(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, length: int = 120) -> str:
+    """Continue the beginning of the held-out text, byte by byte; every rank samples the same.
+
+    The window keeps one shape, so that compiled blocks are not compiled for every length.
+    """
+    prompt = corpus.held_out[: min(64, args.seq // 2)].long().tolist()
+    generator = torch.Generator().manual_seed(args.seed)
+    text = list(prompt)
+    for _ in range(length):
+        recent = text[-args.seq :]
+        window = torch.zeros(1 if args.mode != "regional" else args.batch, args.seq, dtype=torch.int64)
+        window[:, : len(recent)] = torch.tensor(recent)
+        logits = trained.model(window.to(trained.device))[0, len(recent) - 1].float().cpu()
+        chances = torch.softmax(logits[:256] / 0.8, dim=-1)
+        text.append(int(torch.multinomial(chances, 1, generator=generator)))
+    decode = lambda part: bytes(part).decode(errors="replace")  # noqa: E731
+    return f"{decode(prompt)}[...]{decode(text[len(prompt) :])}"
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=["full", "regional", "eager"], default="full")
+    parser.add_argument("--preset", choices=list(PRESETS), default="small")
+    parser.add_argument("--data", metavar="FILE_OR_DIR", help="default: Python's standard library")
+    parser.add_argument("--steps", type=positive, default=100)
+    parser.add_argument("--seq", type=positive, default=256)
+    parser.add_argument("--batch", type=positive, default=4, help="sequences per rank and micro-batch")
+    parser.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where loss.png goes")
+    return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
+
+
+def start_ranks() -> torch.device:
+    """Join the process group that torchrun describes; without torchrun, be the only rank."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29561"}.items():
+        os.environ.setdefault(name, value)
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device, timeout=timedelta(minutes=10))
+        return device
+    torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"]), 1))
+    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    return torch.device("cpu")
+
+
+def main() -> None:
+    args = parse()
+    device = start_ranks()
+    corpus = data.load(args.data, args.seq)
+    trained = build(args, device)
+    parameters = sum(p.numel() for p in trained.model.parameters())
+    title = (
+        f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks on {device.type}, {args.mode}; "
+        f"{corpus.description}"
+    )
+    with Progress(args.steps, title, visible=dist.get_rank() == 0) as progress:
+        losses = train(args, trained, corpus, progress)
+    held_out = evaluate(args, trained, corpus)
+    sample = continuation(args, trained, corpus)
+    if dist.get_rank() == 0:
+        picture = plot_losses(losses, held_out, args.out / "loss.png")
+        print(f"held-out loss {held_out:.4f} ({held_out / math.log(2):.3f} bits per byte); loss curve in {picture}")
+        print(f"--- sampled continuation ---\n{sample}\n---")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

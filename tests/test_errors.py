@@ -1,0 +1,195 @@
+"""Bad input: a clear error, and the model left as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from fsdp_compiled import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_compiled import fully_shard_with_compiled_compute as with_compiled_compute
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 6), nn.Linear(6, 8)])
+
+    def forward(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+def _refused(error, message, model=None, target=None, **kwargs):
+    model = Model() if model is None else model
+    target = model if target is None else target
+    before = {name: id(p) for name, p in model.named_parameters()}
+    classes = [type(m) for m in model.modules()]
+    hooks = [len(m._forward_pre_hooks) for m in model.modules()]
+    with pytest.raises(error, match=message):
+        fully_shard(target, **kwargs)
+    assert {name: id(p) for name, p in model.named_parameters()} == before
+    assert [type(m) for m in model.modules()] == classes
+    assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
+
+
+def test_a_container_without_forward():
+    model = Model()
+    _refused(ValueError, "ModuleList: expected a module with a forward, got a container", model, model.layers)
+
+
+def test_a_module_sharded_twice():
+    model = Model()
+    fully_shard(model)
+    _refused(ValueError, "FSDPModel: expected a module that is not sharded yet, got one that", model)
+
+
+def test_a_scalar_parameter():
+    model = Model()
+    model.layers[0].gain = nn.Parameter(torch.tensor(1.0))
+    _refused(ValueError, r"layers\.0\.gain: expected at least 1 dimension, got a scalar", model)
+
+
+def test_a_non_contiguous_parameter():
+    model = Model()
+    model.layers[1].weight = nn.Parameter(torch.randn(6, 8).t())
+    _refused(ValueError, r"layers\.1\.weight: expected a contiguous parameter, got shape \(8, 6\) with strides", model)
+
+
+def test_meshes():
+    three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
+    _refused(ValueError, "mesh: expected a 1-D .* or 2-D .* DeviceMesh, got 3-D", mesh=three)
+    _refused(ValueError, "mesh: a 2-D mesh needs mesh_dim_names", mesh=init_device_mesh("cpu", (2, 2)))
+    _refused(TypeError, "mesh: expected a DeviceMesh or None, got 4 of int", mesh=4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_a_mesh_of_a_device_that_is_not_there():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    mesh = DeviceMesh("cuda", torch.arange(4), _init_backend=False)
+    _refused(ValueError, "got device type 'cuda'", mesh=mesh)
+
+
+def test_shard_dimensions():
+    model = Model()
+    _refused(
+        ValueError,
+        r"layers\.1\.weight: dim 1 \(6\) must be divisible by 4 shards for Shard\(1\); use Shard\(0\) or pad",
+        model,
+        shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None,
+    )
+    _refused(
+        ValueError,
+        r"layers\.0\.bias: expected a shard dimension of a 1-D parameter, got Shard\(1\)",
+        shard_placement_fn=lambda p: Shard(1) if p.dim() == 1 else None,
+    )
+    _refused(
+        TypeError,
+        r"layers\.0\.weight: expected shard_placement_fn to return a Shard or None, got 0",
+        shard_placement_fn=lambda p: 0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "kwargs"),
+    [
+        (TypeError, "mp_policy: expected a MixedPrecisionPolicy, got torch.bfloat16", {"mp_policy": torch.bfloat16}),
+        (TypeError, "offload_policy: expected an OffloadPolicy, got True", {"offload_policy": True}),
+        (NotImplementedError, "offload_policy: CPUOffloadPolicy", {"offload_policy": CPUOffloadPolicy()}),
+        (NotImplementedError, "dp_mesh_dims is not implemented", {"dp_mesh_dims": object()}),
+        (TypeError, "shard_placement_fn: expected a function or None, got 1", {"shard_placement_fn": 1}),
+        (TypeError, "ignored_params: expected a set of parameters, got list", {"ignored_params": []}),
+        (TypeError, "ignored_params: expected parameters, got a str among them", {"ignored_params": {"weight"}}),
+        (TypeError, "reshard_after_forward: expected True, False, None or .* got 'yes'", {"reshard_after_forward": "yes"}),
+        (ValueError, "reshard_after_forward: expected a divisor of .* 4, got 3", {"reshard_after_forward": 3}),
+        (ValueError, "reshard_after_forward: expected a divisor of .* 4, got 0", {"reshard_after_forward": 0}),
+        (NotImplementedError, "reshard_after_forward=2: resharding to a smaller group", {"reshard_after_forward": 2}),
+    ],
+)
+def test_wrong_arguments(error, message, kwargs):
+    _refused(error, message, **kwargs)
+
+
+@pytest.mark.parametrize(("target", "got"), [(3, "int"), ([3], "int"), (None, "NoneType")])
+def test_what_is_no_module(target, got):
+    with pytest.raises(TypeError, match=f"module: expected nn.Module or a list of them, got {got}"):
+        fully_shard(target)
+
+
+def test_an_empty_list():
+    with pytest.raises(ValueError, match="module: expected a module or a non-empty list of modules"):
+        fully_shard([])
+
+
+def test_compiled_compute_of_a_list():
+    with pytest.raises(TypeError, match="module: expected one nn.Module, got list; call it on each module"):
+        with_compiled_compute([nn.Linear(1, 1)])
+
+
+def test_a_group_size_that_means_true_or_false():
+    for value, reshard in ((4, True), (1, False)):
+        model = Model()
+        fully_shard(model, reshard_after_forward=value)
+        assert model._get_fsdp_state().status.reshard_after_forward is reshard
+
+
+def test_parameters_tied_across_units():
+    model = Model()
+    model.layers[1].weight = nn.Parameter(torch.randn(6, 8))
+    model.layers[0].weight = model.layers[1].weight
+    fully_shard(model.layers[0])
+    _refused(NotImplementedError, r"layers\.1\.weight: is the same parameter as weight of another unit", model)
+
+
+def test_parameters_that_are_dtensors_already():
+    model = Model()
+    mesh = init_device_mesh("cpu", (4,))
+    model.layers[0].bias = nn.Parameter(distribute_tensor(torch.ones(6), mesh, [Replicate()], src_data_rank=None))
+    _refused(NotImplementedError, r"layers\.0\.bias: is already a DTensor with placements", model)
+
+
+def test_deepcopy():
+    import copy
+
+    model = fully_shard(Model())
+    with pytest.raises(TypeError, match="FSDPModel: a sharded module cannot be deep-copied"):
+        copy.deepcopy(model)
+
+
+def test_methods():
+    model = fully_shard(Model())
+    with pytest.raises(ValueError, match="set_modules_to_forward_prefetch: expected modules given to fully_shard, got Linear"):
+        model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+    for method in (model.set_requires_gradient_sync, model.set_reshard_after_forward, model.unshard):
+        with pytest.raises(TypeError, match="expected True or False, got 1 of int"):
+            method(1)
+    with pytest.raises(NotImplementedError, match="FSDPModule.set_gradient_divide_factor is not implemented yet"):
+        model.set_gradient_divide_factor(2.0)
+
+
+def test_loading_a_plain_tensor_in_place_of_a_shard():
+    model = fully_shard(Model())
+    state = {name: nn.Parameter(torch.zeros(value.shape)) for name, value in model.state_dict().items()}
+    with pytest.raises(TypeError, match=r"layers\.0\.weight: expected a sharded DTensor, got a Parameter"):
+        model.load_state_dict(state, assign=True)
+    assert isinstance(model.layers[0].weight, DTensor)
+
+
+def test_slicing_a_sharded_sequential_gives_a_plain_one():
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
+    assert isinstance(model, FSDPModule)
+    assert type(model[1:]) is nn.Sequential
+
+
+def test_modules_of_one_class_keep_their_own_policies():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    fully_shard(first, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    fully_shard(second)
+    assert type(first) is type(second)
+    dtypes = [m._fsdp_params["weight"].dtypes[0] for m in (first, second)]
+    assert dtypes == [torch.bfloat16, torch.float32]
+    assert isinstance(first.weight, DTensor)

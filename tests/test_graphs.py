@@ -1,0 +1,178 @@
+"""What a compiled model's forward and backward graphs hold: gathers, reductions, and what is saved between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compiled import fully_shard
+from tests.graphs import outputs, record, sequence
+from tests.training import llama, shard, token_batches
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
+
+
+class Net(nn.Module):
+    """Three units: the root with two matrices, and two blocks; sizes tell shards from whole parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16, bias=False)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)])
+        self.last = nn.Linear(16, 20, bias=False)
+
+    def forward(self, x):
+        x = self.first(x).relu()
+        for block in self.blocks:
+            x = block(x).relu()
+        return self.last(x)
+
+
+def _graphs(model, *args):
+    call, recorder = record(model)
+    call(*args).sum().backward()
+    assert recorder.dynamo_graphs == 1
+    return recorder
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_forward_saves_for_backward(reshard):
+    model = Net()
+    shard(model, "eager", reshard_after_forward=reshard)
+    recorder = _graphs(model, torch.randn(8, 12))
+    forward, backward = recorder.only("forward"), recorder.only("backward")
+    saved = outputs(forward)[1:]
+    shards = [n for n in saved if n.op == "placeholder" and n.meta["val"].numel() in (48, 64, 80)]
+    derived = [n for n in saved if n.op != "placeholder" and n.meta["val"].numel() in (192, 256, 320)]
+    gathers = len(sequence(backward, "unshard"))
+    # Backward needs blocks and last: the gradient of the input is not asked for, so first is not needed.
+    if reshard:
+        assert (len(shards), len(derived), gathers) == (3, 0, 3)
+    else:
+        assert (len(shards), len(derived), gathers) == (0, 3, 0)
+    assert len(sequence(forward, "unshard")) == 4
+    assert len(sequence(backward, "reduce_grad")) == 4
+
+
+def test_the_default_keeps_the_roots_parameters_and_reshards_the_rest():
+    model = Net()
+    shard(model, "eager")
+    recorder = _graphs(model, torch.randn(8, 12))
+    assert len(sequence(recorder.only("backward"), "unshard")) == 2
+
+
+def test_one_bucket_per_unit_launched_one_ahead():
+    model = Net()
+    shard(model, "eager", reshard_after_forward=True)
+    recorder = _graphs(model, torch.randn(8, 12))
+    names = (*COLLECTIVES, "mm", "unshard", "reduce_grad")
+    gather, reduce, wait = COLLECTIVES[0], COLLECTIVES[1], COLLECTIVES[3]
+    assert sequence(recorder.only("forward", after=True), *names) == [
+        gather,  # root: first and last
+        gather,  # blocks.0
+        wait,
+        "mm",
+        gather,  # blocks.1
+        wait,
+        "mm",
+        wait,
+        "mm",
+        "mm",
+    ]
+    backward = sequence(recorder.only("backward", after=True), *names)
+    assert [n for n in backward if n != "mm"] == [
+        gather,  # root
+        gather,  # blocks.1
+        wait,
+        gather,  # blocks.0
+        wait,
+        reduce,  # blocks.1
+        wait,
+        reduce,  # blocks.0
+        wait,
+        reduce,  # root
+        wait,
+        wait,
+    ]
+
+
+def test_nothing_opaque_is_left():
+    model = llama()
+    shard(model, "eager")
+    call, recorder = record(model)
+    tokens = token_batches(1)[0]
+    call(tokens[:, :-1], tokens[:, 1:]).backward()
+    for _, graph in recorder.after:
+        assert sequence(graph, "unshard", "reduce_grad") == []
+        launches = sequence(graph, *COLLECTIVES[:3])
+        assert len(launches) == len(sequence(graph, "wait_tensor")) == (3 if graph is recorder.after[0][1] else 5)
+
+
+def test_one_dynamo_graph_no_breaks_and_no_recompilation():
+    model = llama()
+    shard(model, "eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    counter = CompileCounterWithBackend("inductor")
+    call = torch.compile(model, backend=counter, fullgraph=True)
+    for tokens in token_batches(3):
+        call(tokens[:, :-1], tokens[:, 1:]).backward()
+        for param in model.parameters():
+            param.grad = None
+    assert counter.frame_count == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+class Recomputed(Net):
+    def forward(self, x):
+        x = self.first(x).relu()
+        for block in self.blocks:
+            x = checkpoint(lambda y, b=block: b(y).sin().relu(), x, use_reentrant=False)
+        return self.last(x)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_activation_checkpointing_gathers_each_parameter_once_in_backward(reshard):
+    model = Recomputed()
+    shard(model, "eager", reshard_after_forward=reshard)
+    recorder = _graphs(model, torch.randn(8, 12))
+    assert len(sequence(recorder.only("backward"), "unshard")) == (3 if reshard else 0)
+
+
+def test_a_parameter_read_twice_is_gathered_once():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x):
+            return (x @ self.weight).relu() @ self.weight
+
+    model = fully_shard(Twice())
+    recorder = _graphs(model, torch.randn(8, 16))
+    assert len(sequence(recorder.only("forward", after=True), *COLLECTIVES[:3])) == 1
+    assert len(sequence(recorder.only("backward", after=True), *COLLECTIVES[:3])) == 1
+
+
+def test_an_inference_graph_only_gathers():
+    model = Net()
+    shard(model, "eager")
+    call, recorder = record(model)
+    with torch.no_grad():
+        call(torch.randn(8, 12))
+    graph = recorder.only("inference", after=True)
+    assert sequence(graph, *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 3
+
+
+def test_units_without_an_outer_unit_are_buckets_of_their_own():
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block)
+    recorder = _graphs(model, torch.randn(8, 12))
+    assert sequence(recorder.only("forward", after=True), *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 2

@@ -1,0 +1,206 @@
+"""Bucketing as a decision on plain records, and the lowered graph as text."""
+
+from __future__ import annotations
+
+import expecttest
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from fsdp_compiled.collectives import ops  # noqa: F401  defines the operators
+from fsdp_compiled.passes import Lower, ir
+from fsdp_compiled.passes.lower import Member, decide_buckets
+
+
+def test_members_with_equal_keys_share_a_bucket():
+    members = [Member(1, "a"), Member(2, "b"), Member(5, "a")]
+    assert decide_buckets(members) == [[1, 5], [2]]
+
+
+def test_a_member_computed_from_another_of_its_key_opens_a_new_bucket():
+    members = [Member(1, "a"), Member(4, "a", frozenset({1})), Member(6, "a")]
+    assert decide_buckets(members) == [[1], [4, 6]]
+
+
+def test_a_member_computed_from_its_bucket_through_another_bucket_opens_a_new_one():
+    members = [Member(1, "a"), Member(2, "b", frozenset({1})), Member(3, "a", frozenset({2}))]
+    assert decide_buckets(members) == [[1], [2], [3]]
+
+
+def test_the_mean_of_fp16_is_divided_on_both_sides():
+    assert ir.mean_reduction(torch.float32, 8) == ir.Reduction(1.0, "avg", 1.0)
+    assert ir.mean_reduction(torch.float16, 1) == ir.Reduction(1.0, "sum", 1.0)
+    for world in (2, 3, 4, 8, 64, 96):
+        scaling = ir.mean_reduction(torch.float16, world)
+        assert scaling.op == "sum"
+        assert scaling.pre_divide * scaling.post_divide == world
+    assert ir.mean_reduction(torch.float16, 64).pre_divide == 8
+
+
+def _route(shape, param, unit="u", world=4, replicas=1, dim=0, dtype=torch.float32, reduce_dtype=torch.float32):
+    return ir.Route(
+        shape=shape,
+        dim=dim,
+        dtype=dtype,
+        reduce_dtype=reduce_dtype,
+        grad_dtype=torch.float32,
+        reshard=True,
+        unit=unit,
+        param=param,
+        shard_group="shard",
+        shard_world=world,
+        replicate_group="replicate" if replicas > 1 else "",
+        replicate_world=replicas,
+    )
+
+
+class Builder:
+    """Builds a graph of our operators with fake values."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.mode = FakeTensorMode()
+        self.inputs = []
+
+    def input(self, name, *shape):
+        with self.graph.inserting_after(next(reversed(self.inputs), self.graph._root)):
+            node = self.graph.placeholder(name)
+        self.inputs.append(node)
+        with self.mode:
+            node.meta["val"] = torch.empty(shape)
+        return node
+
+    def op(self, name, args):
+        packet = getattr(torch.ops.fsdp_compiled, name)
+        node = self.graph.call_function(packet.default, args)
+        with self.mode:
+            node.meta["val"] = packet.default(*fx.map_arg(args, lambda n: n.meta["val"]))
+        return node
+
+    def unshard(self, shard, route):
+        return self.op("unshard", (shard, None, None, *route.args()))
+
+    def reduce_grad(self, grad, route):
+        return self.op("reduce_grad", (grad, *route.args()))
+
+    def text(self, *results):
+        self.graph.output(results)
+        Lower()(self.graph)
+        self.graph.lint()
+        return "\n".join(_line(node) for node in self.graph.nodes if node.op == "call_function")
+
+
+def _line(node):
+    name = str(node.target).removesuffix(".default").split(".")[-1] if not callable(node.target) else None
+    name = name or getattr(node.target, "_opname", getattr(node.target, "__name__", "?"))
+    value = node.meta["val"]
+    shape = "" if not isinstance(value, torch.Tensor) else f" {list(value.shape)} {str(value.dtype)[6:]}"
+    args = ", ".join(map(str, node.args))
+    return f"{node.name} = {name}({args}){shape}"
+
+
+class LoweredText(expecttest.TestCase):
+    maxDiff = None
+
+    def test_a_bucket_of_two_gathers_one_uneven(self):
+        b = Builder()
+        first = b.unshard(b.input("s1", 2, 3), _route((8, 3), "w1", dtype=torch.bfloat16))
+        second = b.unshard(b.input("s2", 2), _route((5,), "w2", dtype=torch.bfloat16))
+        self.assertExpectedInline(b.text(first, second), """\
+convert_element_type_default = convert_element_type(s1, torch.bfloat16) [2, 3] bfloat16
+reshape_default = reshape(convert_element_type_default, [-1]) [6] bfloat16
+convert_element_type_default_1 = convert_element_type(s2, torch.bfloat16) [2] bfloat16
+reshape_default_1 = reshape(convert_element_type_default_1, [-1]) [2] bfloat16
+cat_default = cat([reshape_default, reshape_default_1], 0) [8] bfloat16
+all_gather_into_tensor_default = all_gather_into_tensor(cat_default, 4, shard) [32] bfloat16
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default) [32] bfloat16
+reshape_default_2 = reshape(wait_tensor_default, [4, -1]) [4, 8] bfloat16
+split_with_sizes_default = split_with_sizes(reshape_default_2, [6, 2], 1)
+getitem = getitem(split_with_sizes_default, 0) [4, 6] bfloat16
+getitem_1 = getitem(split_with_sizes_default, 1) [4, 2] bfloat16
+reshape_default_3 = reshape(getitem, [8, 3]) [8, 3] bfloat16
+reshape_default_4 = reshape(getitem_1, [8]) [8] bfloat16
+slice_tensor = slice(reshape_default_4, 0, 0, 5) [5] bfloat16""")
+
+    def test_a_bucket_of_two_reductions_over_shards_and_replicas(self):
+        b = Builder()
+        first = b.reduce_grad(b.input("g1", 5), _route((5,), "w1", replicas=2))
+        second = b.reduce_grad(b.input("g2", 4, 8), _route((4, 8), "w2", replicas=2, dim=1))
+        self.assertExpectedInline(b.text(first, second), """\
+constant_pad_nd_default = constant_pad_nd(g1, [0, 3], 0) [8] float32
+reshape_default = reshape(constant_pad_nd_default, [4, -1]) [4, 2] float32
+reshape_default_1 = reshape(g2, [4, 4, 2]) [4, 4, 2] float32
+permute_default = permute(reshape_default_1, [1, 0, 2]) [4, 4, 2] float32
+reshape_default_2 = reshape(permute_default, [4, -1]) [4, 8] float32
+cat_default = cat([reshape_default, reshape_default_2], 1) [4, 10] float32
+reshape_default_3 = reshape(cat_default, [-1]) [40] float32
+reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_3, avg, 4, shard) [10] float32
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [10] float32
+all_reduce_default = all_reduce(wait_tensor_default, avg, replicate) [10] float32
+wait_tensor_default_1 = wait_tensor(all_reduce_default) [10] float32
+reshape_default_4 = reshape(wait_tensor_default_1, [1, -1]) [1, 10] float32
+split_with_sizes_default = split_with_sizes(reshape_default_4, [2, 8], 1)
+getitem = getitem(split_with_sizes_default, 0) [1, 2] float32
+getitem_1 = getitem(split_with_sizes_default, 1) [1, 8] float32
+reshape_default_5 = reshape(getitem, [2]) [2] float32
+reshape_default_6 = reshape(getitem_1, [4, 2]) [4, 2] float32""")
+
+    def test_another_dimension(self):
+        b = Builder()
+        whole = b.unshard(b.input("s", 4, 2), _route((4, 8), "w", dim=1))
+        part = b.reduce_grad(b.input("g", 4, 8), _route((4, 8), "w", dim=1))
+        self.assertExpectedInline(b.text(whole, part), """\
+reshape_default = reshape(s, [-1]) [8] float32
+all_gather_into_tensor_default = all_gather_into_tensor(reshape_default, 4, shard) [32] float32
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default) [32] float32
+reshape_default_1 = reshape(wait_tensor_default, [4, -1]) [4, 8] float32
+reshape_default_2 = reshape(reshape_default_1, [4, 4, 2]) [4, 4, 2] float32
+permute_default = permute(reshape_default_2, [1, 0, 2]) [4, 4, 2] float32
+reshape_default_3 = reshape(permute_default, [4, 8]) [4, 8] float32
+reshape_default_4 = reshape(g, [4, 4, 2]) [4, 4, 2] float32
+permute_default_1 = permute(reshape_default_4, [1, 0, 2]) [4, 4, 2] float32
+reshape_default_5 = reshape(permute_default_1, [4, -1]) [4, 8] float32
+reshape_default_6 = reshape(reshape_default_5, [-1]) [32] float32
+reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_6, avg, 4, shard) [8] float32
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default) [8] float32
+reshape_default_7 = reshape(wait_tensor_default_1, [1, -1]) [1, 8] float32
+reshape_default_8 = reshape(reshape_default_7, [4, 2]) [4, 2] float32""")
+
+    def test_fp16_and_a_world_of_one(self):
+        b = Builder()
+        half = b.reduce_grad(b.input("g", 8), _route((8,), "w", reduce_dtype=torch.float16))
+        alone = b.unshard(b.input("s", 8), _route((8,), "v", world=1))
+        self.assertExpectedInline(b.text(half, alone), """\
+convert_element_type_default = convert_element_type(g, torch.float16) [8] float16
+reshape_default_3 = reshape(convert_element_type_default, [4, -1]) [4, 2] float16
+div_tensor = div(reshape_default_3, 2.0) [4, 2] float16
+reshape_default_4 = reshape(div_tensor, [-1]) [8] float16
+reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_4, sum, 4, shard) [2] float16
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [2] float16
+reshape_default_5 = reshape(wait_tensor_default, [1, -1]) [1, 2] float16
+div_tensor_1 = div(reshape_default_5, 2.0) [1, 2] float16
+reshape_default_6 = reshape(div_tensor_1, [2]) [2] float16
+convert_element_type_default_1 = convert_element_type(reshape_default_6, torch.float32) [2] float32
+reshape_default = reshape(s, [-1]) [8] float32
+reshape_default_1 = reshape(reshape_default, [1, -1]) [1, 8] float32
+reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32""")
+
+
+def test_users_of_an_early_reduction_move_behind_its_bucket():
+    b = Builder()
+    first = b.reduce_grad(b.input("g1", 8), _route((8,), "w"))
+    late_input = b.input("g2", 8)
+    total = b.graph.call_function(torch.ops.aten.add.Tensor, (first, first))
+    total.meta["val"] = first.meta["val"]
+    second = b.reduce_grad(late_input, _route((8,), "v"))
+    b.text(total, second)
+    launches = [n for n in b.graph.nodes if "reduce_scatter" in str(n.target)]
+    assert len(launches) == 1
+
+
+def test_lowering_twice_changes_nothing():
+    b = Builder()
+    b.text(b.unshard(b.input("s1", 2, 3), _route((8, 3), "w1")))
+    once = str(b.graph)
+    Lower()(b.graph)
+    assert str(b.graph) == once

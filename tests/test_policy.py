@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp_compiled.policy import resolved
+
+
+def test_policies_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        MixedPrecisionPolicy().param_dtype = torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: MixedPrecisionPolicy(param_dtype="bf16"),
+            TypeError,
+            "MixedPrecisionPolicy.param_dtype: expected torch.dtype or None, got 'bf16'",
+        ),
+        (
+            lambda: MixedPrecisionPolicy(reduce_dtype=torch.int8),
+            ValueError,
+            "MixedPrecisionPolicy.reduce_dtype: expected a floating-point dtype, got torch.int8",
+        ),
+        (
+            lambda: MixedPrecisionPolicy(cast_forward_inputs=1),
+            TypeError,
+            "MixedPrecisionPolicy.cast_forward_inputs: expected True or False, got 1 of int",
+        ),
+        (
+            lambda: CPUOffloadPolicy(pin_memory=None),
+            TypeError,
+            "CPUOffloadPolicy.pin_memory: expected True or False, got None",
+        ),
+    ],
+)
+def test_wrong_fields_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_dtypes_a_parameter_travels_in():
+    bf16, fp32 = torch.bfloat16, torch.float32
+    assert resolved(MixedPrecisionPolicy(), fp32) == (fp32, fp32)
+    assert resolved(MixedPrecisionPolicy(param_dtype=bf16), fp32) == (bf16, bf16)
+    assert resolved(MixedPrecisionPolicy(bf16, fp32), fp32) == (bf16, fp32)
+    assert resolved(MixedPrecisionPolicy(bf16, fp32), torch.int64) == (torch.int64, torch.int64)
