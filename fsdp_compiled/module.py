@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from .owner import rebase
+from .owner import TracedCall, rebase
 from .state import FSDPState, state_of, states_below
 
 
@@ -128,7 +128,7 @@ for _name in _NOT_YET:
 def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     """Give ``module`` its unit's state and the methods of FSDPModule."""
     module.__dict__["_fsdp_state"] = state
-    rebase(module, FSDPModule)
+    rebase(module, add=(FSDPModule, TracedCall))
 
 
 def _state(module: FSDPModule) -> FSDPState:

@@ -103,23 +103,40 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: Unit) -> None:
         module.register_load_state_dict_pre_hook(_reshard_units)
         module.register_load_state_dict_post_hook(_relink_after_load)
     names = tuple(module.__dict__["_fsdp_params"])
-    rebase(module, ShardedModule, names)
+    rebase(module, add=(ShardedModule,), names=names)
 
 
-def rebase(module: nn.Module, mixin: type, names: tuple[str, ...] = ()) -> None:
-    """Put ``mixin`` before the class that the user gave ``module``, and properties for ``names``."""
+class TracedCall:
+    """Mixin of the outermost unit: ``torch.compile(model)`` traces its hooks and not only its forward.
+
+    Dynamo begins at the first frame outside torch's own module code. For a plain module that is ``forward``, after
+    its hooks; for this one it is ``__call__`` below. Units inside are traced with their caller.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+def rebase(
+    module: nn.Module, add: tuple[type, ...] = (), drop: type | None = None, names: tuple[str, ...] = ()
+) -> None:
+    """Put mixins before the class that the user gave ``module``, and properties for ``names``."""
     cls = type(module)
     user_cls = cls.__dict__.get("_fsdp_user_class", cls)
-    mixins = {mixin, *cls.__dict__.get("_fsdp_mixins", ())}
+    mixins = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
     names = names or cls.__dict__.get("_fsdp_names", ())
-    ordered = tuple(sorted(mixins, key=lambda m: m.__name__))
-    module.__class__ = _subclass(user_cls, ordered, names)
+    module.__class__ = _subclass(user_cls, tuple(sorted(mixins, key=_mixin_order)), names)
+
+
+def _mixin_order(mixin: type) -> int:
+    # FSDPModule first, as users of FSDP2 know it; the traced call before the one that Dynamo skips.
+    return {"FSDPModule": 0, "TracedCall": 1, "ShardedModule": 2}[mixin.__name__]
 
 
 @cache
 def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) -> type:
     """Return the one subclass of ``user_cls`` with these mixins and sharded names; all state is on instances."""
-    prefix = "".join(m.__name__.removesuffix("Module") for m in mixins[:1])
+    prefix = mixins[0].__name__.removesuffix("Module")
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
     body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy}

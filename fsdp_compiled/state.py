@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten  # checked on torch
 from .cast import cast_floating
 from .collectives.ops import meta_parameter
 from .group import FSDPParamGroup, group_params
+from .owner import TracedCall, rebase
 from .param import FSDPParam, UnitStatus
 from .policy import MixedPrecisionPolicy
 
@@ -138,6 +139,8 @@ class FSDPState:
     def adopt(self, name: str, param_names: dict[FSDPParam, str]) -> None:
         """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
         self.is_root = False
+        for module in self.modules:
+            rebase(module, drop=TracedCall)
         self.status.name = name
         if self._auto_reshard:
             self.status.reshard_after_forward = True
