@@ -133,9 +133,7 @@ def show(rows: list[dict[str, float | str]], args: argparse.Namespace) -> None:
     )
     print(f"{'':24} {'median ms':>10} {'of best FSDP2':>14} {'loss':>9}")
     for row in rows:
-        print(
-            f"{row['contender']:24} {row['median_ms']:10.1f} {row['ratio_to_best_fsdp2']:14.3f} {row['loss']:9.5f}"
-        )
+        print(f"{row['contender']:24} {row['median_ms']:10.1f} {row['ratio_to_best_fsdp2']:14.3f} {row['loss']:9.5f}")
     print("\nThe unsharded model sees its own rank's batch only, so its loss is another; its time is the floor.")
 
 

@@ -42,7 +42,7 @@ def load(path: str | None, seq: int) -> Corpus:
         ValueError: there is no text, or too little for one window of ``seq`` bytes on either side.
     """
     root = Path(path) if path else Path(sysconfig.get_paths()["stdlib"])
-    files = [root] if root.is_file() else _text_files(root)
+    files = [root] if root.is_file() else _text_files(root, TEXT_SUFFIXES if path else {".py"})
     if len(files) == 1:
         text = files[0].read_bytes()[:MAX_BYTES]
         cut = len(text) - max(len(text) // HELD_OUT_EVERY, min(len(text) // 2, seq + 2))
@@ -57,11 +57,11 @@ def load(path: str | None, seq: int) -> Corpus:
     return Corpus(_tensor(train), _tensor(held_out), description)
 
 
-def _text_files(root: Path) -> list[Path]:
+def _text_files(root: Path, suffixes: set[str]) -> list[Path]:
     files = []
     for file in sorted(root.rglob("*")):
         inside = set(file.relative_to(root).parts)
-        if file.suffix in TEXT_SUFFIXES and file.is_file() and not inside & {"site-packages", "test", "tests"}:
+        if file.suffix in suffixes and file.is_file() and not inside & {"site-packages", "test", "tests"}:
             files.append(file)
     return files
 

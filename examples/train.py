@@ -150,7 +150,12 @@ def positive(text: str) -> int:
 
 def start_ranks() -> torch.device:
     """Join the process group that torchrun describes; without torchrun, be the only rank."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29561"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29561",
+    }.items():
         os.environ.setdefault(name, value)
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -172,7 +177,8 @@ def main() -> None:
         f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks on {device.type}, {args.mode}; "
         f"{corpus.description}"
     )
-    with Progress(args.steps, title, visible=dist.get_rank() == 0) as progress:
+    compiles = args.mode != "eager"
+    with Progress(args.steps, title, visible=dist.get_rank() == 0, compiles=compiles) as progress:
         losses = train(args, trained, corpus, progress)
     held_out = evaluate(args, trained, corpus)
     sample = continuation(args, trained, corpus)

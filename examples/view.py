@@ -22,9 +22,10 @@ class Progress:
         steps: how many steps there will be.
         title: printed first.
         visible: False on all ranks but one.
+        compiles: whether the first step compiles anything.
     """
 
-    def __init__(self, steps: int, title: str, visible: bool) -> None:
+    def __init__(self, steps: int, title: str, visible: bool, compiles: bool) -> None:
         self._console = Console(highlight=False, quiet=not visible)
         self._console.print(title)
         self._bar = RichProgress(
@@ -38,14 +39,16 @@ class Progress:
         )
         self._task = self._bar.add_task("", total=steps, loss="-", speed="-")
         self._seconds: list[float] = []
+        self._compiles = compiles
         self._lines_every = max(steps // 10, 1)
 
     def step(self, step: int, loss: float, seconds: float, tokens: int) -> None:
         """Show that ``step`` (from 0) took ``seconds`` for ``tokens`` tokens."""
         self._seconds.append(seconds)
-        speed = f"{tokens / statistics.median(self._seconds[-20:]):,.0f}"
+        recent = self._seconds[1:][-20:] or self._seconds
+        speed = f"{tokens / statistics.median(recent):,.0f}"
         self._bar.update(self._task, advance=1, loss=f"{loss:.4f}", speed=speed)
-        if len(self._seconds) == 2:
+        if len(self._seconds) == 2 and self._compiles:
             first, second = self._seconds
             self._console.print(f"compiling took {max(first - second, 0):.1f} s: step 1 beyond step 2")
         if not self._console.is_terminal and (step + 1) % self._lines_every == 0:

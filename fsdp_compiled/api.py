@@ -17,7 +17,7 @@ from .module import FSDPModule, make_fsdp_module
 from .owner import ShardedModule, own
 from .param import FSDPParam, ParamModuleInfo, ParamPlacement, UnitStatus
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from .state import FSDPState, new_unit_name, state_of
+from .state import FSDPState, new_unit_name, states_below
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -76,8 +76,8 @@ def fully_shard(
     _move_to_device(modules, mesh_info.device, ignored_params or set())
     status = UnitStatus(new_unit_name(modules), reshard_after_forward=bool(reshard))
     params = [
-        FSDPParam(info, placement, status, name, info.module._parameters[info.name])
-        for (name, _, info), placement in zip(found, placements, strict=True)
+        FSDPParam(info, placement, status, name, param)
+        for (name, param, info), placement in zip(found, placements, strict=True)
     ]
     state = FSDPState(modules, params, mp_policy, reshard, status, mesh_info.device)
     _take_over(modules, state)
@@ -137,8 +137,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 # ---- checks: nothing is changed before all have passed ----
 
 
-def _checked_modules(module: object) -> list[nn.Module]:
-    given = module if isinstance(module, list) else [module]
+def _checked_modules(module: Any) -> list[nn.Module]:
+    given: list[nn.Module] = module if isinstance(module, list) else [module]
     if not given:
         raise ValueError("module: expected a module or a non-empty list of modules, got an empty list")
     for one in given:
@@ -356,18 +356,12 @@ def _take_over(modules: Sequence[nn.Module], state: FSDPState) -> None:
 
 def _adopt_units_below(modules: Sequence[nn.Module], state: FSDPState) -> None:
     """Give the units below their full names, now that there is an outer one."""
+    names: dict[nn.Module, str] = {}
     for index, root in enumerate(modules):
-        prefix = f"{index}." if len(modules) > 1 else ""
-        unit_names: dict[FSDPState, str] = {}
-        param_names: dict[FSDPState, dict[FSDPParam, str]] = {}
-        for name, module in root.named_modules():
-            below = state_of(module)
-            if below is not None and below is not state:
-                unit_names.setdefault(below, prefix + name)
-            if isinstance(module, ShardedModule):
-                for local, param in module._fsdp_params.items():
-                    full = ".".join(filter(None, (prefix + name, local)))
-                    owner = next((u for u in module._fsdp_units if param in u.params), None)
-                    param_names.setdefault(owner, {}).setdefault(param, full)
-        for below, name in unit_names.items():
-            below.adopt(name, param_names.get(below, {}))
+        prefix = str(index) if len(modules) > 1 else ""
+        for name, module in root.named_modules(prefix=prefix):
+            names.setdefault(module, name)
+    for below in states_below(modules):
+        if below is not state:
+            params = {param: f"{names[param.info.module]}.{param.info.name}" for param in below.params}
+            below.adopt(names[below.modules[0]], params)

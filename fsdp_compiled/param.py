@@ -204,12 +204,12 @@ class FSDPParam:
         except (TypeError, ValueError):
             self._register(self.sharded_param)
             raise
-        local = current._local_tensor
+        local = _local(current)
         if current is self.sharded_param and _same_memory(local, self._unpadded(self._padded_shard)):
             return
         padded = self._padded(local.detach())
         if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
-            current._local_tensor = self._unpadded(padded)
+            current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)
         self._register(current)
 
@@ -324,7 +324,7 @@ class FSDPParam:
         if self.sharded_param.grad is None:
             self.sharded_param.grad = DTensor(local, self._grad_spec, requires_grad=False)
         else:
-            self.sharded_param.grad._local_tensor.add_(local)
+            _local(self.sharded_param.grad).add_(local)
         for hook in (getattr(self.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(self.sharded_param)
 
@@ -374,6 +374,11 @@ class FSDPParam:
                 module._parameters[name] = param
             else:
                 setattr(module, name, param)
+
+
+def _local(dtensor: Tensor) -> Tensor:
+    # to_local() would be differentiable, and an in-place change of its result would not reach the DTensor.
+    return dtensor._local_tensor  # type: ignore[attr-defined]
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

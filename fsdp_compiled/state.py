@@ -210,7 +210,7 @@ class FSDPState:
             output = cast_floating(output, self.mp_policy.output_dtype)
         return output
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter_forward(self, module: nn.Module) -> None:
         context = self._lazy_init()
         if self.training_state is TrainingState.PRE_BACKWARD:
@@ -226,7 +226,7 @@ class FSDPState:
         for state in self.forward_prefetch:
             state.launch_unshard()
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Run ``post_backward`` once the gradients of all inputs are there."""
         if not torch.is_grad_enabled() or self.training_state is TrainingState.PRE_BACKWARD:
@@ -239,7 +239,7 @@ class FSDPState:
                 leaves[i] = output
         return tree_unflatten(leaves, spec)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave_forward(self, module: nn.Module, output: Any) -> Any:
         if self.training_state is TrainingState.PRE_BACKWARD or not self.status.hooked:
             return output
@@ -278,7 +278,7 @@ class FSDPState:
 
     # ---- backward ----
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pre_backward(self, grad: Tensor) -> Tensor:
         context = self._lazy_init()
         if not context.callback_queued:

@@ -147,7 +147,6 @@ class Emitter:
         return item
 
 
-
 def _is_collective(node: fx.Node, names: Sequence[str]) -> bool:
     return _MARK in node.meta and str(node.target) in {f"_c10d_functional.{name}.default" for name in names}
 

@@ -54,9 +54,7 @@ def decide_buckets(members: Sequence[Member]) -> list[list[int]]:
     return buckets
 
 
-def _reaches(
-    start: list[int], goal: list[int], bucket_of: dict[int, list[int]], members: Sequence[Member]
-) -> bool:
+def _reaches(start: list[int], goal: list[int], bucket_of: dict[int, list[int]], members: Sequence[Member]) -> bool:
     """Tell whether bucket ``start`` is ``goal`` or is computed from it."""
     after = {m.index: m.after for m in members}
     stack, seen = [start], set()
@@ -103,9 +101,7 @@ def _reduce_key(node: fx.Node) -> Hashable:
     return (route.unit, route.shard_group, route.shard_world, route.replicate_group, route.reduce_dtype)
 
 
-def _bucketed(
-    graph: fx.Graph, nodes: Sequence[fx.Node], key: Callable[[fx.Node], Hashable]
-) -> list[list[fx.Node]]:
+def _bucketed(graph: fx.Graph, nodes: Sequence[fx.Node], key: Callable[[fx.Node], Hashable]) -> list[list[fx.Node]]:
     positions = {node: index for index, node in enumerate(graph.nodes)}
     upstream = _upstream_members(graph, {node: positions[node] for node in nodes})
     members = [Member(positions[node], key(node), upstream[node]) for node in nodes]
@@ -183,8 +179,7 @@ def _lower_reduction(bucket: Sequence[fx.Node]) -> None:
     route = ir.route_of(bucket[0])
     scaling = ir.mean_reduction(route.reduce_dtype, route.shard_world * route.replicate_world)
     chunks = [
-        _split_chunks(emit, _cast(emit, ir.source_of(node), route.reduce_dtype), ir.route_of(node))
-        for node in bucket
+        _split_chunks(emit, _cast(emit, ir.source_of(node), route.reduce_dtype), ir.route_of(node)) for node in bucket
     ]
     sizes = [ir.value_of(chunk).shape[1] for chunk in chunks]
     rows = _divide(emit, _concatenate(emit, chunks, dim=1), scaling.pre_divide)

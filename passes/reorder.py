@@ -5,8 +5,9 @@ It must not know parameters or units; it sees launches, waits and the order of c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
 
@@ -28,12 +29,12 @@ class Reorder:
 
     def __call__(self, graph: fx.Graph) -> None:
         gathers = [node for node in graph.nodes if ir.is_gather_launch(node)]
-        for launch, following in zip(gathers, gathers[1:], strict=False):
+        for launch, following in pairwise(gathers):
             _move_with_inputs(following, _wait_of(launch))
         # The all-reduce over replicas starts where its reduce-scatter is waited for.
         for is_reduction in (ir.is_scatter_launch, ir.is_all_reduce_launch):
             reductions = [node for node in graph.nodes if is_reduction(node)]
-            for launch, following in zip(reductions, reductions[1:], strict=False):
+            for launch, following in pairwise(reductions):
                 _move_with_users(_wait_of(launch), following)
 
 
@@ -58,8 +59,14 @@ def _move_with_users(node: fx.Node, target: fx.Node) -> None:
         last = user
 
 
-def _closure(node: fx.Node, neighbours, wanted, order: dict[fx.Node, int]) -> Iterable[fx.Node]:  # noqa: ANN001
-    stack, found = [node], set()
+def _closure(
+    node: fx.Node,
+    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    order: dict[fx.Node, int],
+) -> list[fx.Node]:
+    """Return ``node`` and the wanted nodes that lead on from it, in graph order."""
+    stack, found = [node], set[fx.Node]()
     while stack:
         current = stack.pop()
         if current not in found and wanted(current):

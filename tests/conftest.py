@@ -5,9 +5,9 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
-import pytest  # noqa: E402
+import pytest
 
-from .ranks import close_pool  # noqa: E402
+from .ranks import close_pool
 
 
 @pytest.fixture(scope="session", autouse=True)

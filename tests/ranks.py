@@ -44,9 +44,9 @@ class Pool:
 
     def run(self, world: int, module: str, name: str, kwargs: dict[str, Any]) -> None:
         """Run ``module.name(**kwargs)`` on the first ``world`` ranks."""
-        with tempfile.NamedTemporaryFile(prefix="ranks-") as store:
+        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
             for pipe in self._pipes[:world]:
-                pipe.send((store.name, world, module, name, kwargs))
+                pipe.send((f"{folder}/store", world, module, name, kwargs))
             failures = self._collect(dict(zip(self._pipes[:world], range(world), strict=True)))
         if failures:
             raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
@@ -56,7 +56,7 @@ class Pool:
         while waiting:
             ready = wait(list(waiting), timeout=TEST_TIMEOUT_S if not failures else 100)
             if not ready:
-                failures |= {rank: "hung; the pool was restarted" for rank in waiting.values()}
+                failures |= dict.fromkeys(waiting.values(), "hung; the pool was restarted")
                 self.close()
                 break
             for pipe in ready:

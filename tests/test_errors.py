@@ -56,7 +56,11 @@ def test_a_scalar_parameter():
 def test_a_non_contiguous_parameter():
     model = Model()
     model.layers[1].weight = nn.Parameter(torch.randn(6, 8).t())
-    _refused(ValueError, r"layers\.1\.weight: expected a contiguous parameter, got shape \(8, 6\) with strides", model)
+    _refused(
+        ValueError,
+        r"layers\.1\.weight: expected a contiguous parameter, got shape \(8, 6\) with strides",
+        model,
+    )
 
 
 def test_meshes():
@@ -97,17 +101,41 @@ def test_shard_dimensions():
 @pytest.mark.parametrize(
     ("error", "message", "kwargs"),
     [
-        (TypeError, "mp_policy: expected a MixedPrecisionPolicy, got torch.bfloat16", {"mp_policy": torch.bfloat16}),
+        (
+            TypeError,
+            "mp_policy: expected a MixedPrecisionPolicy, got torch.bfloat16",
+            {"mp_policy": torch.bfloat16},
+        ),
         (TypeError, "offload_policy: expected an OffloadPolicy, got True", {"offload_policy": True}),
         (NotImplementedError, "offload_policy: CPUOffloadPolicy", {"offload_policy": CPUOffloadPolicy()}),
         (NotImplementedError, "dp_mesh_dims is not implemented", {"dp_mesh_dims": object()}),
         (TypeError, "shard_placement_fn: expected a function or None, got 1", {"shard_placement_fn": 1}),
         (TypeError, "ignored_params: expected a set of parameters, got list", {"ignored_params": []}),
-        (TypeError, "ignored_params: expected parameters, got a str among them", {"ignored_params": {"weight"}}),
-        (TypeError, "reshard_after_forward: expected True, False, None or .* got 'yes'", {"reshard_after_forward": "yes"}),
-        (ValueError, "reshard_after_forward: expected a divisor of .* 4, got 3", {"reshard_after_forward": 3}),
-        (ValueError, "reshard_after_forward: expected a divisor of .* 4, got 0", {"reshard_after_forward": 0}),
-        (NotImplementedError, "reshard_after_forward=2: resharding to a smaller group", {"reshard_after_forward": 2}),
+        (
+            TypeError,
+            "ignored_params: expected parameters, got a str among them",
+            {"ignored_params": {"weight"}},
+        ),
+        (
+            TypeError,
+            "reshard_after_forward: expected True, False, None or .* got 'yes'",
+            {"reshard_after_forward": "yes"},
+        ),
+        (
+            ValueError,
+            "reshard_after_forward: expected a divisor of .* 4, got 3",
+            {"reshard_after_forward": 3},
+        ),
+        (
+            ValueError,
+            "reshard_after_forward: expected a divisor of .* 4, got 0",
+            {"reshard_after_forward": 0},
+        ),
+        (
+            NotImplementedError,
+            "reshard_after_forward=2: resharding to a smaller group",
+            {"reshard_after_forward": 2},
+        ),
     ],
 )
 def test_wrong_arguments(error, message, kwargs):
@@ -162,7 +190,9 @@ def test_deepcopy():
 
 def test_methods():
     model = fully_shard(Model())
-    with pytest.raises(ValueError, match="set_modules_to_forward_prefetch: expected modules given to fully_shard, got Linear"):
+    with pytest.raises(
+        ValueError, match="set_modules_to_forward_prefetch: expected modules given to fully_shard, got Linear"
+    ):
         model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
     for method in (model.set_requires_gradient_sync, model.set_reshard_after_forward, model.unshard):
         with pytest.raises(TypeError, match="expected True or False, got 1 of int"):

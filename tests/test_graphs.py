@@ -8,8 +8,8 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compiled import fully_shard
-from tests.graphs import outputs, record, sequence
+from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+from tests.graphs import Recorder, outputs, record, sequence
 from tests.training import llama, shard, token_batches
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -176,3 +176,16 @@ def test_units_without_an_outer_unit_are_buckets_of_their_own():
         fully_shard(block)
     recorder = _graphs(model, torch.randn(8, 12))
     assert sequence(recorder.only("forward", after=True), *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 2
+
+
+def test_regional_compilation_shares_one_graph_without_collectives():
+    model = Net()
+    torch._dynamo.reset()
+    recorder = Recorder()
+    for block in model.blocks:
+        fully_shard_with_compiled_compute(block, compile_kwargs={"backend": recorder, "fullgraph": True})
+    fully_shard(model)
+    model(torch.randn(8, 12)).sum().backward()
+    assert recorder.dynamo_graphs == 1
+    for _, graph in recorder.before:
+        assert sequence(graph, "unshard", "reduce_grad", *COLLECTIVES) == []

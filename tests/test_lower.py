@@ -106,7 +106,9 @@ class LoweredText(expecttest.TestCase):
         b = Builder()
         first = b.unshard(b.input("s1", 2, 3), _route((8, 3), "w1", dtype=torch.bfloat16))
         second = b.unshard(b.input("s2", 2), _route((5,), "w2", dtype=torch.bfloat16))
-        self.assertExpectedInline(b.text(first, second), """\
+        self.assertExpectedInline(
+            b.text(first, second),
+            """\
 convert_element_type_default = convert_element_type(s1, torch.bfloat16) [2, 3] bfloat16
 reshape_default = reshape(convert_element_type_default, [-1]) [6] bfloat16
 convert_element_type_default_1 = convert_element_type(s2, torch.bfloat16) [2] bfloat16
@@ -120,13 +122,16 @@ getitem = getitem(split_with_sizes_default, 0) [4, 6] bfloat16
 getitem_1 = getitem(split_with_sizes_default, 1) [4, 2] bfloat16
 reshape_default_3 = reshape(getitem, [8, 3]) [8, 3] bfloat16
 reshape_default_4 = reshape(getitem_1, [8]) [8] bfloat16
-slice_tensor = slice(reshape_default_4, 0, 0, 5) [5] bfloat16""")
+slice_tensor = slice(reshape_default_4, 0, 0, 5) [5] bfloat16""",
+        )
 
     def test_a_bucket_of_two_reductions_over_shards_and_replicas(self):
         b = Builder()
         first = b.reduce_grad(b.input("g1", 5), _route((5,), "w1", replicas=2))
         second = b.reduce_grad(b.input("g2", 4, 8), _route((4, 8), "w2", replicas=2, dim=1))
-        self.assertExpectedInline(b.text(first, second), """\
+        self.assertExpectedInline(
+            b.text(first, second),
+            """\
 constant_pad_nd_default = constant_pad_nd(g1, [0, 3], 0) [8] float32
 reshape_default = reshape(constant_pad_nd_default, [4, -1]) [4, 2] float32
 reshape_default_1 = reshape(g2, [4, 4, 2]) [4, 4, 2] float32
@@ -143,13 +148,16 @@ split_with_sizes_default = split_with_sizes(reshape_default_4, [2, 8], 1)
 getitem = getitem(split_with_sizes_default, 0) [1, 2] float32
 getitem_1 = getitem(split_with_sizes_default, 1) [1, 8] float32
 reshape_default_5 = reshape(getitem, [2]) [2] float32
-reshape_default_6 = reshape(getitem_1, [4, 2]) [4, 2] float32""")
+reshape_default_6 = reshape(getitem_1, [4, 2]) [4, 2] float32""",
+        )
 
     def test_another_dimension(self):
         b = Builder()
         whole = b.unshard(b.input("s", 4, 2), _route((4, 8), "w", dim=1))
         part = b.reduce_grad(b.input("g", 4, 8), _route((4, 8), "w", dim=1))
-        self.assertExpectedInline(b.text(whole, part), """\
+        self.assertExpectedInline(
+            b.text(whole, part),
+            """\
 reshape_default = reshape(s, [-1]) [8] float32
 all_gather_into_tensor_default = all_gather_into_tensor(reshape_default, 4, shard) [32] float32
 wait_tensor_default = wait_tensor(all_gather_into_tensor_default) [32] float32
@@ -164,13 +172,16 @@ reshape_default_6 = reshape(reshape_default_5, [-1]) [32] float32
 reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_6, avg, 4, shard) [8] float32
 wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default) [8] float32
 reshape_default_7 = reshape(wait_tensor_default_1, [1, -1]) [1, 8] float32
-reshape_default_8 = reshape(reshape_default_7, [4, 2]) [4, 2] float32""")
+reshape_default_8 = reshape(reshape_default_7, [4, 2]) [4, 2] float32""",
+        )
 
     def test_fp16_and_a_world_of_one(self):
         b = Builder()
         half = b.reduce_grad(b.input("g", 8), _route((8,), "w", reduce_dtype=torch.float16))
         alone = b.unshard(b.input("s", 8), _route((8,), "v", world=1))
-        self.assertExpectedInline(b.text(half, alone), """\
+        self.assertExpectedInline(
+            b.text(half, alone),
+            """\
 convert_element_type_default = convert_element_type(g, torch.float16) [8] float16
 reshape_default_3 = reshape(convert_element_type_default, [4, -1]) [4, 2] float16
 div_tensor = div(reshape_default_3, 2.0) [4, 2] float16
@@ -183,7 +194,8 @@ reshape_default_6 = reshape(div_tensor_1, [2]) [2] float16
 convert_element_type_default_1 = convert_element_type(reshape_default_6, torch.float32) [2] float32
 reshape_default = reshape(s, [-1]) [8] float32
 reshape_default_1 = reshape(reshape_default, [1, -1]) [1, 8] float32
-reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32""")
+reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32""",
+        )
 
 
 def test_users_of_an_early_reduction_move_behind_its_bucket():

@@ -47,8 +47,7 @@ def unpack_reduced(row: Tensor, layouts: Sequence[ShardLayout], dtypes: Sequence
     """Cut a reduced row into padded sharded gradients, cast to ``dtypes``; they may share its storage."""
     pieces = row.split([layout.shard_numel for layout in layouts])
     return [
-        piece.view(layout.shard_shape).to(dtype)
-        for piece, layout, dtype in zip(pieces, layouts, dtypes, strict=True)
+        piece.view(layout.shard_shape).to(dtype) for piece, layout, dtype in zip(pieces, layouts, dtypes, strict=True)
     ]
 
 

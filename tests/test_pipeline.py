@@ -1,0 +1,92 @@
+"""The passes in Inductor's slots: beside the user's own, installed once, removed without a trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config, custom_graph_pass
+
+from fsdp_compiled import fully_shard, passes
+from fsdp_compiled.passes.pipeline import Chain, Pipeline, install, installed, uninstall
+
+SLOTS = ("joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+SLOT = SLOTS[1]
+TAKES_SEQUENCES = hasattr(custom_graph_pass, "get_custom_graph_passes")
+
+
+class UserPass(custom_graph_pass.CustomGraphPass):
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __call__(self, graph):
+        self.runs += 1
+
+    def uuid(self):
+        return "user"
+
+
+@pytest.fixture(autouse=True)
+def _empty_slots():
+    with config.patch(dict.fromkeys(SLOTS)):
+        yield
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_first_fully_shard_installs_and_the_second_adds_nothing():
+    assert all(installed(slot) is None for slot in SLOTS)
+    fully_shard(nn.Linear(4, 4))
+    before = [getattr(config, slot) for slot in SLOTS]
+    assert all(isinstance(value, Pipeline) for value in before)
+    fully_shard(nn.Linear(4, 4))
+    assert [getattr(config, slot) for slot in SLOTS] == before
+    passes.uninstall()
+    assert [getattr(config, slot) for slot in SLOTS] == [None] * 3
+
+
+def test_a_users_single_pass_is_kept_and_given_back():
+    user = UserPass()
+    setattr(config, SLOT, user)
+    install(SLOT, Pipeline(()))
+    assert installed(SLOT) is not None
+    uninstall(SLOT)
+    assert getattr(config, SLOT) is user
+
+
+@pytest.mark.skipif(not TAKES_SEQUENCES, reason="this torch takes one pass per slot")
+def test_a_users_list_is_kept_and_given_back():
+    for value in ([UserPass()], [UserPass(), UserPass()], []):
+        setattr(config, SLOT, list(value))
+        install(SLOT, Pipeline(()))
+        assert installed(SLOT) is not None
+        uninstall(SLOT)
+        assert getattr(config, SLOT) == value
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_users_pass_still_runs():
+    user = UserPass()
+    setattr(config, SLOT, user)
+    torch._dynamo.reset()
+    model = fully_shard(nn.Linear(4, 4))
+    caches_off = config.patch(fx_graph_cache=False), functorch_config.patch(enable_autograd_cache=False)
+    with caches_off[0], caches_off[1], torch.no_grad():
+        torch.compile(model, fullgraph=True)(torch.ones(2, 4))
+    assert user.runs == 1
+
+
+def test_a_chain_for_torch_2_11():
+    ran = []
+    pipeline = Pipeline((lambda graph: ran.append("ours"),))
+    chain = Chain(pipeline, UserPass())
+    assert chain.uuid() == (pipeline.uuid(), "user")
+    assert not Chain(pipeline, lambda graph: None).uuid()
+    chain(torch.fx.Graph())
+    assert ran == []  # no operator of ours in the graph
+    assert chain.user.runs == 1
+
+
+def test_the_uuid_covers_passes_and_their_fields():
+    assert Pipeline(passes.JOINT).uuid() != Pipeline(passes.POST_GRAD).uuid()
+    assert Pipeline(passes.JOINT).uuid() == Pipeline(tuple(passes.JOINT)).uuid()
