@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import torch
 
 from .collectives import Group, PendingGather, PendingReduction, launch_gather, launch_reduction
-from .param import FSDPParam, ShardedState, UnitStatus
+from .param import FSDPParam, ShardedState
+from .unit import UnitStatus
 
 
 @dataclass(eq=False)

@@ -22,9 +22,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from . import collectives
 from .errors import FSDPError
 from .layout import ShardLayout
-from .mesh import DataParallelMeshInfo
 from .passes.ir import Route
-from .policy import MixedPrecisionPolicy, resolved
+from .policy import resolved
+from .unit import ParamPlacement, UnitStatus
+from .unsharded import UnshardedParam
 
 
 class ShardedState(Enum):
@@ -66,37 +67,6 @@ class ParamModuleInfo:
 
 
 @dataclass
-class UnitStatus:
-    """What the parameters of one unit do at present; the unit's state writes it, the parameters read it.
-
-    Args:
-        name: the unit's full name, as far as known.
-        hooked: the eager hooks have gathered this unit for the module call or backward under way.
-        reshard_after_forward: free (True) or keep (False) unsharded parameters between forward and backward.
-        reshard_after_backward: free (True) or keep (False) them after backward.
-        reduce_grads: whether backward reduces gradients, or accumulates them unsharded.
-        outdated: unsharded parameters are left from before the last compiled backward, so that an optimizer
-            may have changed the shards since.
-    """
-
-    name: str
-    hooked: bool = False
-    reshard_after_forward: bool = True
-    reshard_after_backward: bool = True
-    reduce_grads: bool = True
-    outdated: bool = False
-
-
-@dataclass(frozen=True)
-class ParamPlacement:
-    """How a parameter is to be sharded: over which mesh, along which dimension, in which dtypes."""
-
-    mesh_info: DataParallelMeshInfo
-    dim: int
-    mp_policy: MixedPrecisionPolicy
-
-
-@dataclass
 class _GradientHome:
     """Where unsharded gradients wait while sync is off.
 
@@ -135,8 +105,7 @@ class FSDPParam:
         self.accumulation = Accumulation.NONE
         self.sharded_param: nn.Parameter  # DTensor
         self.leaf: nn.Parameter  # padded shard; shares storage with the DTensor's local tensor
-        self.unsharded_param: nn.Parameter | None = None  # ND, plain; its storage is freed when sharded
-        self._unsharded_flat: Tensor | None = None  # 1D, padded: that storage
+        self._unsharded: UnshardedParam | None = None  # made by the first eager gather
         self._home: _GradientHome | None = None
         padded = self._cut(first.detach())
         self._link(nn.Parameter(self._as_dtensor(padded), requires_grad=first.requires_grad), padded)
@@ -178,7 +147,7 @@ class FSDPParam:
         self._grad_spec = self._spec(padded.dtype)
         self.leaf = self._make_leaf(self._land)
         self._home = None
-        self.unsharded_param = self._unsharded_flat = None
+        self._unsharded = None
         self.accumulation = Accumulation.NONE
         self.publish()
 
@@ -331,42 +300,29 @@ class FSDPParam:
     # ---- unsharded ----
 
     def allocate(self) -> Tensor:
-        """Give the unsharded parameter memory.
-
-        Returns:
-            Flat, padded, of ``world * shard_numel`` elements; writing to it does not count as a modification,
-            because it restores the values that autograd saved.
-        """
-        dtype = self.dtypes[0]
-        numel = self.layout.world * self.layout.shard_numel
-        if self._unsharded_flat is None or self._unsharded_flat.dtype != dtype:
-            self._unsharded_flat = torch.empty(numel, dtype=dtype, device=self.device)
-            whole = self._unsharded_flat[: self.layout.numel].view(self.layout.shape)
-            self.unsharded_param = nn.Parameter(whole, requires_grad=self.sharded_param.requires_grad)
-        self._unsharded_flat.untyped_storage().resize_(numel * dtype.itemsize)
-        return self._unsharded_flat.data
+        """Give the unsharded parameter memory and return it, see :meth:`UnshardedParam.allocate`."""
+        if self._unsharded is None:
+            self._unsharded = UnshardedParam(self.layout, self.dtypes[0], self.device)
+        return self._unsharded.allocate()
 
     def to_unsharded(self) -> None:
         """Register the unsharded parameter, which must have been gathered."""
-        if self.unsharded_param is None:
+        if self._unsharded is None:
             raise FSDPError(f"{self.name}: unsharded before it was gathered")
-        self.unsharded_param.requires_grad_(self.sharded_param.requires_grad)
-        self._register(self.unsharded_param)
+        self._unsharded.param.requires_grad_(self.sharded_param.requires_grad)
+        self._register(self._unsharded.param)
         self.state = ShardedState.UNSHARDED
 
     def to_sharded(self) -> None:
-        """Register the sharded parameter and free the unsharded one's memory, keeping autograd's aliases."""
+        """Register the sharded parameter and free the unsharded one's memory."""
         self._register(self.sharded_param)
-        if self._unsharded_flat is not None:
-            self._unsharded_flat.untyped_storage().resize_(0)
+        if self._unsharded is not None:
+            self._unsharded.free()
         self.state = ShardedState.SHARDED
 
     def take_unsharded_grad(self) -> Tensor | None:
         """Return the gradient that eager autograd accumulated, and forget it."""
-        if self.unsharded_param is None or self.unsharded_param.grad is None:
-            return None
-        grad, self.unsharded_param.grad = self.unsharded_param.grad, None
-        return grad
+        return None if self._unsharded is None else self._unsharded.take_grad()
 
     def _register(self, param: nn.Parameter) -> None:
         for module, name in self.info.places():

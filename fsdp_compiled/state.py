@@ -21,8 +21,9 @@ from .cast import cast_floating
 from .collectives.ops import meta_parameter
 from .group import FSDPParamGroup, group_params
 from .owner import TracedCall, rebase
-from .param import FSDPParam, UnitStatus
+from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
+from .unit import UnitStatus
 
 _unit_numbers = count()  # tells apart units that no outer fully_shard has named
 

@@ -7,7 +7,7 @@ its last gradient is ready.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -81,11 +81,9 @@ class Lower:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        unshards = [node for node in graph.nodes if ir.is_unshard(node)]
-        for bucket in _bucketed(graph, unshards, _gather_key):
+        for bucket in _bucketed(_gathers(graph)):
             _lower_gather(bucket)
-        reductions = [node for node in graph.nodes if ir.is_reduce_grad(node)]
-        for bucket in _bucketed(graph, reductions, _reduce_key):
+        for bucket in _bucketed(_reductions(graph)):
             _lower_reduction(bucket)
 
 
@@ -101,23 +99,27 @@ def _reduce_key(node: fx.Node) -> Hashable:
     return (route.unit, route.shard_group, route.shard_world, route.replicate_group, route.reduce_dtype)
 
 
-def _bucketed(graph: fx.Graph, nodes: Sequence[fx.Node], key: Callable[[fx.Node], Hashable]) -> list[list[fx.Node]]:
-    positions = {node: index for index, node in enumerate(graph.nodes)}
-    upstream = _upstream_members(graph, {node: positions[node] for node in nodes})
-    members = [Member(positions[node], key(node), upstream[node]) for node in nodes]
-    at = {positions[node]: node for node in nodes}
-    return [[at[index] for index in bucket] for bucket in decide_buckets(members)]
+def _gathers(graph: fx.Graph) -> dict[fx.Node, Member]:
+    return {n: Member(i, _gather_key(n)) for i, n in enumerate(graph.nodes) if ir.is_unshard(n)}
 
 
-def _upstream_members(graph: fx.Graph, members: dict[fx.Node, int]) -> dict[fx.Node, frozenset[int]]:
-    """Map each member to the nearest members that it is computed from."""
-    nearest: dict[fx.Node, frozenset[int]] = {}
-    for node in graph.nodes:
-        found: set[int] = set()
-        for source in node.all_input_nodes:
-            found |= {members[source]} if source in members else nearest[source]
-        nearest[node] = frozenset(found)
-    return {node: nearest[node] for node in members}
+def _reductions(graph: fx.Graph) -> dict[fx.Node, Member]:
+    """Collect reductions, each with the nearest others that it is computed from; usually there are none."""
+    members: dict[fx.Node, Member] = {}
+    upstream: dict[fx.Node, frozenset[int]] = {}  # of the nodes that are computed from members
+    for index, node in enumerate(graph.nodes):
+        sources = [{members[n].index} if n in members else upstream.get(n, ()) for n in node.all_input_nodes]
+        after = frozenset[int]().union(*sources)
+        if ir.is_reduce_grad(node):
+            members[node] = Member(index, _reduce_key(node), after)
+        elif after:
+            upstream[node] = after
+    return members
+
+
+def _bucketed(members: dict[fx.Node, Member]) -> list[list[fx.Node]]:
+    at = {member.index: node for node, member in members.items()}
+    return [[at[index] for index in bucket] for bucket in decide_buckets(list(members.values()))]
 
 
 # ---- all-gather ----
@@ -262,6 +264,8 @@ def _replace(node: fx.Node, by: fx.Node) -> None:
 
 def _move_users_behind(node: fx.Node, anchor: fx.Node) -> None:
     """Move whatever is computed from ``node`` and stands before ``anchor`` behind it, in graph order."""
+    if all(user.op == "output" for user in node.users):
+        return
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     limit, last = order[anchor], anchor
     todo = {user for user in node.users if order[user] < limit}
