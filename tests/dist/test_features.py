@@ -49,6 +49,33 @@ def test_uneven_first_dimensions_and_empty_shards(mode):
     _assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
 
 
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_blocks_without_an_outer_unit(mode):
+    alone, model = MLP(), MLP()
+    for block in model.blocks:
+        fully_shard(block)
+    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    square_loss(alone, batches(1, 8, 10)[0]).backward()
+    square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+    got, want = full_grads(model), full_grads(alone)
+    dist.all_reduce(got["scale"], op=dist.ReduceOp.AVG)  # no unit took it
+    assert_close(got, want)
+
+
+@each_mode
+@on_ranks(2)
+def test_nested_units(mode):
+    alone, model = MLP(), MLP()
+    for block in model.blocks:
+        fully_shard(block[0])
+        fully_shard(block[3])
+    call = shard(model, mode)
+    assert model.blocks[1][0]._get_fsdp_state().status.name == "blocks.1.0"
+    assert model.blocks[1][0]._fsdp_params["weight"].name == "blocks.1.0.weight"
+    _assert_trains_like_one_process(model, call, alone)
+
+
 @each_mode
 @on_ranks(4)
 def test_hybrid_sharding(mode):
