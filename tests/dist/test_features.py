@@ -140,18 +140,32 @@ def test_accumulation_with_a_reduction_each_time(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@each_mode
 @on_ranks(2)
-def test_accumulation_when_both_forwards_come_before_both_backwards():
+def test_accumulation_when_forwards_come_before_backwards(mode):
     alone, model = MLP(), MLP()
-    call = shard(model, "full")
-    first, second = batches(2, 8, 10)
-    (square_loss(alone, first) + square_loss(alone, second)).backward()
+    call = shard(model, mode)
+    data = batches(5, 8, 10)
+    losses = [square_loss(alone, x) for x in data]
+    sum(losses).backward()
+
+    def forward(index, sync):
+        model.set_requires_gradient_sync(sync)
+        return square_loss(call, my_part(data[index]))
+
+    first = forward(0, sync=False)
+    second = forward(1, sync=True)  # nothing is pending yet
     model.set_requires_gradient_sync(False)
-    loss_1 = square_loss(call, my_part(first))
+    first.backward()
     model.set_requires_gradient_sync(True)
-    loss_2 = square_loss(call, my_part(second))
-    loss_1.backward()
-    loss_2.backward()
+    second.backward()
+    forward(2, sync=False).backward()
+    fourth = forward(3, sync=False)
+    fifth = forward(4, sync=True)  # knows of the third's gradient
+    model.set_requires_gradient_sync(False)
+    fourth.backward()  # adds to what the fifth will reduce
+    model.set_requires_gradient_sync(True)
+    fifth.backward()
     assert_close(full_grads(model), full_grads(alone))
 
 
