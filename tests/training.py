@@ -74,7 +74,7 @@ def llama_loss(call: Callable[..., Tensor], tokens: Tensor) -> Tensor:
 
 
 def square_loss(call: Callable[..., Tensor], x: Tensor) -> Tensor:
-    return F.mse_loss(call(x), x.roll(1, dims=-1))
+    return F.mse_loss(call(x).to(x.dtype), x.roll(1, dims=-1))
 
 
 def full(tensor: Tensor) -> Tensor:
