@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import passes
+from . import collectives, passes
 from .arguments import (
     PlacementPlan,
     ShardPlacementFn,
     check_device,
     check_options,
+    check_whole_units_below,
     checked_modules,
     checked_reshard,
     is_managed,
@@ -80,6 +82,7 @@ def fully_shard(
     found = managed_parameters(modules, ignored_params or set())
     plan = PlacementPlan(mesh_info, mp_policy, shard_placement_fn)
     placements = [plan.placement(name, param) for name, param, _ in found]
+    check_whole_units_below(modules)
     check_device(mesh_info)
 
     _move_to_device(modules, mesh_info.device, ignored_params or set())
@@ -91,7 +94,7 @@ def fully_shard(
     state = FSDPState(modules, params, mp_policy, reshard, status, mesh_info.device)
     _take_over(modules, state)
     _adopt_units_below(modules, state)
-    passes.install()
+    passes.install(core=passes.source_hash(Path(collectives.__file__).parent))
     return module
 
 
@@ -116,8 +119,9 @@ def fully_shard_with_compiled_compute(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected one nn.Module, got {type(module).__name__}; call it on each module")
+    compiled = torch.compile(module.forward, **(compile_kwargs or {}))
     fully_shard(module, **fully_shard_kwargs)
-    module.forward = torch.compile(module.forward, **(compile_kwargs or {}))  # type: ignore[method-assign]
+    module.forward = compiled  # type: ignore[method-assign]
     return module
 
 
@@ -180,4 +184,4 @@ def _adopt_units_below(modules: Sequence[nn.Module], state: FSDPState) -> None:
     for below in states_below(modules):
         if below is not state:
             params = {param: f"{names[param.info.module]}.{param.info.name}" for param in below.params}
-            below.adopt(names[below.modules[0]], params)
+            below.adopt(state, names[below.modules[0]], params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,9 @@ from torch.distributed.tensor import DTensor, Shard
 from .mesh import DataParallelMeshInfo
 from .module import FSDPModule
 from .owner import ShardedModule
-from .param import ParamModuleInfo
+from .param import ParamModuleInfo, TakenOriginal
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .state import states_below
 from .unit import ParamPlacement
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
@@ -96,6 +98,19 @@ def checked_reshard(value: object, mesh_info: DataParallelMeshInfo) -> bool | No
     return value == world
 
 
+def check_whole_units_below(modules: Sequence[nn.Module]) -> None:
+    """Raise ValueError if a unit lies only in part below ``modules``."""
+    below = {module for root in modules for module in root.modules()}
+    for state in states_below(modules):
+        for module in state.modules:
+            if module not in below:
+                raise ValueError(
+                    f"{state.status.name}: expected every module of this list unit below "
+                    f"{type(modules[0]).__name__}, got a {type(module).__name__} outside it; apply fully_shard to a "
+                    "module that holds them all"
+                )
+
+
 def check_device(mesh_info: DataParallelMeshInfo) -> None:
     """Raise ValueError unless this machine has the mesh's kind of device."""
     device_type = mesh_info.mesh.device_type
@@ -116,10 +131,9 @@ def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter])
         for name, param in module._parameters.items():
             if param is not None and param not in ignored and not is_managed(module, name):
                 places.setdefault(param, []).append((f"{prefix}{name}", module, name))
-    taken = _originals_taken_below(modules)
     found = []
     for param, ((full_name, module, name), *others) in places.items():
-        _check_parameter(full_name, param, taken.get(id(param)))
+        _check_parameter(full_name, param)
         shared = tuple((m, n) for _, m, n in others)
         found.append((full_name, param, ParamModuleInfo(module, name, shared)))
     return found
@@ -144,18 +158,11 @@ def is_managed(module: nn.Module, name: str) -> bool:
     return isinstance(module, ShardedModule) and name in module._fsdp_params
 
 
-def _originals_taken_below(modules: Sequence[nn.Module]) -> dict[int, str]:
-    """Map the identity of each original parameter that a unit below took, and that still lives, to its name."""
-    owners = [m for root in modules for m in root.modules() if isinstance(m, ShardedModule)]
-    params = [param for owner in owners for param in owner._fsdp_params.values()]
-    alive = ((param.original(), param.name) for param in params)
-    return {id(original): name for original, name in alive if original is not None}
-
-
-def _check_parameter(name: str, param: nn.Parameter, taken_as: str | None) -> None:
-    if taken_as is not None:
+def _check_parameter(name: str, param: nn.Parameter) -> None:
+    taken = next((ref.taken_by for ref in weakref.getweakrefs(param) if isinstance(ref, TakenOriginal)), None)
+    if taken is not None:
         raise NotImplementedError(
-            f"{name}: is the same parameter as {taken_as} of another unit; parameters tied across units are not "
+            f"{name}: is the same parameter as {taken.name} of another unit; parameters tied across units are not "
             "implemented yet; give both modules to one call: fully_shard([a, b])"
         )
     if isinstance(param, DTensor):

@@ -62,7 +62,8 @@ class FSDPParamGroup:
     def reshard(self) -> None:
         """Register the sharded parameters and free the unsharded ones; an all-gather under way is dropped."""
         if self._gather is not None:
-            self.wait_unshard()
+            self._gather.drop()
+            self._gather = None
         if not self.is_sharded:
             for param in self.params:
                 param.to_sharded()
@@ -97,11 +98,17 @@ class FSDPParamGroup:
         for param, grad in zip(params, pending.wait([p.leaf.dtype for p in params]), strict=True):
             param.land(grad)
 
+    def drop_reduce(self) -> None:
+        """Wait for the reduction under way and forget its result."""
+        if self._reduction is not None:
+            self._reduction[1].wait([param.leaf.dtype for param in self._reduction[0]])
+        self._reduction = None
+
 
 def _total_gradient(param: FSDPParam) -> torch.Tensor | None:
     grad = param.take_unsharded_grad()
     if grad is None:
-        return None if param.pending_grad is None else param.take_pending()
+        return param.take_pending()
     pending = param.take_pending()
     return grad if pending is None else pending.add_(grad.to(pending.dtype))
 

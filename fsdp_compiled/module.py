@@ -87,12 +87,29 @@ class FSDPModule:
         """
         _state(self).backward_prefetch = _states_of("set_modules_to_backward_prefetch", modules)
 
+    def reset_iter_state(self) -> None:
+        """Return to the state between two steps after an exception in forward or backward.
+
+        Gradients under way and those accumulated without sync are dropped; ``.grad`` is left alone. An exception
+        that leaves the uncompiled model's forward, or an uncompiled backward, does the same by itself, but for
+        gradients accumulated without sync, which it keeps.
+
+        Raises:
+            RuntimeError: this is not the outermost unit.
+        """
+        state = _state(self)
+        if not state.is_root:
+            raise RuntimeError(
+                f"reset_iter_state: expected the outermost unit, got {state.status.name}; "
+                f"call it on {state.outermost.status.name}"
+            )
+        state.reset_iteration(drop_pending=True)
+
     def _get_fsdp_state(self) -> FSDPState:
         return _state(self)
 
 
 _NOT_YET = (
-    "reset_iter_state",
     "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
@@ -143,6 +160,8 @@ def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
 
 
 def _states_of(method: str, modules: Sequence[FSDPModule]) -> list[FSDPState]:
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"{method}: expected a list of modules, got {type(modules).__name__}")
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(

@@ -29,6 +29,13 @@ class Unit(Protocol):
         """Divide parameters into groups anew, after dtypes or devices changed."""
 
 
+class Resettable(Protocol):
+    """What the outermost unit asks of its state when an exception leaves an uncompiled forward."""
+
+    def reset_iteration(self, drop_pending: bool) -> None:
+        """Return all units to the state between two steps."""
+
+
 class ShardedModule:
     """Mixin of every module that owns sharded parameters; it comes before the module's class.
 
@@ -113,8 +120,16 @@ class TracedCall:
     its hooks; for this one it is ``__call__`` below. Units inside are traced with their caller.
     """
 
+    _fsdp_state: Resettable
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._fsdp_state.reset_iteration(drop_pending=False)
+            raise
 
 
 def rebase(

@@ -39,19 +39,6 @@ class ShardedState(Enum):
     UNSHARDED = auto()
 
 
-class Accumulation(Enum):
-    """What the backward of a read does with the unsharded gradient.
-
-    NONE: reduce it.
-    STORE: add it to the pending gradient and do not communicate (gradient sync is off).
-    CONSUME: add the pending gradient to it, then reduce.
-    """
-
-    NONE = auto()
-    STORE = auto()
-    CONSUME = auto()
-
-
 @dataclass(frozen=True)
 class ParamModuleInfo:
     """Where a parameter is registered: its first module and name, and every other place that shares it."""
@@ -66,17 +53,14 @@ class ParamModuleInfo:
         yield from self.shared
 
 
-@dataclass
-class _GradientHome:
-    """Where unsharded gradients wait while sync is off.
+class TakenOriginal(weakref.ref[nn.Parameter]):
+    """A weak reference on an original parameter, by which a module outside the unit that shares it is found."""
 
-    Args:
-        sink: leaf of the unsharded shape without memory of its own; its ``.grad`` is the pending gradient.
-        consumer: leaf on the shard whose gradient is known to include the pending one.
-    """
+    def __init__(self, original: nn.Parameter, taken_by: FSDPParam) -> None:
+        self.taken_by = taken_by
 
-    sink: nn.Parameter
-    consumer: nn.Parameter
+    def __new__(cls, original: nn.Parameter, taken_by: FSDPParam) -> TakenOriginal:
+        return super().__new__(cls, original)
 
 
 @dataclass(eq=False)
@@ -98,15 +82,14 @@ class FSDPParam:
     first: InitVar[nn.Parameter]
 
     def __post_init__(self, first: nn.Parameter) -> None:
-        self.original = weakref.ref(first)  # to find modules outside the unit that share it
+        self._original = TakenOriginal(first, self)
         mesh_info = self.placement.mesh_info
         self.layout = ShardLayout(tuple(first.shape), self.placement.dim, mesh_info.shard_world)
         self.state = ShardedState.SHARDED
-        self.accumulation = Accumulation.NONE
         self.sharded_param: nn.Parameter  # DTensor
         self.leaf: nn.Parameter  # padded shard; shares storage with the DTensor's local tensor
         self._unsharded: UnshardedParam | None = None  # made by the first eager gather
-        self._home: _GradientHome | None = None
+        self._sink: nn.Parameter | None = None  # leaf without memory; its .grad is the pending gradient
         padded = self._cut(first.detach())
         self._link(nn.Parameter(self._as_dtensor(padded), requires_grad=first.requires_grad), padded)
         self._register(self.sharded_param)
@@ -145,18 +128,12 @@ class FSDPParam:
         self.sharded_param = sharded
         self._padded_shard = padded
         self._grad_spec = self._spec(padded.dtype)
-        self.leaf = self._make_leaf(self._land)
-        self._home = None
-        self._unsharded = None
-        self.accumulation = Accumulation.NONE
-        self.publish()
-
-    def _make_leaf(self, land: object) -> nn.Parameter:
-        differentiable = self._padded_shard.is_floating_point() or self._padded_shard.is_complex()
-        leaf = nn.Parameter(self._padded_shard, requires_grad=differentiable)
+        differentiable = padded.is_floating_point() or padded.is_complex()
+        self.leaf = nn.Parameter(padded, requires_grad=differentiable)
         if differentiable:
-            leaf.register_post_accumulate_grad_hook(land)
-        return leaf
+            self.leaf.register_post_accumulate_grad_hook(self._land)
+        self._sink = self._unsharded = None
+        self.publish()
 
     def relink(self) -> None:
         """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
@@ -175,12 +152,16 @@ class FSDPParam:
             raise
         local = _local(current)
         if current is self.sharded_param and _same_memory(local, self._unpadded(self._padded_shard)):
+            self._register(current)  # load_state_dict(assign=True) may have parted shared places
             return
+        pending = self.take_pending()
         padded = self._padded(local.detach())
         if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)
         self._register(current)
+        if pending is not None:
+            self.store(pending.to(self.device))
 
     def _check_replacement(self, current: Tensor) -> None:
         if not isinstance(current, DTensor):
@@ -227,62 +208,42 @@ class FSDPParam:
 
     def gathered(self) -> Tensor:
         """Return the unsharded parameter as a function of the shard; Dynamo traces this."""
-        leaf, sink, pending = self.leaf, None, None
-        if self._home is not None and self.accumulation is Accumulation.STORE:
-            sink = self._home.sink
-        if self._home is not None and self.accumulation is Accumulation.CONSUME:
-            leaf, pending = self._home.consumer, self._home.sink.grad
         if not self.sharded_param.requires_grad:
-            return collectives.unshard(leaf.detach(), None, None, self.route)
-        return collectives.unshard(leaf, sink, pending, self.route)
+            return collectives.unshard(self.leaf.detach(), None, self.route)
+        return collectives.unshard(self.leaf, None if self.status.reduce_grads else self._sink, self.route)
 
     # ---- gradients ----
 
-    def set_accumulation(self, reduce_grads: bool) -> None:
-        """Choose what later reads do with gradients, after ``reduce_grads`` of the unit changed."""
-        if not reduce_grads:
-            if self.sharded_param.requires_grad:
-                self._home = self._home or self._make_home()
-            self.accumulation = Accumulation.STORE
-        else:
-            waiting = self.pending_grad is not None
-            self.accumulation = Accumulation.CONSUME if waiting else Accumulation.NONE
-
-    def _make_home(self) -> _GradientHome:
-        one = torch.zeros(1, dtype=self.dtypes[1], device=self.device)
-        return _GradientHome(nn.Parameter(one.expand(self.layout.shape)), self._make_leaf(self._land_consumed))
+    def prepare_to_store(self) -> None:
+        """Make the leaf that takes unsharded gradients while sync is off."""
+        if self._sink is None and self.leaf.requires_grad:
+            one = torch.zeros(1, dtype=self.dtypes[1], device=self.device)
+            self._sink = nn.Parameter(one.expand(self.layout.shape))
+            self._sink.register_post_accumulate_grad_hook(lambda _: self.status.on_landing())
 
     @property
     def pending_grad(self) -> Tensor | None:
         """Unsharded gradient accumulated while sync was off, in the reduce dtype."""
-        return None if self._home is None else self._home.sink.grad
+        return None if self._sink is None else self._sink.grad
 
     def store(self, grad: Tensor) -> None:
         """Add an unsharded gradient to the pending one."""
-        self._home = self._home or self._make_home()
-        sink, grad = self._home.sink, grad.to(self.dtypes[1])
-        sink.grad = grad if sink.grad is None else sink.grad.add_(grad)
+        self.prepare_to_store()
+        if self._sink is None:
+            raise FSDPError(f"{self.name}: a gradient came for a parameter of {self.leaf.dtype}")
+        grad = grad.to(self.dtypes[1])
+        self._sink.grad = grad if self._sink.grad is None else self._sink.grad.add_(grad)
 
     def take_pending(self) -> Tensor | None:
         """Return the pending gradient and forget it."""
-        pending = self.pending_grad
-        if pending is not None and self._home is not None:
-            self._home.sink.grad = None
-        if self.accumulation is Accumulation.CONSUME:
-            self.accumulation = Accumulation.NONE
+        if self._sink is None:
+            return None
+        pending, self._sink.grad = self._sink.grad, None
         return pending
 
     def _land(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        self.status.outdated |= self.state is ShardedState.UNSHARDED
-        pending = self.take_pending() if self.status.reduce_grads else None
-        if pending is not None:  # accumulated after this graph was chosen
-            self.land(collectives.reduce_grad(pending, self.route))
-        self.land(grad)
-
-    def _land_consumed(self, leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        self.take_pending()
+        self.status.on_landing()
         self.land(grad)
 
     def land(self, padded: Tensor | None) -> None:

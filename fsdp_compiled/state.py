@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code  # see owner.py
-from torch.utils._pytree import tree_flatten, tree_unflatten  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
-from .cast import cast_floating
+from .cast import cast_floating, map_tensors, tensors_in
 from .collectives.ops import meta_parameter
 from .group import FSDPParamGroup, group_params
 from .owner import TracedCall, rebase
@@ -64,6 +63,13 @@ class FSDPCommContext:
                 group.wait_reduce()
         self.reducing = None
 
+    def drop_reduce(self) -> None:
+        """Forget the reductions under way; their results land nowhere."""
+        if self.reducing is not None:
+            for group in self.reducing.groups:
+                group.drop_reduce()
+        self.reducing = None
+
 
 @dataclass(eq=False)
 class FSDPStateContext:
@@ -81,16 +87,43 @@ class FSDPStateContext:
     post_forward_order: list[FSDPState] = field(default_factory=list)
     callback_queued: bool = False
 
+    def queue_finish(self) -> None:
+        """Have the autograd engine call ``finish_backward`` when the backward under way ends."""
+        if not self.callback_queued:
+            self.callback_queued = True
+            # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+
     def finish_backward(self) -> None:
-        """Reduce the units whose inputs needed no gradient, then wait for everything."""
+        """Reduce whatever is left, then wait for everything.
+
+        Left are units whose inputs needed no gradient, and gradients that were stored while sync was off and that
+        no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
+        """
         for state in reversed(self.states):
             if state.training_state is TrainingState.PRE_BACKWARD:
                 state.post_backward()
+            elif state.status.reduce_grads and any(param.pending_grad is not None for param in state.params):
+                self.comm.start_reduce(state)
         self.comm.finish_reduce()
         for state in self.states:
             state.end_backward()
         self.post_forward_order.clear()
         self.callback_queued = False
+
+    def reset(self, drop_pending: bool) -> None:
+        """Return to the state between two steps after an exception; ``drop_pending`` forgets stored gradients too."""
+        self.comm.drop_reduce()
+        for state in self.states:
+            state.reset(drop_pending)
+        self.post_forward_order.clear()
+        self.callback_queued = False
+
+    def recover(self) -> None:
+        """Reset if the last backward died: its callback never came, and no backward is under way."""
+        # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+        if self.callback_queued and torch._C._current_graph_task_id() == -1:
+            self.reset(drop_pending=False)
 
 
 class FSDPState:
@@ -119,13 +152,15 @@ class FSDPState:
         self.mp_policy = mp_policy
         self.status = status
         self.device = device
-        self.is_root = True  # until an outer fully_shard adopts this unit
+        self.outermost = self  # until an outer fully_shard adopts this unit
         self._auto_reshard = reshard_after_forward is None
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
         self._context: FSDPStateContext | None = None
         self._to_run: set[nn.Module] = set()  # modules of a list unit whose forward is still to come
+        self._landed = False  # a compiled backward has left gradients of this unit
+        status.on_landing = self._on_landing
         self.regroup()
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -133,16 +168,22 @@ class FSDPState:
 
     # ---- configuration ----
 
+    @property
+    def is_root(self) -> bool:
+        """Whether no outer ``fully_shard`` has adopted this unit."""
+        return self.outermost is self
+
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes or devices changed."""
         self.groups: list[FSDPParamGroup] = group_params(self.params, self.status)
 
-    def adopt(self, name: str, param_names: dict[FSDPParam, str]) -> None:
+    def adopt(self, outer: FSDPState, name: str, param_names: dict[FSDPParam, str]) -> None:
         """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
-        self.is_root = False
+        self.outermost = outer
+        self._context = None
         for module in self.modules:
             rebase(module, drop=TracedCall)
-        self.status.name = name
+        self.status.name = f"{outer.status.name}.{name}"
         if self._auto_reshard:
             self.status.reshard_after_forward = True
         for param, param_name in param_names.items():
@@ -163,15 +204,14 @@ class FSDPState:
     def set_reduce_grads(self, reduce_grads: bool) -> None:
         """Reduce gradients in backward (True), or accumulate them unsharded (False)."""
         self.status.reduce_grads = reduce_grads
-        for param in self.params:
-            param.set_accumulation(reduce_grads)
+        if not reduce_grads:
+            for param in self.params:
+                param.prepare_to_store()
 
     # ---- unshard and reshard ----
 
     def launch_unshard(self) -> None:
         """Start the unit's all-gathers."""
-        if self.status.outdated:
-            self.reshard()
         for group in self.groups:
             group.launch_unshard()
 
@@ -187,7 +227,7 @@ class FSDPState:
 
     def reshard(self) -> None:
         """Free the unsharded parameters; the hooks' claim on them ends."""
-        self.status.hooked = self.status.outdated = False
+        self.status.hooked = False
         for group in self.groups:
             group.reshard()
 
@@ -214,13 +254,14 @@ class FSDPState:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter_forward(self, module: nn.Module) -> None:
         context = self._lazy_init()
+        context.recover()
         if self.training_state is TrainingState.PRE_BACKWARD:
             self.unshard()
             return
         if not self._to_run:
             self._to_run = set(self.modules)
             self.training_state = TrainingState.FORWARD
-        if self is context.states[0] and not context.callback_queued:
+        if self.is_root and not context.callback_queued:
             context.post_forward_order.clear()
         self.unshard()
         self.status.hooked = True
@@ -232,13 +273,11 @@ class FSDPState:
         """Run ``post_backward`` once the gradients of all inputs are there."""
         if not torch.is_grad_enabled() or self.training_state is TrainingState.PRE_BACKWARD:
             return args, kwargs
-        leaves, spec = tree_flatten((args, kwargs))
-        watched = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if watched:
-            outputs = _PostBackward.apply(self, *(leaves[i] for i in watched))
-            for i, output in zip(watched, outputs, strict=True):
-                leaves[i] = output
-        return tree_unflatten(leaves, spec)
+        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not watched:
+            return args, kwargs
+        outputs = iter(_PostBackward.apply(self, *watched))
+        return map_tensors(lambda tensor: next(outputs) if tensor.requires_grad else tensor, (args, kwargs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _leave_forward(self, module: nn.Module, output: Any) -> Any:
@@ -247,9 +286,10 @@ class FSDPState:
         self._to_run.discard(module)
         if not self._to_run:
             self._complete_forward()
-        context = self._lazy_init()
-        if self is context.states[0]:
-            for state in context.states:
+        elif self.outermost.training_state is not TrainingState.FORWARD:
+            self.complete_list_unit()  # no outer forward is under way whose end could complete it
+        if self.is_root:
+            for state in self._lazy_init().states:
                 state.complete_list_unit()
         return self._watch_outputs(output)
 
@@ -272,9 +312,9 @@ class FSDPState:
     def _watch_outputs(self, output: Any) -> Any:
         """Gather the unit again when the first output gradient comes."""
         if torch.is_grad_enabled():
-            for leaf in tree_flatten(output)[0]:
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._pre_backward)
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._pre_backward)
         return output
 
     # ---- backward ----
@@ -282,10 +322,7 @@ class FSDPState:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pre_backward(self, grad: Tensor) -> Tensor:
         context = self._lazy_init()
-        if not context.callback_queued:
-            context.callback_queued = True
-            # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
-            torch.autograd.Variable._execution_engine.queue_callback(context.finish_backward)
+        context.queue_finish()
         if self.training_state is not TrainingState.PRE_BACKWARD:
             self.training_state = TrainingState.PRE_BACKWARD
             self.unshard()
@@ -315,21 +352,43 @@ class FSDPState:
     def end_backward(self) -> None:
         """Return to idle; a gather prefetched for a unit that backward did not reach is dropped."""
         self.training_state = TrainingState.IDLE
-        if self.status.reshard_after_backward:
-            self.reshard()
+        self._to_run.clear()
+        if self.status.reshard_after_backward or self._landed:
+            self.reshard()  # after a compiled backward, what an eager forward left would grow old
+        self._landed = False
+
+    def _on_landing(self) -> None:
+        self._landed = True
+        self._lazy_init().queue_finish()
+
+    def reset(self, drop_pending: bool) -> None:
+        """Forget what an interrupted step left."""
+        for param in self.params:
+            param.take_unsharded_grad()
+            if drop_pending:
+                param.take_pending()
+        self.reshard()
+        self.training_state = TrainingState.IDLE
+        self._to_run.clear()
+        self._landed = False
 
     # ---- the root ----
 
     def _lazy_init(self) -> FSDPStateContext:
-        """Return the shared context; the first call, in the outermost unit that runs, makes it."""
+        """Return the context that all units below the outermost share; the first call makes it."""
         if self._context is None:
-            context = FSDPStateContext(states_below(self.modules))
+            context = FSDPStateContext(states_below(self.outermost.modules))
             for state in context.states:
                 state.check_materialized()
             for state in context.states:
                 state._context = context
             self._context = context
         return self._context
+
+    def reset_iteration(self, drop_pending: bool) -> None:
+        """Return all units to the state between two steps, after an exception in forward or backward."""
+        if self._context is not None:
+            self._context.reset(drop_pending)
 
     def check_materialized(self) -> None:
         """Raise RuntimeError if a parameter is on the meta device."""

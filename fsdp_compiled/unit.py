@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .mesh import DataParallelMeshInfo
 from .policy import MixedPrecisionPolicy
+
+
+def _nothing() -> None:
+    pass
 
 
 @dataclass
@@ -18,8 +23,7 @@ class UnitStatus:
         reshard_after_forward: free (True) or keep (False) unsharded parameters between forward and backward.
         reshard_after_backward: free (True) or keep (False) them after backward.
         reduce_grads: whether backward reduces gradients, or accumulates them unsharded.
-        outdated: unsharded parameters are left from before the last compiled backward, so that an optimizer
-            may have changed the shards since.
+        on_landing: called whenever a compiled backward leaves a gradient of the unit.
     """
 
     name: str
@@ -27,7 +31,7 @@ class UnitStatus:
     reshard_after_forward: bool = True
     reshard_after_backward: bool = True
     reduce_grads: bool = True
-    outdated: bool = False
+    on_landing: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)

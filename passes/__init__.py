@@ -10,6 +10,7 @@ from .lower import Lower
 from .pin import Pin
 from .pipeline import Pass, Pipeline
 from .pipeline import install as _install
+from .pipeline import source_hash as source_hash
 from .pipeline import uninstall as _uninstall
 from .reorder import Reorder
 from .reshard import Reshard
@@ -43,22 +44,29 @@ FINAL: tuple[Pass, ...] = (
 )
 
 _SLOTS = {
-    "joint_custom_pre_pass": Pipeline(JOINT),
-    "post_grad_custom_pre_pass": Pipeline(POST_GRAD),
-    "post_grad_custom_post_pass": Pipeline(FINAL),
+    "joint_custom_pre_pass": JOINT,
+    "post_grad_custom_pre_pass": POST_GRAD,
+    "post_grad_custom_post_pass": FINAL,
 }
 
 
-def install() -> None:
+def install(core: str = "") -> None:
     """Give every later ``torch.compile`` of this process our passes; the user's own passes still run.
 
     The first ``fully_shard`` calls it. It is the only assignment to torch's global configuration.
+
+    Args:
+        core: a hash of what the operators compute; it enters the compile-cache keys.
     """
-    for slot, pipeline in _SLOTS.items():
-        _install(slot, pipeline)
+    for slot, run in _SLOTS.items():
+        _install(slot, Pipeline(run, core))
 
 
 def uninstall() -> None:
-    """Restore the slots; graphs with our operators then run them one by one, slower but with equal results."""
+    """Restore the slots.
+
+    Graphs with our operators then run them one by one. Results are equal, but nothing overlaps, and every
+    unsharded parameter is kept from forward to backward.
+    """
     for slot in _SLOTS:
         _uninstall(slot)

@@ -19,10 +19,10 @@ _ROUTE_SCHEMA = (
     "int[] shape, int dim, ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool reshard, "
     "str unit, str param, str shard_group, int shard_world, str replicate_group, int replicate_world"
 )
-UNSHARD_SCHEMA = f"unshard(Tensor shard, Tensor? sink, Tensor? pending, {_ROUTE_SCHEMA}) -> Tensor"
+UNSHARD_SCHEMA = f"unshard(Tensor shard, Tensor? sink, {_ROUTE_SCHEMA}) -> Tensor"
 REDUCE_GRAD_SCHEMA = f"reduce_grad(Tensor grad, {_ROUTE_SCHEMA}) -> Tensor"
 _MARK = "fsdp_compiled"  # in the meta of emitted nodes; needed no longer than one compilation
-_TENSORS_BEFORE_ROUTE = {"unshard": 3, "reduce_grad": 1}
+_TENSORS_BEFORE_ROUTE = {"unshard": 2, "reduce_grad": 1}
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,6 @@ def route_of(node: fx.Node) -> Route:
     """Return the constant arguments of an ``unshard`` or ``reduce_grad`` node."""
     name = "unshard" if is_unshard(node) else "reduce_grad"
     return Route.from_args(node.args[_TENSORS_BEFORE_ROUTE[name] :])
-
-
-def pending_of(node: fx.Node) -> fx.Node | None:
-    """Return the accumulated gradient that an ``unshard`` node's backward will add, if any."""
-    return node.args[2] if isinstance(node.args[2], fx.Node) else None
 
 
 def source_of(node: fx.Node) -> fx.Node:

@@ -34,9 +34,11 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
 
     Args:
         passes: frozen records, so that ``repr`` is their configuration.
+        core: what the operators in the graphs compute, as a hash: the caches do not look into operators.
     """
 
     passes: tuple[Pass, ...]
+    core: str = ""
 
     def __call__(self, graph: fx.Graph) -> None:
         if not ir.has_ours(graph):
@@ -46,8 +48,8 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> str:
-        """Return what a compiled graph depends on besides its input: the passes' sources and fields."""
-        return f"{_source_hash()}:{self.passes!r}"
+        """Return what a compiled graph depends on besides its input: sources and the passes' fields."""
+        return f"{source_hash(Path(__file__).parent)}:{self.core}:{self.passes!r}"
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,10 @@ class Chain(custom_graph_pass.CustomGraphPass):
 
 
 @cache
-def _source_hash() -> str:
+def source_hash(folder: Path) -> str:
+    """Return a hash of the Python files in ``folder``."""
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    for path in sorted(folder.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -33,11 +33,3 @@ class Reshard:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
             # A parameter that two checkpointed regions read would otherwise be turned into MUST_SAVE.
             node.meta.pop("ac_graph_id", None)
-            _allow_later_accumulation(ir.pending_of(node))
-
-
-def _allow_later_accumulation(pending: fx.Node | None) -> None:
-    # Another micro-batch's backward may add into the buffer between this graph's forward and backward, and
-    # that sum is what this backward must reduce: the version counter check would refuse it.
-    if pending is not None and pending.op == "placeholder":
-        pending.meta["saved_tensor_with_no_vc_check"] = True

@@ -173,6 +173,28 @@ def test_parameters_tied_across_units():
     _refused(NotImplementedError, r"layers\.1\.weight: is the same parameter as weight of another unit", model)
 
 
+def test_parameters_tied_across_units_side_by_side():
+    model = Model()
+    model.layers[1].weight = nn.Parameter(torch.randn(6, 8))
+    model.layers[0].weight = model.layers[1].weight
+    fully_shard(model.layers[0])
+    with pytest.raises(NotImplementedError, match="weight: is the same parameter as weight of another unit"):
+        fully_shard(model.layers[1])
+
+
+def test_a_list_unit_that_lies_only_in_part_below():
+    first, second = Model(), Model()
+    fully_shard([first.layers[0], second.layers[0]])
+    _refused(ValueError, "expected every module of this list unit below Model, got a FSDPLinear outside it", first)
+
+
+def test_compile_options_are_checked_before_anything_is_sharded():
+    model = Model()
+    with pytest.raises(TypeError, match="bogus"):
+        with_compiled_compute(model, compile_kwargs={"bogus": 1})
+    assert type(model) is Model
+
+
 def test_parameters_that_are_dtensors_already():
     model = Model()
     mesh = init_device_mesh("cpu", (4,))
@@ -194,6 +216,10 @@ def test_methods():
         ValueError, match="set_modules_to_forward_prefetch: expected modules given to fully_shard, got Linear"
     ):
         model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+    with pytest.raises(
+        TypeError, match="set_modules_to_backward_prefetch: expected a list of modules, got FSDPModel"
+    ):
+        model.set_modules_to_backward_prefetch(model)
     for method in (model.set_requires_gradient_sync, model.set_reshard_after_forward, model.unshard):
         with pytest.raises(TypeError, match="expected True or False, got 1 of int"):
             method(1)

@@ -78,7 +78,7 @@ class Builder:
         return node
 
     def unshard(self, shard, route):
-        return self.op("unshard", (shard, None, None, *route.args()))
+        return self.op("unshard", (shard, None, *route.args()))
 
     def reduce_grad(self, grad, route):
         return self.op("reduce_grad", (grad, *route.args()))

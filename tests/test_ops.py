@@ -19,14 +19,15 @@ def _route(shape, world, group, dim=0, dtype=torch.float32, reduce_dtype=torch.f
 def test_opcheck(shape):
     route = _route(shape, 1, "")
     shard = torch.randn(shape, requires_grad=True)
-    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, None, None, *route))
-    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, None, torch.randn(shape), *route))
+    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, None, *route))
+    sink = torch.randn(shape, requires_grad=True)
+    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, sink, *route))
     opcheck(torch.ops.fsdp_compiled.reduce_grad.default, (torch.randn(shape), *route))
 
 
 def test_fake_shapes_and_dtypes():
     with torch._subclasses.FakeTensorMode():
-        whole = unshard(torch.empty(2, 5), None, None, _route((7, 5), 4, "0", dtype=torch.bfloat16))
+        whole = unshard(torch.empty(2, 5), None, _route((7, 5), 4, "0", dtype=torch.bfloat16))
         part = reduce_grad(torch.empty(7, 5, dtype=torch.bfloat16), _route((7, 5), 4, "0"))
     assert (whole.shape, whole.dtype) == ((7, 5), torch.bfloat16)
     assert (part.shape, part.dtype) == ((2, 5), torch.float32)
@@ -38,7 +39,7 @@ def test_gather_and_its_gradient_over_2_ranks():
     whole = torch.arange(15.0).view(5, 3)
     padded = torch.cat([whole, torch.zeros(1, 3)]).chunk(2)[rank].requires_grad_()
     route = _route((5, 3), 2, torch.distributed.group.WORLD.group_name)
-    gathered = unshard(padded, None, None, route)
+    gathered = unshard(padded, None, route)
     torch.testing.assert_close(gathered, whole)
     (gathered * (rank + 1)).sum().backward()
     mine = [torch.full((3, 3), 1.5), torch.tensor([[1.5] * 3] * 2 + [[0.0] * 3])][rank]
@@ -46,19 +47,15 @@ def test_gather_and_its_gradient_over_2_ranks():
 
 
 @on_ranks(2)
-def test_a_sink_takes_the_gradient_and_pending_is_added_before_the_reduction():
-    rank = torch.distributed.get_rank()
+def test_a_sink_takes_the_unsharded_gradient():
     route = _route((4,), 2, torch.distributed.group.WORLD.group_name)
     shard = torch.ones(2, requires_grad=True)
     sink = torch.zeros(1).expand(4).requires_grad_()
-    unshard(shard, sink, None, route).sum().backward()
+    unshard(shard, sink, route).sum().backward()
     assert shard.grad is None
     torch.testing.assert_close(sink.grad, torch.ones(4))
-    pending = torch.full((4,), float(rank))
-    (unshard(shard, None, pending, route) * 2).sum().backward()
-    torch.testing.assert_close(shard.grad, torch.full((2,), 2.5))
 
 
 def test_a_shard_on_the_meta_device():
     with pytest.raises(RuntimeError, match="weight: expected a parameter with storage, got one on the meta device"):
-        unshard(torch.empty(4, device="meta"), None, None, _route((4,), 1, ""))
+        unshard(torch.empty(4, device="meta"), None, _route((4,), 1, ""))

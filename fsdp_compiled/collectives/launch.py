@@ -44,6 +44,11 @@ class PendingGather:
         rows = _wait(self.row) if world > 1 else self.row
         reference.unpack_gathered(rows.view(world, -1), self.layouts, outs)
 
+    def drop(self) -> None:
+        """Wait, so that no collective is left behind, and copy nothing."""
+        if self.layouts[0].world > 1:
+            _wait(self.row)
+
 
 def launch_gather(
     shards: Sequence[Tensor], layouts: Sequence[ShardLayout], dtype: torch.dtype, group: Group

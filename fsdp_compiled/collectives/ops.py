@@ -21,20 +21,19 @@ _library.define(ir.UNSHARD_SCHEMA)
 _library.define(ir.REDUCE_GRAD_SCHEMA)
 
 
-def unshard(shard: Tensor, sink: Tensor | None, pending: Tensor | None, route: tuple[Any, ...]) -> Tensor:
+def unshard(shard: Tensor, sink: Tensor | None, route: tuple[Any, ...]) -> Tensor:
     """Gather one parameter; its gradient comes back to ``shard`` averaged over the ranks.
 
     Args:
         shard: this rank's padded shard, in its original dtype.
         sink: if given, backward skips the reduction and accumulates the unsharded gradient into this leaf of
             ``route.shape`` and ``route.reduce_dtype`` instead.
-        pending: if given, an unsharded gradient in ``route.reduce_dtype`` that backward adds before reducing.
         route: :meth:`Route.args`.
 
     Returns:
         The unsharded parameter, ``route.shape`` in ``route.dtype``.
     """
-    return torch.ops.fsdp_compiled.unshard(shard, sink, pending, *route)
+    return torch.ops.fsdp_compiled.unshard(shard, sink, *route)
 
 
 def reduce_grad(grad: Tensor, route: tuple[Any, ...]) -> Tensor:
@@ -58,16 +57,16 @@ def _group(route: Route) -> Group:
     return Group(route.shard_group, route.shard_world, route.replicate_group, route.replicate_world)
 
 
-def _unshard(shard: Tensor, sink: Tensor | None, pending: Tensor | None, *args: Any) -> Tensor:
+def _unshard(shard: Tensor, sink: Tensor | None, *args: Any) -> Tensor:
     route = Route.from_args(args)
     layout = _layout(route)
-    pending_gather = launch_gather([shard], [layout], route.dtype, _group(route))
+    gather = launch_gather([shard], [layout], route.dtype, _group(route))
     flat = shard.new_empty(layout.world * layout.shard_numel, dtype=route.dtype)
-    pending_gather.wait([flat])
+    gather.wait([flat])
     return flat[: layout.numel].view(layout.shape)
 
 
-def _unshard_fake(shard: Tensor, sink: Tensor | None, pending: Tensor | None, *args: Any) -> Tensor:
+def _unshard_fake(shard: Tensor, sink: Tensor | None, *args: Any) -> Tensor:
     route = Route.from_args(args)
     if shard.device.type == "meta":
         raise RuntimeError(meta_parameter(route.param))
@@ -96,21 +95,16 @@ def _reduce_grad_fake(grad: Tensor, *args: Any) -> Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, sink, pending, *args = inputs
+    _, sink, *args = inputs
     ctx.has_sink = sink is not None
     ctx.route = tuple(args)
-    ctx.save_for_backward(pending)
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     none_for_args = (None,) * len(ctx.route)
-    reduce_dtype = Route.from_args(ctx.route).reduce_dtype
     if ctx.has_sink:
-        return (None, grad.to(reduce_dtype), None, *none_for_args)
-    (pending,) = ctx.saved_tensors
-    if pending is not None:
-        grad = grad.to(reduce_dtype) + pending
-    return (reduce_grad(grad, ctx.route), None, None, *none_for_args)
+        return (None, grad.to(Route.from_args(ctx.route).reduce_dtype), *none_for_args)
+    return (reduce_grad(grad, ctx.route), None, *none_for_args)
 
 
 for _name, _run, _fake in (

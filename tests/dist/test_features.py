@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fsdp_compiled.state import states_below
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MLP,
@@ -73,7 +74,7 @@ def test_nested_units(mode):
         fully_shard(block[0])
         fully_shard(block[3])
     call = shard(model, mode)
-    assert model.blocks[1][0]._get_fsdp_state().status.name == "blocks.1.0"
+    assert model.blocks[1][0]._get_fsdp_state().status.name.endswith(".blocks.1.0")
     assert model.blocks[1][0]._fsdp_params["weight"].name == "blocks.1.0.weight"
     _assert_trains_like_one_process(model, call, alone)
 
@@ -156,16 +157,16 @@ def test_accumulation_when_forwards_come_before_backwards(mode):
         return square_loss(call, my_part(data[index]))
 
     first = forward(0, sync=False)
-    second = forward(1, sync=True)  # nothing is pending yet
+    second = forward(1, sync=True)
     model.set_requires_gradient_sync(False)
     first.backward()
     model.set_requires_gradient_sync(True)
     second.backward()
     forward(2, sync=False).backward()
     fourth = forward(3, sync=False)
-    fifth = forward(4, sync=True)  # knows of the third's gradient
+    fifth = forward(4, sync=True)
     model.set_requires_gradient_sync(False)
-    fourth.backward()  # adds to what the fifth will reduce
+    fourth.backward()
     model.set_requires_gradient_sync(True)
     fifth.backward()
     assert_close(full_grads(model), full_grads(alone))
@@ -180,7 +181,7 @@ def test_accumulation_in_fp32_of_bf16_gradients(mode):
     model.set_requires_gradient_sync(False)
     first, second = batches(2, 8, 10)
     square_loss(call, my_part(first)).backward()
-    pending = {p.pending_grad.dtype for s in model._get_fsdp_state()._lazy_init().states for p in s.params}
+    pending = {p.pending_grad.dtype for s in states_below([model]) for p in s.params}
     assert pending == {torch.float32}
     model.set_requires_gradient_sync(True)
     square_loss(call, my_part(second)).backward()

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from fsdp_compiled.cast import cast_floating, map_tensors, tensors_in
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass
+class Record:
+    value: torch.Tensor
+    label: str = "kept"
+
+
+@dataclass
+class Late:
+    value: torch.Tensor
+    derived: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.derived = self.value * 2
+
+
+def _leaf():
+    return torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (_leaf(), [_leaf()]),
+        Pair(_leaf(), {"deep": _leaf()}),
+        OrderedDict(a=_leaf(), b=(_leaf(),)),
+        Record(_leaf()),
+        Late(_leaf()),
+    ],
+)
+def test_containers_keep_their_type_and_cast_their_tensors(value):
+    changed = cast_floating(value, torch.bfloat16)
+    assert type(changed) is type(value)
+    assert {tensor.dtype for tensor in tensors_in(changed)} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in tensors_in(value)} == {torch.float32}
+    assert len(tensors_in(changed)) == len(tensors_in(value))
+
+
+def test_what_is_left_alone():
+    marker = object()
+    integers, text, other = cast_floating((torch.ones(2, dtype=torch.int64), "text", marker), torch.bfloat16)
+    assert (integers.dtype, text, other) == (torch.int64, "text", marker)
+
+
+def test_hugging_face_outputs_are_cast():
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    out = outputs.CausalLMOutput(logits=_leaf())
+    cast = cast_floating(out, torch.bfloat16)
+    assert type(cast) is outputs.CausalLMOutput
+    assert cast.logits.dtype == cast["logits"].dtype == torch.bfloat16
+
+
+def test_the_order_of_finding_is_the_order_of_changing():
+    tensors = [torch.tensor(float(i)) for i in range(3)]
+    value = {"a": tensors[0], "b": Pair(tensors[1], [tensors[2]])}
+    changed = map_tensors(lambda t: t + 1, value)
+    assert [t.item() for t in tensors_in(changed)] == [1.0, 2.0, 3.0]
