@@ -57,7 +57,8 @@ def fully_shard(
         mesh: 1-D to shard, or 2-D with names to replicate over dimension 0 and shard over dimension 1. None
             shards over all ranks.
         reshard_after_forward: free unsharded parameters after forward and gather them again in backward
-            (True), or keep them (False). None is False for the outermost unit and True for all others.
+            (True), or keep them (False). None is False for the outermost unit and True for all others; without
+            gradients, where no backward will come, it is True for all in uncompiled forwards.
         shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, or None for
             ``Shard(0)``. Only dimension 0 may be uneven.
         mp_policy: dtypes of communication and compute.
@@ -71,8 +72,9 @@ def fully_shard(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a container without forward, a module that is sharded already, a scalar or non-contiguous
-            parameter, a mesh of the wrong shape or of a device this machine lacks, or a shard dimension that a
-            parameter does not have or that is uneven. The model is left as it was.
+            parameter, a mesh of the wrong shape or of a device this machine lacks, a shard dimension that a
+            parameter does not have or that is uneven, or a list unit only part of which lies below ``module``. The
+            model is left as it was.
         NotImplementedError: an option that does not exist yet.
     """
     modules = checked_modules(module)
@@ -115,7 +117,8 @@ def fully_shard_with_compiled_compute(
         ``module`` itself.
 
     Raises:
-        TypeError: ``module`` is not one module.
+        TypeError: ``module`` is not one module, or ``torch.compile`` does not take ``compile_kwargs``.
+        Others: see :func:`fully_shard`.
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected one nn.Module, got {type(module).__name__}; call it on each module")

@@ -39,6 +39,9 @@ class FSDPModule:
 
         Args:
             async_op: return a handle at once; forward waits by itself if the handle was not waited for.
+
+        Raises:
+            TypeError: ``async_op`` is no bool.
         """
         _require_bool("async_op", async_op)
         state = _state(self)
@@ -55,7 +58,11 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward (True), or accumulate them unsharded in ``reduce_dtype`` (False).
 
-        The next backward with sync on reduces what was accumulated together with its own gradients.
+        The next backward that ends with sync on reduces what was accumulated, whichever units it reaches itself.
+        A compiled model has a graph for either setting; it takes the one that is set when its forward runs.
+
+        Raises:
+            TypeError: not a bool.
         """
         _require_bool("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
@@ -65,25 +72,41 @@ class FSDPModule:
         """Free (True) or keep (False) unsharded parameters between forward and backward.
 
         A compiled model recompiles at its next call if that changes anything.
+
+        Raises:
+            TypeError: not a bool.
         """
         _require_bool("reshard_after_forward", reshard_after_forward)
         for state in _states(self, recurse):
             state.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free (True) or keep (False) unsharded parameters after an uncompiled backward."""
+        """Free (True) or keep (False) unsharded parameters after an uncompiled backward.
+
+        Raises:
+            TypeError: not a bool.
+        """
         _require_bool("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
             state.status.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
-        """Start gathering these modules' units in this one's pre-forward hook. Graphs are not affected."""
+        """Start gathering these modules' units in this one's pre-forward hook. Graphs are not affected.
+
+        Raises:
+            TypeError: not a list.
+            ValueError: one of them was not given to ``fully_shard``.
+        """
         _state(self).forward_prefetch = _states_of("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Start gathering these modules' units when this one's backward begins. Graphs are not affected.
 
         The default is the unit before this one in forward order; an empty list turns prefetch off.
+
+        Raises:
+            TypeError: not a list.
+            ValueError: one of them was not given to ``fully_shard``.
         """
         _state(self).backward_prefetch = _states_of("set_modules_to_backward_prefetch", modules)
 

@@ -23,8 +23,8 @@ class Reorder:
         G0 W0 c0 G1 W1 c1 G2 W2 c2        ->  G0 G1 W0 c0 G2 W1 c1 W2 c2
         c0 R0 V0 c1 R1 V1 c2 R2 V2        ->  c0 R0 c1 R1 V0 c2 R2 V1 V2
 
-    with gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``. At most two gathered buckets and two
-    buckets of unreduced gradients are alive, which is what FSDP2 holds.
+    with gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``. Besides buckets that are read again
+    later, such as the root's, at most two gathered buckets and two of unreduced gradients are alive, as in FSDP2.
     """
 
     def __call__(self, graph: fx.Graph) -> None:

@@ -178,6 +178,22 @@ def test_units_without_an_outer_unit_are_buckets_of_their_own():
     assert sequence(recorder.only("forward", after=True), *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 2
 
 
+def test_two_sharded_models_in_one_graph_share_no_bucket():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher, self.student = Net(), Net()
+
+        def forward(self, x):
+            return self.teacher(x) - self.student(x)
+
+    model = Both()
+    shard(model.teacher, "eager")
+    shard(model.student, "eager")
+    recorder = _graphs(model, torch.randn(8, 12))
+    assert sequence(recorder.only("forward", after=True), *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 6
+
+
 def test_regional_compilation_shares_one_graph_without_collectives():
     model = Net()
     torch._dynamo.reset()

@@ -1,0 +1,114 @@
+"""What the units of one model share: communication under way, the order of forward, the end of a backward.
+
+It knows units only by what they can be asked; it must not know hooks or parameters' storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from .state import FSDPState
+
+
+class TrainingState(Enum):
+    """Where a unit is in an eager step.
+
+    IDLE: outside forward and backward.
+    FORWARD: between its pre-forward and post-forward hooks.
+    PRE_BACKWARD: from its first output gradient until its gradients are reduced; forward hooks that run now
+        belong to a recomputation under activation checkpointing.
+    POST_BACKWARD: its gradients were handed to the reduction in this backward.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+@dataclass(eq=False)
+class FSDPCommContext:
+    """Communication under way among the units of a model: at most one unit's reduction."""
+
+    reducing: FSDPState | None = None
+
+    def start_reduce(self, state: FSDPState) -> None:
+        """Launch a unit's reductions, after finishing those of the unit before it."""
+        self.finish_reduce()
+        for group in state.groups:
+            group.launch_reduce()
+        self.reducing = state
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions under way and let their gradients land."""
+        if self.reducing is not None:
+            for group in self.reducing.groups:
+                group.wait_reduce()
+        self.reducing = None
+
+    def drop_reduce(self) -> None:
+        """Forget the reductions under way; their results land nowhere."""
+        if self.reducing is not None:
+            for group in self.reducing.groups:
+                group.drop_reduce()
+        self.reducing = None
+
+
+@dataclass(eq=False)
+class FSDPStateContext:
+    """What the units below one root share.
+
+    Args:
+        states: the root's unit and all below it, outermost first.
+        comm: communication under way.
+        post_forward_order: units whose forward ended in this step and whose backward is to come.
+        callback_queued: the autograd engine will call ``finish_backward`` when this backward ends.
+    """
+
+    states: list[FSDPState]
+    comm: FSDPCommContext = field(default_factory=FSDPCommContext)
+    post_forward_order: list[FSDPState] = field(default_factory=list)
+    callback_queued: bool = False
+
+    def queue_finish(self) -> None:
+        """Have the autograd engine call ``finish_backward`` when the backward under way ends."""
+        if not self.callback_queued:
+            self.callback_queued = True
+            # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+
+    def finish_backward(self) -> None:
+        """Reduce whatever is left, then wait for everything.
+
+        Left are units whose inputs needed no gradient, and gradients that were stored while sync was off and that
+        no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
+        """
+        for state in reversed(self.states):
+            if state.training_state is TrainingState.PRE_BACKWARD:
+                state.post_backward()
+            elif state.status.reduce_grads and any(param.pending_grad is not None for param in state.params):
+                self.comm.start_reduce(state)
+        self.comm.finish_reduce()
+        for state in self.states:
+            state.end_backward()
+        self.post_forward_order.clear()
+        self.callback_queued = False
+
+    def reset(self, drop_pending: bool) -> None:
+        """Return to the state between two steps after an exception; ``drop_pending`` forgets stored gradients too."""
+        self.comm.drop_reduce()
+        for state in self.states:
+            state.reset(drop_pending)
+        self.post_forward_order.clear()
+        self.callback_queued = False
+
+    def recover(self) -> None:
+        """Reset if the last backward died: its callback never came, and no backward is under way."""
+        # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+        if self.callback_queued and torch._C._current_graph_task_id() == -1:
+            self.reset(drop_pending=False)
