@@ -133,6 +133,7 @@ class FSDPModule:
 
 
 _NOT_YET = (
+    "finalize_backward",
     "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
     "set_custom_all_gather",
@@ -140,6 +141,8 @@ _NOT_YET = (
     "set_force_sum_reduction_for_comms",
     "set_gradient_divide_factor",
     "set_is_last_backward",
+    "set_keep_unsharded_storage",
+    "set_manual_backward_finalization",
     "set_post_optim_event",
     "set_reduce_scatter_divide_factor",
     "set_reduce_scatter_max_input_buffers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,16 +19,19 @@ class MixedPrecisionPolicy:
             gradient's dtype, that is ``param_dtype``.
         output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
+        param_dtype_override_fn: not implemented; it is a field of PyTorch 2.15's policy.
 
     Raises:
         TypeError: a field has another type.
         ValueError: a dtype is not floating point.
+        NotImplementedError: ``param_dtype_override_fn`` is given.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    param_dtype_override_fn: Callable[..., torch.dtype | None] | None = None
 
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
@@ -43,6 +47,8 @@ class MixedPrecisionPolicy:
                     "use for example torch.bfloat16"
                 )
         _require_bool(self, "cast_forward_inputs")
+        if self.param_dtype_override_fn is not None:
+            raise NotImplementedError("MixedPrecisionPolicy.param_dtype_override_fn is not implemented yet")
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,8 @@ class FSDPState:
 
     def set_reduce_grads(self, reduce_grads: bool) -> None:
         """Reduce gradients in backward (True), or accumulate them unsharded (False)."""
+        if self._context is not None:
+            self._context.recover()
         self.status.reduce_grads = reduce_grads
         if not reduce_grads:
             for param in self.params:

@@ -33,6 +33,11 @@ def test_policies_are_frozen():
             "MixedPrecisionPolicy.cast_forward_inputs: expected True or False, got 1 of int",
         ),
         (
+            lambda: MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None),
+            NotImplementedError,
+            "MixedPrecisionPolicy.param_dtype_override_fn is not implemented yet",
+        ),
+        (
             lambda: CPUOffloadPolicy(pin_memory=None),
             TypeError,
             "CPUOffloadPolicy.pin_memory: expected True or False, got None",
