@@ -7,6 +7,7 @@ operators; ``uninstall()`` restores the slots. The passes import torch only.
 from __future__ import annotations
 
 from .lower import Lower
+from .normalize import Normalize
 from .pin import Pin
 from .pipeline import Pass, Pipeline
 from .pipeline import install as _install
@@ -20,6 +21,7 @@ __all__ = [
     "JOINT",
     "POST_GRAD",
     "Lower",
+    "Normalize",
     "Pass",
     "Pin",
     "Pipeline",
@@ -35,6 +37,7 @@ JOINT: tuple[Pass, ...] = (
 )
 # On the forward and the backward graph each, before Inductor's own passes.
 POST_GRAD: tuple[Pass, ...] = (
+    Normalize(),  # what is read twice would travel twice
     Lower(),  # Inductor orders the collectives it knows; an opaque operator could move past them
     Reorder(),  # a collective that is waited for at once hides behind nothing
 )

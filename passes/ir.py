@@ -134,12 +134,28 @@ class Emitter:
         node.meta |= {"val": op(*fx.map_arg(args, value_of)), _MARK: True}
         return node
 
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """Insert a conversion to ``dtype``, unless ``node`` has that already."""
+        if value_of(node).dtype == dtype:
+            return node
+        return self(torch.ops.prims.convert_element_type.default, node, dtype)
+
     def getitem(self, node: fx.Node, index: int) -> fx.Node:
         """Insert ``node[index]`` for an operator that returns a list."""
         with self._graph.inserting_before(self._before):
             item = self._graph.call_function(operator.getitem, (node, index))
         item.meta["val"] = node.meta["val"][index]
         return item
+
+
+def emit_reduce_grad(emit: Emitter, grad: fx.Node, route: Route) -> fx.Node:
+    """Insert a reduction of ``grad`` and return its node."""
+    return emit(torch.ops.fsdp_compiled.reduce_grad.default, grad, *route.args())
+
+
+def is_bucket_split(node: fx.Node) -> bool:
+    """Tell whether ``node`` cuts a bucket of ours into its members."""
+    return _MARK in node.meta and str(node.target) == "aten.split_with_sizes.default"
 
 
 def _is_collective(node: fx.Node, names: Sequence[str]) -> bool:

@@ -17,7 +17,6 @@ from torch import fx
 from . import ir
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 
 @dataclass(frozen=True)
@@ -128,19 +127,12 @@ def _bucketed(members: dict[fx.Node, Member]) -> list[list[fx.Node]]:
 def _lower_gather(bucket: Sequence[fx.Node]) -> None:
     emit = ir.Emitter(before=bucket[0])
     route = ir.route_of(bucket[0])
-    by_shard: dict[fx.Node, list[fx.Node]] = {}
-    for node in bucket:
-        by_shard.setdefault(ir.source_of(node), []).append(node)
-    row = _concatenate(emit, [_flat(emit, _cast(emit, shard, route.dtype)) for shard in by_shard])
+    row = _concatenate(emit, [_flat(emit, emit.cast(ir.source_of(node), route.dtype)) for node in bucket])
     rows = _all_gather(emit, row, route)
-    sizes = [ir.value_of(shard).numel() for shard in by_shard]
-    pieces = _split_columns(emit, rows, sizes)
-    unsharded = {
-        shard: _join_chunks(emit, piece, ir.route_of(nodes[0]))
-        for piece, (shard, nodes) in zip(pieces, by_shard.items(), strict=True)
-    }
-    for node in bucket:
-        _replace(node, unsharded[ir.source_of(node)])
+    pieces = _split_columns(emit, rows, [ir.value_of(ir.source_of(node)).numel() for node in bucket])
+    unsharded = [_join_chunks(emit, piece, ir.route_of(node)) for piece, node in zip(pieces, bucket, strict=True)]
+    for node, whole in zip(bucket, unsharded, strict=True):
+        _replace(node, whole)
 
 
 def _all_gather(emit: ir.Emitter, row: fx.Node, route: ir.Route) -> fx.Node:
@@ -181,7 +173,7 @@ def _lower_reduction(bucket: Sequence[fx.Node]) -> None:
     route = ir.route_of(bucket[0])
     scaling = ir.mean_reduction(route.reduce_dtype, route.shard_world * route.replicate_world)
     chunks = [
-        _split_chunks(emit, _cast(emit, ir.source_of(node), route.reduce_dtype), ir.route_of(node)) for node in bucket
+        _split_chunks(emit, emit.cast(ir.source_of(node), route.reduce_dtype), ir.route_of(node)) for node in bucket
     ]
     sizes = [ir.value_of(chunk).shape[1] for chunk in chunks]
     rows = _divide(emit, _concatenate(emit, chunks, dim=1), scaling.pre_divide)
@@ -189,7 +181,7 @@ def _lower_reduction(bucket: Sequence[fx.Node]) -> None:
     shards = []
     for node, piece in zip(bucket, _split_columns(emit, row, sizes), strict=True):
         shard = emit(aten.reshape.default, piece, list(ir.value_of(node).shape))
-        shards.append(_cast(emit, shard, ir.route_of(node).grad_dtype))
+        shards.append(emit.cast(shard, ir.route_of(node).grad_dtype))
     for node, shard in zip(bucket, shards, strict=True):
         _move_users_behind(node, shards[-1])
         _replace(node, shard)
@@ -230,12 +222,6 @@ def _reduce(emit: ir.Emitter, rows: fx.Node, route: ir.Route, op: str) -> fx.Nod
 
 
 # ---- pieces shared by both ----
-
-
-def _cast(emit: ir.Emitter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    if ir.value_of(node).dtype == dtype:
-        return node
-    return emit(prims.convert_element_type.default, node, dtype)
 
 
 def _divide(emit: ir.Emitter, node: fx.Node, divisor: float) -> fx.Node:

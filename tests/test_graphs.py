@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
-from tests.graphs import Recorder, outputs, record, sequence
+from tests.graphs import Recorder, outputs, record, sequence, target_name
 from tests.training import llama, shard, token_batches
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -157,7 +157,10 @@ def test_a_parameter_read_twice_is_gathered_once():
     model = fully_shard(Twice())
     recorder = _graphs(model, torch.randn(8, 16))
     assert len(sequence(recorder.only("forward", after=True), *COLLECTIVES[:3])) == 1
-    assert len(sequence(recorder.only("backward", after=True), *COLLECTIVES[:3])) == 1
+    backward = recorder.only("backward", after=True)
+    assert sequence(backward, *COLLECTIVES[:3]) == ["reduce_scatter_tensor"]
+    (scatter,) = [n for n in backward.nodes if target_name(n) == "reduce_scatter_tensor"]
+    assert scatter.meta["val"].numel() == 16 * 16 / 4
 
 
 def test_an_inference_graph_only_gathers():

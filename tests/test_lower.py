@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import expecttest
 import torch
-from torch import fx
-from torch._subclasses import FakeTensorMode
 
-from fsdp_compiled.collectives import ops  # noqa: F401  defines the operators
 from fsdp_compiled.passes import Lower, ir
 from fsdp_compiled.passes.lower import Member, decide_buckets
+from tests.builder import Builder, route
 
 
 def test_members_with_equal_keys_share_a_bucket():
@@ -37,75 +35,13 @@ def test_the_mean_of_fp16_is_divided_on_both_sides():
     assert ir.mean_reduction(torch.float16, 64).pre_divide == 8
 
 
-def _route(shape, param, unit="u", world=4, replicas=1, dim=0, dtype=torch.float32, reduce_dtype=torch.float32):
-    return ir.Route(
-        shape=shape,
-        dim=dim,
-        dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        grad_dtype=torch.float32,
-        reshard=True,
-        unit=unit,
-        param=param,
-        shard_group="shard",
-        shard_world=world,
-        replicate_group="replicate" if replicas > 1 else "",
-        replicate_world=replicas,
-    )
-
-
-class Builder:
-    """Builds a graph of our operators with fake values."""
-
-    def __init__(self) -> None:
-        self.graph = fx.Graph()
-        self.mode = FakeTensorMode()
-        self.inputs = []
-
-    def input(self, name, *shape):
-        with self.graph.inserting_after(next(reversed(self.inputs), self.graph._root)):
-            node = self.graph.placeholder(name)
-        self.inputs.append(node)
-        with self.mode:
-            node.meta["val"] = torch.empty(shape)
-        return node
-
-    def op(self, name, args):
-        packet = getattr(torch.ops.fsdp_compiled, name)
-        node = self.graph.call_function(packet.default, args)
-        with self.mode:
-            node.meta["val"] = packet.default(*fx.map_arg(args, lambda n: n.meta["val"]))
-        return node
-
-    def unshard(self, shard, route):
-        return self.op("unshard", (shard, None, *route.args()))
-
-    def reduce_grad(self, grad, route):
-        return self.op("reduce_grad", (grad, *route.args()))
-
-    def text(self, *results):
-        self.graph.output(results)
-        Lower()(self.graph)
-        self.graph.lint()
-        return "\n".join(_line(node) for node in self.graph.nodes if node.op == "call_function")
-
-
-def _line(node):
-    name = str(node.target).removesuffix(".default").split(".")[-1] if not callable(node.target) else None
-    name = name or getattr(node.target, "_opname", getattr(node.target, "__name__", "?"))
-    value = node.meta["val"]
-    shape = "" if not isinstance(value, torch.Tensor) else f" {list(value.shape)} {str(value.dtype)[6:]}"
-    args = ", ".join(map(str, node.args))
-    return f"{node.name} = {name}({args}){shape}"
-
-
 class LoweredText(expecttest.TestCase):
     maxDiff = None
 
     def test_a_bucket_of_two_gathers_one_uneven(self):
-        b = Builder()
-        first = b.unshard(b.input("s1", 2, 3), _route((8, 3), "w1", dtype=torch.bfloat16))
-        second = b.unshard(b.input("s2", 2), _route((5,), "w2", dtype=torch.bfloat16))
+        b = Builder(Lower())
+        first = b.unshard(b.input("s1", 2, 3), route((8, 3), "w1", dtype=torch.bfloat16))
+        second = b.unshard(b.input("s2", 2), route((5,), "w2", dtype=torch.bfloat16))
         self.assertExpectedInline(
             b.text(first, second),
             """\
@@ -126,9 +62,9 @@ slice_tensor = slice(reshape_default_4, 0, 0, 5) [5] bfloat16""",
         )
 
     def test_a_bucket_of_two_reductions_over_shards_and_replicas(self):
-        b = Builder()
-        first = b.reduce_grad(b.input("g1", 5), _route((5,), "w1", replicas=2))
-        second = b.reduce_grad(b.input("g2", 4, 8), _route((4, 8), "w2", replicas=2, dim=1))
+        b = Builder(Lower())
+        first = b.reduce_grad(b.input("g1", 5), route((5,), "w1", replicas=2))
+        second = b.reduce_grad(b.input("g2", 4, 8), route((4, 8), "w2", replicas=2, dim=1))
         self.assertExpectedInline(
             b.text(first, second),
             """\
@@ -152,9 +88,9 @@ reshape_default_6 = reshape(getitem_1, [4, 2]) [4, 2] float32""",
         )
 
     def test_another_dimension(self):
-        b = Builder()
-        whole = b.unshard(b.input("s", 4, 2), _route((4, 8), "w", dim=1))
-        part = b.reduce_grad(b.input("g", 4, 8), _route((4, 8), "w", dim=1))
+        b = Builder(Lower())
+        whole = b.unshard(b.input("s", 4, 2), route((4, 8), "w", dim=1))
+        part = b.reduce_grad(b.input("g", 4, 8), route((4, 8), "w", dim=1))
         self.assertExpectedInline(
             b.text(whole, part),
             """\
@@ -176,9 +112,9 @@ reshape_default_8 = reshape(reshape_default_7, [4, 2]) [4, 2] float32""",
         )
 
     def test_fp16_and_a_world_of_one(self):
-        b = Builder()
-        half = b.reduce_grad(b.input("g", 8), _route((8,), "w", reduce_dtype=torch.float16))
-        alone = b.unshard(b.input("s", 8), _route((8,), "v", world=1))
+        b = Builder(Lower())
+        half = b.reduce_grad(b.input("g", 8), route((8,), "w", reduce_dtype=torch.float16))
+        alone = b.unshard(b.input("s", 8), route((8,), "v", world=1))
         self.assertExpectedInline(
             b.text(half, alone),
             """\
@@ -199,20 +135,20 @@ reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32""",
 
 
 def test_users_of_an_early_reduction_move_behind_its_bucket():
-    b = Builder()
-    first = b.reduce_grad(b.input("g1", 8), _route((8,), "w"))
+    b = Builder(Lower())
+    first = b.reduce_grad(b.input("g1", 8), route((8,), "w"))
     late_input = b.input("g2", 8)
     total = b.graph.call_function(torch.ops.aten.add.Tensor, (first, first))
     total.meta["val"] = first.meta["val"]
-    second = b.reduce_grad(late_input, _route((8,), "v"))
+    second = b.reduce_grad(late_input, route((8,), "v"))
     b.text(total, second)
     launches = [n for n in b.graph.nodes if "reduce_scatter" in str(n.target)]
     assert len(launches) == 1
 
 
 def test_lowering_twice_changes_nothing():
-    b = Builder()
-    b.text(b.unshard(b.input("s1", 2, 3), _route((8, 3), "w1")))
+    b = Builder(Lower())
+    b.text(b.unshard(b.input("s1", 2, 3), route((8, 3), "w1")))
     once = str(b.graph)
     Lower()(b.graph)
     assert str(b.graph) == once

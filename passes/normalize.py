@@ -1,0 +1,71 @@
+"""Gives every parameter one gather and one reduction per graph, however often it is read.
+
+It compares routes and shards; it must not know buckets or order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from . import ir
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """One unshard and one reduce_grad per parameter and graph.
+
+    ::
+
+        w = unshard(s); v = unshard(s)                 ->  w = v = unshard(s)
+        d = reduce_grad(a) + reduce_grad(b)            ->  d = reduce_grad(a + b)
+
+    Numerics: the second rewrite adds gradients before the mean over ranks rather than after it, in
+    ``reduce_dtype``; that rounds in another order.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        _merge_gathers(graph)
+        for node in list(graph.nodes):
+            if _adds_two_reductions(node):
+                _reduce_the_sum(node)
+
+
+def _merge_gathers(graph: fx.Graph) -> None:
+    first: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if ir.is_unshard(node):
+            kept = first.setdefault((ir.source_of(node), ir.route_of(node)), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+                graph.erase_node(node)
+
+
+def _adds_two_reductions(node: fx.Node) -> bool:
+    if node.target is not aten.add.Tensor or node.kwargs:
+        return False
+    left, right = node.args
+    return (
+        isinstance(left, fx.Node)
+        and isinstance(right, fx.Node)
+        and left is not right
+        and ir.is_reduce_grad(left)
+        and ir.is_reduce_grad(right)
+        and len(left.users) == len(right.users) == 1
+        and ir.route_of(left) == ir.route_of(right)
+    )
+
+
+def _reduce_the_sum(node: fx.Node) -> None:
+    emit = ir.Emitter(before=node)
+    left, right = node.all_input_nodes
+    route = ir.route_of(left)
+    terms = [emit.cast(ir.source_of(reduction), route.reduce_dtype) for reduction in (left, right)]
+    total = ir.emit_reduce_grad(emit, emit(aten.add.Tensor, *terms), route)
+    node.replace_all_uses_with(total)
+    for dead in (node, left, right):
+        node.graph.erase_node(dead)
