@@ -23,7 +23,7 @@ class Model(nn.Module):
         return self.layers[1](self.layers[0](x))
 
 
-def _refused(error, message, model=None, target=None, **kwargs):
+def _assert_refused(error, message, model=None, target=None, **kwargs):
     model = Model() if model is None else model
     target = model if target is None else target
     before = {name: id(p) for name, p in model.named_parameters()}
@@ -38,25 +38,25 @@ def _refused(error, message, model=None, target=None, **kwargs):
 
 def test_a_container_without_forward():
     model = Model()
-    _refused(ValueError, "ModuleList: expected a module with a forward, got a container", model, model.layers)
+    _assert_refused(ValueError, "ModuleList: expected a module with a forward, got a container", model, model.layers)
 
 
 def test_a_module_sharded_twice():
     model = Model()
     fully_shard(model)
-    _refused(ValueError, "FSDPModel: expected a module that is not sharded yet, got one that", model)
+    _assert_refused(ValueError, "FSDPModel: expected a module that is not sharded yet, got one that", model)
 
 
 def test_a_scalar_parameter():
     model = Model()
     model.layers[0].gain = nn.Parameter(torch.tensor(1.0))
-    _refused(ValueError, r"layers\.0\.gain: expected at least 1 dimension, got a scalar", model)
+    _assert_refused(ValueError, r"layers\.0\.gain: expected at least 1 dimension, got a scalar", model)
 
 
 def test_a_non_contiguous_parameter():
     model = Model()
     model.layers[1].weight = nn.Parameter(torch.randn(6, 8).t())
-    _refused(
+    _assert_refused(
         ValueError,
         r"layers\.1\.weight: expected a contiguous parameter, got shape \(8, 6\) with strides",
         model,
@@ -65,9 +65,9 @@ def test_a_non_contiguous_parameter():
 
 def test_meshes():
     three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
-    _refused(ValueError, "mesh: expected a 1-D .* or 2-D .* DeviceMesh, got 3-D", mesh=three)
-    _refused(ValueError, "mesh: a 2-D mesh needs mesh_dim_names", mesh=init_device_mesh("cpu", (2, 2)))
-    _refused(TypeError, "mesh: expected a DeviceMesh or None, got 4 of int", mesh=4)
+    _assert_refused(ValueError, "mesh: expected a 1-D .* or 2-D .* DeviceMesh, got 3-D", mesh=three)
+    _assert_refused(ValueError, "mesh: a 2-D mesh needs mesh_dim_names", mesh=init_device_mesh("cpu", (2, 2)))
+    _assert_refused(TypeError, "mesh: expected a DeviceMesh or None, got 4 of int", mesh=4)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
@@ -75,23 +75,23 @@ def test_a_mesh_of_a_device_that_is_not_there():
     from torch.distributed.device_mesh import DeviceMesh
 
     mesh = DeviceMesh("cuda", torch.arange(4), _init_backend=False)
-    _refused(ValueError, "got device type 'cuda'", mesh=mesh)
+    _assert_refused(ValueError, "got device type 'cuda'", mesh=mesh)
 
 
 def test_shard_dimensions():
     model = Model()
-    _refused(
+    _assert_refused(
         ValueError,
         r"layers\.1\.weight: dim 1 \(6\) must be divisible by 4 shards for Shard\(1\); use Shard\(0\) or pad",
         model,
         shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None,
     )
-    _refused(
+    _assert_refused(
         ValueError,
         r"layers\.0\.bias: expected a shard dimension of a 1-D parameter, got Shard\(1\)",
         shard_placement_fn=lambda p: Shard(1) if p.dim() == 1 else None,
     )
-    _refused(
+    _assert_refused(
         TypeError,
         r"layers\.0\.weight: expected shard_placement_fn to return a Shard or None, got 0",
         shard_placement_fn=lambda p: 0,
@@ -139,7 +139,7 @@ def test_shard_dimensions():
     ],
 )
 def test_wrong_arguments(error, message, kwargs):
-    _refused(error, message, **kwargs)
+    _assert_refused(error, message, **kwargs)
 
 
 @pytest.mark.parametrize(("target", "got"), [(3, "int"), ([3], "int"), (None, "NoneType")])
@@ -170,7 +170,7 @@ def test_parameters_tied_across_units():
     model.layers[1].weight = nn.Parameter(torch.randn(6, 8))
     model.layers[0].weight = model.layers[1].weight
     fully_shard(model.layers[0])
-    _refused(NotImplementedError, r"layers\.1\.weight: is the same parameter as weight of another unit", model)
+    _assert_refused(NotImplementedError, r"layers\.1\.weight: is the same parameter as weight of another unit", model)
 
 
 def test_parameters_tied_across_units_side_by_side():
@@ -185,7 +185,9 @@ def test_parameters_tied_across_units_side_by_side():
 def test_a_list_unit_that_lies_only_in_part_below():
     first, second = Model(), Model()
     fully_shard([first.layers[0], second.layers[0]])
-    _refused(ValueError, "expected every module of this list unit below Model, got a FSDPLinear outside it", first)
+    _assert_refused(
+        ValueError, "expected every module of this list unit below Model, got a FSDPLinear outside it", first
+    )
 
 
 def test_compile_options_are_checked_before_anything_is_sharded():
@@ -199,7 +201,7 @@ def test_parameters_that_are_dtensors_already():
     model = Model()
     mesh = init_device_mesh("cpu", (4,))
     model.layers[0].bias = nn.Parameter(distribute_tensor(torch.ones(6), mesh, [Replicate()], src_data_rank=None))
-    _refused(NotImplementedError, r"layers\.0\.bias: is already a DTensor with placements", model)
+    _assert_refused(NotImplementedError, r"layers\.0\.bias: is already a DTensor with placements", model)
 
 
 def test_deepcopy():

@@ -67,7 +67,7 @@ def _adamw(mode, **kwargs):
     return losses, grads
 
 
-def _agree(modes, rtol, reference, **kwargs):
+def _assert_agree(modes, rtol, reference, **kwargs):
     want_losses, want_grads = reference
     for mode in modes:
         losses, grads = _adamw(mode, **kwargs)
@@ -79,13 +79,13 @@ def _agree(modes, rtol, reference, **kwargs):
 @on_ranks(2)
 def test_twenty_adamw_steps_on_2_ranks():
     reference = _adamw("one process")
-    _agree(["fsdp2", *MODES, "broken"], 1e-5, reference)
+    _assert_agree(["fsdp2", *MODES, "broken"], 1e-5, reference)
 
 
 @on_ranks(4)
 def test_twenty_adamw_steps_on_4_ranks():
     reference = _adamw("one process")
-    _agree(["fsdp2", *MODES, "broken"], 1e-5, reference)
+    _assert_agree(["fsdp2", *MODES, "broken"], 1e-5, reference)
 
 
 @on_ranks(2)
