@@ -87,4 +87,6 @@ def _line(node):
     value = node.meta["val"]
     shape = "" if not isinstance(value, torch.Tensor) else f" {list(value.shape)} {str(value.dtype)[6:]}"
     args = ", ".join(map(str, node.args))
+    if ir.is_unshard(node) or ir.is_reduce_grad(node):
+        args = f"{ir.source_of(node)}, {ir.route_of(node).param}"
     return f"{node.name} = {name}({args}){shape}"

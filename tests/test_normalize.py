@@ -19,8 +19,8 @@ class NormalizedText(expecttest.TestCase):
         self.assertExpectedInline(
             b.text(b.call(add, first, second), other),
             """\
-unshard_default = unshard(s, None, [8], 0, torch.float32, torch.float32, torch.float32, True, u, w, shard, 4, , 1) [8] float32
-unshard_default_2 = unshard(t, None, [8], 0, torch.float32, torch.float32, torch.float32, True, u, v, shard, 4, , 1) [8] float32
+unshard_default = unshard(s, w) [8] float32
+unshard_default_2 = unshard(t, v) [8] float32
 add_tensor = add(unshard_default, unshard_default) [8] float32""",
         )
 
@@ -31,8 +31,8 @@ add_tensor = add(unshard_default, unshard_default) [8] float32""",
         self.assertExpectedInline(
             b.text(wide, narrow),
             """\
-unshard_default = unshard(s, None, [8], 0, torch.float32, torch.float32, torch.float32, True, u, w, shard, 4, , 1) [8] float32
-unshard_default_1 = unshard(s, None, [8], 0, torch.bfloat16, torch.float32, torch.float32, True, u, w, shard, 4, , 1) [8] bfloat16""",
+unshard_default = unshard(s, w) [8] float32
+unshard_default_1 = unshard(s, w) [8] bfloat16""",
         )
 
     def test_a_sum_of_three_reductions_is_one_reduction_of_the_sum(self):
@@ -44,7 +44,7 @@ unshard_default_1 = unshard(s, None, [8], 0, torch.bfloat16, torch.float32, torc
             """\
 add_tensor_2 = add(g0, g1) [8] float32
 add_tensor_3 = add(add_tensor_2, g2) [8] float32
-reduce_grad_default_4 = reduce_grad(add_tensor_3, [8], 0, torch.float32, torch.float32, torch.float32, True, u, w, shard, 4, , 1) [2] float32""",
+reduce_grad_default_4 = reduce_grad(add_tensor_3, w) [2] float32""",
         )
 
     def test_a_reduction_that_is_also_used_alone_stays(self):
@@ -53,8 +53,8 @@ reduce_grad_default_4 = reduce_grad(add_tensor_3, [8], 0, torch.float32, torch.f
         self.assertExpectedInline(
             b.text(b.call(add, first, second), first),
             """\
-reduce_grad_default = reduce_grad(g0, [8], 0, torch.float32, torch.float32, torch.float32, True, u, w, shard, 4, , 1) [2] float32
-reduce_grad_default_1 = reduce_grad(g1, [8], 0, torch.float32, torch.float32, torch.float32, True, u, w, shard, 4, , 1) [2] float32
+reduce_grad_default = reduce_grad(g0, w) [2] float32
+reduce_grad_default_1 = reduce_grad(g1, w) [2] float32
 add_tensor = add(reduce_grad_default, reduce_grad_default_1) [2] float32""",
         )
 
@@ -67,7 +67,7 @@ add_tensor = add(reduce_grad_default, reduce_grad_default_1) [2] float32""",
 convert_element_type_default = convert_element_type(g0, torch.float32) [8] float32
 convert_element_type_default_1 = convert_element_type(g1, torch.float32) [8] float32
 add_tensor_1 = add(convert_element_type_default, convert_element_type_default_1) [8] float32
-reduce_grad_default_2 = reduce_grad(add_tensor_1, [8], 0, torch.float32, torch.float32, torch.float32, True, u, w, shard, 4, , 1) [2] float32""",
+reduce_grad_default_2 = reduce_grad(add_tensor_1, w) [2] float32""",
         )
 
 
