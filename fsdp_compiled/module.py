@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from .owner import TracedCall, rebase
+from .policy import require_bool
 from .state import FSDPState, state_of, states_below
 
 
@@ -43,7 +44,7 @@ class FSDPModule:
         Raises:
             TypeError: ``async_op`` is no bool.
         """
-        _require_bool("async_op", async_op)
+        require_bool("async_op", async_op)
         state = _state(self)
         state.launch_unshard()
         if async_op:
@@ -64,7 +65,7 @@ class FSDPModule:
         Raises:
             TypeError: not a bool.
         """
-        _require_bool("requires_gradient_sync", requires_gradient_sync)
+        require_bool("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
             state.set_reduce_grads(requires_gradient_sync)
 
@@ -76,7 +77,7 @@ class FSDPModule:
         Raises:
             TypeError: not a bool.
         """
-        _require_bool("reshard_after_forward", reshard_after_forward)
+        require_bool("reshard_after_forward", reshard_after_forward)
         for state in _states(self, recurse):
             state.set_reshard_after_forward(reshard_after_forward)
 
@@ -86,7 +87,7 @@ class FSDPModule:
         Raises:
             TypeError: not a bool.
         """
-        _require_bool("reshard_after_backward", reshard_after_backward)
+        require_bool("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
             state.status.reshard_after_backward = reshard_after_backward
 
@@ -194,8 +195,3 @@ def _states_of(method: str, modules: Sequence[FSDPModule]) -> list[FSDPState]:
                 f"{method}: expected modules given to fully_shard, got {type(module).__name__}; shard it first"
             )
     return [_state(module) for module in modules]
-
-
-def _require_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r} of {type(value).__name__}")

@@ -46,7 +46,7 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy.{name}: expected a floating-point dtype, got {value}; "
                     "use for example torch.bfloat16"
                 )
-        _require_bool(self, "cast_forward_inputs")
+        require_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
         if self.param_dtype_override_fn is not None:
             raise NotImplementedError("MixedPrecisionPolicy.param_dtype_override_fn is not implemented yet")
 
@@ -67,15 +67,13 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        _require_bool(self, "pin_memory")
+        require_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
 
 
-def _require_bool(policy: object, name: str) -> None:
-    value = getattr(policy, name)
+def require_bool(name: str, value: object) -> None:
+    """Raise TypeError, naming ``name``, unless ``value`` is a bool."""
     if not isinstance(value, bool):
-        raise TypeError(
-            f"{type(policy).__name__}.{name}: expected True or False, got {value!r} of {type(value).__name__}"
-        )
+        raise TypeError(f"{name}: expected True or False, got {value!r} of {type(value).__name__}")
 
 
 def resolved(policy: MixedPrecisionPolicy, original: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -7,7 +7,7 @@ process groups or schedules.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -156,6 +156,31 @@ def emit_reduce_grad(emit: Emitter, grad: fx.Node, route: Route) -> fx.Node:
 def is_bucket_split(node: fx.Node) -> bool:
     """Tell whether ``node`` cuts a bucket of ours into its members."""
     return _MARK in node.meta and str(node.target) == "aten.split_with_sizes.default"
+
+
+def move_behind(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
+    """Move ``nodes``, and whatever uses them, as far as they stand before ``anchor``, to just after it."""
+    order = {n: i for i, n in enumerate(anchor.graph.nodes)}
+    last = anchor
+    for node in closure(nodes, lambda n: n.users, lambda n: order[n] < order[anchor], order):
+        last.append(node)
+        last = node
+
+
+def closure(
+    nodes: Iterable[fx.Node],
+    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
+    wanted: Callable[[fx.Node], bool],
+    order: dict[fx.Node, int],
+) -> list[fx.Node]:
+    """Return the wanted ones of ``nodes`` and of what leads on from them, in graph order."""
+    stack, found = list(nodes), set[fx.Node]()
+    while stack:
+        current = stack.pop()
+        if current not in found and wanted(current):
+            found.add(current)
+            stack += neighbours(current)
+    return sorted(found, key=order.__getitem__)
 
 
 def _is_collective(node: fx.Node, names: Sequence[str]) -> bool:

@@ -183,7 +183,8 @@ def _lower_reduction(bucket: Sequence[fx.Node]) -> None:
         shard = emit(aten.reshape.default, piece, list(ir.value_of(node).shape))
         shards.append(emit.cast(shard, ir.route_of(node).grad_dtype))
     for node, shard in zip(bucket, shards, strict=True):
-        _move_users_behind(node, shards[-1])
+        if any(user.op != "output" for user in node.users):
+            ir.move_behind(node.users, shards[-1])
         _replace(node, shard)
 
 
@@ -246,18 +247,3 @@ def _split_columns(emit: ir.Emitter, rows: fx.Node, sizes: Sequence[int]) -> lis
 def _replace(node: fx.Node, by: fx.Node) -> None:
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
-
-
-def _move_users_behind(node: fx.Node, anchor: fx.Node) -> None:
-    """Move whatever is computed from ``node`` and stands before ``anchor`` behind it, in graph order."""
-    if all(user.op == "output" for user in node.users):
-        return
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    limit, last = order[anchor], anchor
-    todo = {user for user in node.users if order[user] < limit}
-    while todo:
-        user = min(todo, key=order.__getitem__)
-        todo.remove(user)
-        todo |= {u for u in user.users if order[u] < limit}
-        last.append(user)
-        last = user

@@ -5,7 +5,6 @@ It must not know parameters or units; it sees launches, waits and the order of c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -35,7 +34,7 @@ class Reorder:
         for is_reduction in (ir.is_scatter_launch, ir.is_all_reduce_launch):
             reductions = [node for node in graph.nodes if is_reduction(node)]
             for launch, following in pairwise(reductions):
-                _move_with_users(_wait_of(launch), following)
+                ir.move_behind([_wait_of(launch)], following)
 
 
 def _wait_of(launch: fx.Node) -> fx.Node:
@@ -46,30 +45,5 @@ def _wait_of(launch: fx.Node) -> fx.Node:
 def _move_with_inputs(node: fx.Node, target: fx.Node) -> None:
     """Move ``node``, and whatever it needs that stands after ``target``, to just before ``target``."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
-    for needed in _closure(node, lambda n: n.all_input_nodes, lambda n: order[n] > order[target], order):
+    for needed in ir.closure([node], lambda n: n.all_input_nodes, lambda n: order[n] > order[target], order):
         target.prepend(needed)
-
-
-def _move_with_users(node: fx.Node, target: fx.Node) -> None:
-    """Move ``node``, and whatever uses it before ``target``, to just after ``target``."""
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    last = target
-    for user in _closure(node, lambda n: n.users, lambda n: order[n] < order[target], order):
-        last.append(user)
-        last = user
-
-
-def _closure(
-    node: fx.Node,
-    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
-    wanted: Callable[[fx.Node], bool],
-    order: dict[fx.Node, int],
-) -> list[fx.Node]:
-    """Return ``node`` and the wanted nodes that lead on from it, in graph order."""
-    stack, found = [node], set[fx.Node]()
-    while stack:
-        current = stack.pop()
-        if current not in found and wanted(current):
-            found.add(current)
-            stack += neighbours(current)
-    return sorted(found, key=order.__getitem__)
