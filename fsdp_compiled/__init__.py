@@ -5,9 +5,10 @@ from .api import (
     fully_shard_with_compiled_compute,
     register_fsdp_forward_method,
 )
+from .compiling import compile, options
 from .errors import FSDPError
 from .module import FSDPModule, UnshardHandle
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -15,8 +16,11 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "SchedulePolicy",
     "UnshardHandle",
+    "compile",
     "fully_shard",
     "fully_shard_with_compiled_compute",
+    "options",
     "register_fsdp_forward_method",
 ]

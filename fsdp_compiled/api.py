@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import collectives, passes
+from . import passes
 from .arguments import (
     PlacementPlan,
     ShardPlacementFn,
@@ -23,6 +22,7 @@ from .arguments import (
     managed_parameters,
     modules_outside_units,
 )
+from .compiling import core_hash
 from .mesh import data_parallel_mesh
 from .module import FSDPModule, make_fsdp_module
 from .owner import own
@@ -96,7 +96,7 @@ def fully_shard(
     state = FSDPState(modules, params, mp_policy, reshard, status, mesh_info.device)
     _take_over(modules, state)
     _adopt_units_below(modules, state)
-    passes.install(core=passes.source_hash(Path(collectives.__file__).parent))
+    passes.install(core_hash())
     return module
 
 

@@ -1,4 +1,4 @@
-"""What a user decides about dtypes and offload: frozen records, checked when made."""
+"""What a user decides about dtypes, offload and the schedule: frozen records, checked when made."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from .passes.policy import SchedulePolicy as SchedulePolicy
 
 
 @dataclass(frozen=True)

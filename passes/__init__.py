@@ -1,4 +1,4 @@
-"""Graph passes that turn per-parameter gathers and reductions into bucketed collectives.
+"""Graph passes that turn per-parameter gathers and reductions into scheduled, bucketed collectives.
 
 ``install()`` adds them once to Inductor's custom-pass slots, where they return at once on graphs without our
 operators; ``uninstall()`` restores the slots. The passes import torch only.
@@ -6,20 +6,25 @@ operators; ``uninstall()`` restores the slots. The passes import torch only.
 
 from __future__ import annotations
 
+from typing import Any
+
+from . import pipeline
+from .bucket import Bucket
+from .cost import CLUSTERS, Cluster, Link
 from .lower import Lower
 from .normalize import Normalize
 from .pin import Pin
 from .pipeline import Pass, Pipeline
-from .pipeline import install as _install
 from .pipeline import source_hash as source_hash
-from .pipeline import uninstall as _uninstall
+from .policy import DEFAULT, SchedulePolicy
 from .reorder import Reorder
 from .reshard import Reshard
 
 __all__ = [
-    "FINAL",
-    "JOINT",
-    "POST_GRAD",
+    "CLUSTERS",
+    "Bucket",
+    "Cluster",
+    "Link",
     "Lower",
     "Normalize",
     "Pass",
@@ -27,30 +32,52 @@ __all__ = [
     "Pipeline",
     "Reorder",
     "Reshard",
+    "SchedulePolicy",
     "install",
+    "joint",
+    "options",
+    "pinning",
+    "post_grad",
     "uninstall",
 ]
 
-# On the joint forward-backward graph, before AOTAutograd cuts it in two.
-JOINT: tuple[Pass, ...] = (
-    Reshard(),  # only here can it still be said what the forward saves
-)
-# On the forward and the backward graph each, before Inductor's own passes.
-POST_GRAD: tuple[Pass, ...] = (
-    Normalize(),  # what is read twice would travel twice
-    Lower(),  # Inductor orders the collectives it knows; an opaque operator could move past them
-    Reorder(),  # a collective that is waited for at once hides behind nothing
-)
-# On the same graphs after Inductor's own passes: control dependencies would hide nodes from them.
-FINAL: tuple[Pass, ...] = (
-    Pin(),  # Inductor's scheduler would undo the order
-)
 
-_SLOTS = {
-    "joint_custom_pre_pass": JOINT,
-    "post_grad_custom_pre_pass": POST_GRAD,
-    "post_grad_custom_post_pass": FINAL,
-}
+def joint(policy: SchedulePolicy) -> tuple[Pass, ...]:
+    """Return what runs on the joint forward-backward graph, before AOTAutograd cuts it in two."""
+    return (
+        Reshard(policy),  # only here can it still be said what the forward saves
+    )
+
+
+def post_grad(policy: SchedulePolicy) -> tuple[Pass, ...]:
+    """Return what runs on the forward and the backward graph each, before Inductor's own passes."""
+    return (
+        Normalize(),  # what is read twice would travel twice
+        Bucket(policy),  # every collective costs a launch, and one that nothing hides costs its whole time
+        Lower(),  # Inductor orders the collectives it knows; an opaque operator could move past them
+        Reorder(policy),  # a collective that is waited for at once hides behind nothing
+    )
+
+
+def pinning() -> tuple[Pass, ...]:
+    """Return what runs after Inductor's own passes, from which control dependencies would hide nodes."""
+    return (
+        Pin(),  # Inductor's scheduler would undo the order
+    )
+
+
+def slots(policy: SchedulePolicy, core: str = "") -> dict[str, Pipeline]:
+    """Return the pipeline for each of Inductor's custom-pass slots.
+
+    Args:
+        policy: how to schedule.
+        core: a hash of what the operators compute; it enters the compile-cache keys.
+    """
+    return {
+        "joint_custom_pre_pass": Pipeline(joint(policy), core),
+        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core),
+        "post_grad_custom_post_pass": Pipeline(pinning(), core),
+    }
 
 
 def install(core: str = "") -> None:
@@ -59,10 +86,10 @@ def install(core: str = "") -> None:
     The first ``fully_shard`` calls it. It is the only assignment to torch's global configuration.
 
     Args:
-        core: a hash of what the operators compute; it enters the compile-cache keys.
+        core: see :func:`slots`.
     """
-    for slot, run in _SLOTS.items():
-        _install(slot, Pipeline(run, core))
+    for slot, run in slots(DEFAULT, core).items():
+        pipeline.install(slot, run)
 
 
 def uninstall() -> None:
@@ -71,5 +98,15 @@ def uninstall() -> None:
     Graphs with our operators then run them one by one. Results are equal, but nothing overlaps, and every
     unsharded parameter is kept from forward to backward.
     """
-    for slot in _SLOTS:
-        _uninstall(slot)
+    for slot in slots(DEFAULT):
+        pipeline.uninstall(slot)
+
+
+def options(policy: SchedulePolicy, core: str = "") -> dict[str, Any]:
+    """Return Inductor options by which one compile uses ``policy``, with the passes that the user has installed.
+
+    Args:
+        policy: how to schedule.
+        core: see :func:`slots`.
+    """
+    return {slot: pipeline.beside_users_passes(slot, run) for slot, run in slots(policy, core).items()}

@@ -7,7 +7,7 @@ process groups or schedules.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -21,7 +21,8 @@ _ROUTE_SCHEMA = (
 )
 UNSHARD_SCHEMA = f"unshard(Tensor shard, Tensor? sink, {_ROUTE_SCHEMA}) -> Tensor"
 REDUCE_GRAD_SCHEMA = f"reduce_grad(Tensor grad, {_ROUTE_SCHEMA}) -> Tensor"
-_MARK = "fsdp_compiled"  # in the meta of emitted nodes; needed no longer than one compilation
+# In the meta of opaque nodes their Ticket, of emitted ones their Bundle; needed no longer than one compilation.
+_TICKET, _MARK = "fsdp_compiled_ticket", "fsdp_compiled"
 _TENSORS_BEFORE_ROUTE = {"unshard": 2, "reduce_grad": 1}
 
 
@@ -63,6 +64,39 @@ class Reduction:
     pre_divide: float
     op: str
     post_divide: float
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Which bucket an opaque node travels in, and the memory bound that the bucket was made for."""
+
+    bucket: int
+    bound_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The nodes that one bucket was lowered to: packing, launch, wait, unpacking.
+
+    Args:
+        index: of the bucket among those of its kind in this graph.
+        reduces: whether gradients are reduced, rather than parameters gathered.
+        params: full names, in packing order.
+        sizes: bytes of each, unsharded and padded, as it travels.
+        shard_world: ranks that it is gathered or scattered over.
+        replicate_world: ranks that its reduction is all-reduced over.
+        bound_bytes: see :class:`Ticket`.
+        kept_bytes: of parameters that the graph returns unsharded, for backward.
+    """
+
+    index: int
+    reduces: bool
+    params: tuple[str, ...]
+    sizes: tuple[int, ...]
+    shard_world: int
+    replicate_world: int
+    bound_bytes: int = 0
+    kept_bytes: int = 0
 
 
 def mean_reduction(dtype: torch.dtype, world: int) -> Reduction:
@@ -120,18 +154,34 @@ def value_of(node: fx.Node) -> torch.Tensor:
     return node.meta["val"]
 
 
+def give_ticket(node: fx.Node, ticket: Ticket) -> None:
+    """Say which bucket an opaque node travels in."""
+    node.meta[_TICKET] = ticket
+
+
+def ticket_of(node: fx.Node) -> Ticket | None:
+    """Return what :func:`give_ticket` said, or None."""
+    return node.meta.get(_TICKET)
+
+
+def bundle_of(node: fx.Node) -> Bundle | None:
+    """Return the bundle that an emitted node belongs to; None for all others."""
+    return node.meta.get(_MARK)
+
+
 class Emitter:
     """Appends ``call_function`` nodes at one place of a graph and gives each its fake value."""
 
-    def __init__(self, before: fx.Node) -> None:
+    def __init__(self, before: fx.Node, bundle: Bundle | None = None) -> None:
         self._graph = before.graph
         self._before = before
+        self._bundle = bundle
 
     def __call__(self, op: torch._ops.OpOverload, *args: Any) -> fx.Node:
         """Insert ``op(*args)`` and return its node; ``args`` may hold nodes at any depth."""
         with self._graph.inserting_before(self._before):
             node = self._graph.call_function(op, args)
-        node.meta |= {"val": op(*fx.map_arg(args, value_of)), _MARK: True}
+        node.meta |= {"val": op(*fx.map_arg(args, value_of)), _MARK: self._bundle}
         return node
 
     def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -144,7 +194,7 @@ class Emitter:
         """Insert ``node[index]`` for an operator that returns a list."""
         with self._graph.inserting_before(self._before):
             item = self._graph.call_function(operator.getitem, (node, index))
-        item.meta["val"] = node.meta["val"][index]
+        item.meta |= {"val": node.meta["val"][index], _MARK: self._bundle}
         return item
 
 
@@ -158,29 +208,13 @@ def is_bucket_split(node: fx.Node) -> bool:
     return _MARK in node.meta and str(node.target) == "aten.split_with_sizes.default"
 
 
-def move_behind(nodes: Iterable[fx.Node], anchor: fx.Node) -> None:
-    """Move ``nodes``, and whatever uses them, as far as they stand before ``anchor``, to just after it."""
-    order = {n: i for i, n in enumerate(anchor.graph.nodes)}
-    last = anchor
-    for node in closure(nodes, lambda n: n.users, lambda n: order[n] < order[anchor], order):
-        last.append(node)
+def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
+    """Move the nodes, which are all of the graph's, into this order."""
+    last = graph._root
+    for node in order:
+        if last.next is not node:
+            last.append(node)
         last = node
-
-
-def closure(
-    nodes: Iterable[fx.Node],
-    neighbours: Callable[[fx.Node], Iterable[fx.Node]],
-    wanted: Callable[[fx.Node], bool],
-    order: dict[fx.Node, int],
-) -> list[fx.Node]:
-    """Return the wanted ones of ``nodes`` and of what leads on from them, in graph order."""
-    stack, found = list(nodes), set[fx.Node]()
-    while stack:
-        current = stack.pop()
-        if current not in found and wanted(current):
-            found.add(current)
-            stack += neighbours(current)
-    return sorted(found, key=order.__getitem__)
 
 
 def _is_collective(node: fx.Node, names: Sequence[str]) -> bool:
@@ -207,9 +241,25 @@ def is_launch(node: fx.Node) -> bool:
     return is_gather_launch(node) or is_scatter_launch(node) or is_all_reduce_launch(node)
 
 
+def group_of(launch: fx.Node) -> tuple[str, int]:
+    """Return the name and the size of the process group that a collective of ours runs over."""
+    bundle = bundle_of(launch)
+    assert bundle is not None
+    world = bundle.replicate_world if is_all_reduce_launch(launch) else bundle.shard_world
+    return str(launch.args[3 if is_scatter_launch(launch) else 2]), world
+
+
 def is_wait(node: fx.Node) -> bool:
     """Tell whether ``node`` waits for a collective of ours."""
     return _is_collective(node, ["wait_tensor"])
+
+
+def travelling_bytes(node: fx.Node) -> int:
+    """Return the size of what an opaque node sends around: unsharded and padded, in the dtype of the wire."""
+    route = route_of(node)
+    shard = value_of(source_of(node)) if is_unshard(node) else value_of(node)
+    dtype = route.dtype if is_unshard(node) else route.reduce_dtype
+    return int(shard.numel()) * dtype.itemsize * route.shard_world
 
 
 def is_heavy(node: fx.Node) -> bool:

@@ -1,13 +1,13 @@
-"""Replaces the library's opaque operators by functional collectives, one bucket per unit.
+"""Replaces the library's opaque operators by functional collectives, one per bucket.
 
-It reads the route in each node's arguments and emits plain ATen and ``_c10d_functional`` nodes; it must not
-know modules, and it does not choose a schedule: a bucket is launched where its first gather is needed, or where
-its last gradient is ready.
+It reads each node's ticket and the route in its arguments and emits plain ATen and ``_c10d_functional`` nodes; it
+must not know modules, and it does not choose a schedule: a bucket is launched where its first gather stands, or
+after its last gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -15,61 +15,14 @@ import torch
 from torch import fx
 
 from . import ir
+from .survey import is_returned
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Member:
-    """One gather or reduction that may join a bucket.
-
-    Args:
-        index: position of the node in the graph.
-        key: members with equal keys may share a collective.
-        after: indices of the members whose results this one is computed from.
-    """
-
-    index: int
-    key: Hashable
-    after: frozenset[int] = frozenset()
-
-
-def decide_buckets(members: Sequence[Member]) -> list[list[int]]:
-    """Group members by key, in order; one that needs another's result opens a new bucket.
-
-    Returns:
-        The members' indices, one list per collective, ordered by first member.
-    """
-    buckets: list[list[int]] = []
-    open_bucket: dict[Hashable, list[int]] = {}
-    bucket_of: dict[int, list[int]] = {}
-    for member in members:
-        bucket = open_bucket.get(member.key)
-        if bucket is None or any(_reaches(bucket_of[m], bucket, bucket_of, members) for m in member.after):
-            bucket = open_bucket[member.key] = []
-            buckets.append(bucket)
-        bucket.append(member.index)
-        bucket_of[member.index] = bucket
-    return buckets
-
-
-def _reaches(start: list[int], goal: list[int], bucket_of: dict[int, list[int]], members: Sequence[Member]) -> bool:
-    """Tell whether bucket ``start`` is ``goal`` or is computed from it."""
-    after = {m.index: m.after for m in members}
-    stack, seen = [start], set()
-    while stack:
-        bucket = stack.pop()
-        if bucket is goal:
-            return True
-        if id(bucket) not in seen:
-            seen.add(id(bucket))
-            stack += [bucket_of[m] for index in bucket for m in after[index]]
-    return False
-
-
-@dataclass(frozen=True)
 class Lower:
-    """One collective per unit, shard group and dtype. Numerics cannot change: a bucket only concatenates.
+    """One collective per bucket. Numerics cannot change: a bucket only concatenates.
 
     ::
 
@@ -77,55 +30,45 @@ class Lower:
             ->  row = cat(s1, s2); w1, w2 = split(wait(all_gather(row)))
         d1 = reduce_grad(g1); d2 = reduce_grad(g2)
             ->  rows = cat(chunks(g1), chunks(g2)); d1, d2 = split(wait(reduce_scatter(rows)))
+
+    A node without a ticket travels alone.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for bucket in _bucketed(_gathers(graph)):
-            _lower_gather(bucket)
-        for bucket in _bucketed(_reductions(graph)):
-            _lower_reduction(bucket)
+        nodes = list(graph.nodes)
+        for index, (bucket, ticket) in enumerate(_buckets(filter(ir.is_unshard, nodes))):
+            _lower_gather(bucket, _bundle(index, bucket, ticket))
+        for index, (bucket, ticket) in enumerate(_buckets(filter(ir.is_reduce_grad, nodes))):
+            _lower_reduction(bucket, _bundle(index, bucket, ticket))
 
 
-def _gather_key(node: fx.Node) -> Hashable:
-    route = ir.route_of(node)
-    # What is not a graph input may not exist yet at the bucket's first member: it travels alone.
-    alone = None if ir.source_of(node).op == "placeholder" else node.name
-    return (route.unit, route.shard_group, route.shard_world, route.dtype, alone)
+def _buckets(nodes: Iterable[fx.Node]) -> list[tuple[list[fx.Node], ir.Ticket | None]]:
+    """Return nodes of equal tickets together, ordered by the first of each."""
+    found: dict[ir.Ticket | fx.Node, list[fx.Node]] = {}
+    for node in nodes:
+        found.setdefault(ir.ticket_of(node) or node, []).append(node)
+    return [(bucket, ir.ticket_of(bucket[0])) for bucket in found.values()]
 
 
-def _reduce_key(node: fx.Node) -> Hashable:
-    route = ir.route_of(node)
-    return (route.unit, route.shard_group, route.shard_world, route.replicate_group, route.reduce_dtype)
-
-
-def _gathers(graph: fx.Graph) -> dict[fx.Node, Member]:
-    return {n: Member(i, _gather_key(n)) for i, n in enumerate(graph.nodes) if ir.is_unshard(n)}
-
-
-def _reductions(graph: fx.Graph) -> dict[fx.Node, Member]:
-    """Collect reductions, each with the nearest others that it is computed from; usually there are none."""
-    members: dict[fx.Node, Member] = {}
-    upstream: dict[fx.Node, frozenset[int]] = {}  # of the nodes that are computed from members
-    for index, node in enumerate(graph.nodes):
-        sources = [{members[n].index} if n in members else upstream.get(n, ()) for n in node.all_input_nodes]
-        after = frozenset[int]().union(*sources)
-        if ir.is_reduce_grad(node):
-            members[node] = Member(index, _reduce_key(node), after)
-        elif after:
-            upstream[node] = after
-    return members
-
-
-def _bucketed(members: dict[fx.Node, Member]) -> list[list[fx.Node]]:
-    at = {member.index: node for node, member in members.items()}
-    return [[at[index] for index in bucket] for bucket in decide_buckets(list(members.values()))]
+def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> ir.Bundle:
+    route = ir.route_of(bucket[0])
+    return ir.Bundle(
+        index=index,
+        reduces=ir.is_reduce_grad(bucket[0]),
+        params=tuple(ir.route_of(node).param for node in bucket),
+        sizes=tuple(ir.travelling_bytes(node) for node in bucket),
+        shard_world=route.shard_world,
+        replicate_world=route.replicate_world,
+        bound_bytes=ticket.bound_bytes if ticket else 0,
+        kept_bytes=sum(ir.travelling_bytes(node) for node in bucket if ir.is_unshard(node) and is_returned(node)),
+    )
 
 
 # ---- all-gather ----
 
 
-def _lower_gather(bucket: Sequence[fx.Node]) -> None:
-    emit = ir.Emitter(before=bucket[0])
+def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
+    emit = ir.Emitter(bucket[0], bundle)
     route = ir.route_of(bucket[0])
     row = _concatenate(emit, [_flat(emit, emit.cast(ir.source_of(node), route.dtype)) for node in bucket])
     rows = _all_gather(emit, row, route)
@@ -168,8 +111,8 @@ def _padded_length(piece: fx.Node, rest: Sequence[int]) -> int:
 # ---- reduce-scatter ----
 
 
-def _lower_reduction(bucket: Sequence[fx.Node]) -> None:
-    emit = ir.Emitter(before=bucket[-1].next)
+def _lower_reduction(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
+    emit = ir.Emitter(bucket[-1].next, bundle)
     route = ir.route_of(bucket[0])
     scaling = ir.mean_reduction(route.reduce_dtype, route.shard_world * route.replicate_world)
     chunks = [
@@ -183,8 +126,6 @@ def _lower_reduction(bucket: Sequence[fx.Node]) -> None:
         shard = emit(aten.reshape.default, piece, list(ir.value_of(node).shape))
         shards.append(emit.cast(shard, ir.route_of(node).grad_dtype))
     for node, shard in zip(bucket, shards, strict=True):
-        if any(user.op != "output" for user in node.users):
-            ir.move_behind(node.users, shards[-1])
         _replace(node, shard)
 
 

@@ -17,12 +17,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Normalize:
-    """One unshard and one reduce_grad per parameter and graph.
+    """One unshard and one reduce_grad per parameter and graph, and what uses reduced gradients at the end.
 
     ::
 
         w = unshard(s); v = unshard(s)                 ->  w = v = unshard(s)
         d = reduce_grad(a) + reduce_grad(b)            ->  d = reduce_grad(a + b)
+        d = reduce_grad(a); e = d * 2; c = mm(...)     ->  d = reduce_grad(a); c = mm(...); e = d * 2
 
     Numerics: the second rewrite adds gradients before the mean over ranks rather than after it, in
     ``reduce_dtype``; that rounds in another order.
@@ -33,6 +34,7 @@ class Normalize:
         for node in list(graph.nodes):
             if _adds_two_reductions(node):
                 _reduce_the_sum(node)
+        _put_users_of_reduced_gradients_last(graph)
 
 
 def _merge_gathers(graph: fx.Graph) -> None:
@@ -69,3 +71,13 @@ def _reduce_the_sum(node: fx.Node) -> None:
     node.replace_all_uses_with(total)
     for dead in (node, left, right):
         node.graph.erase_node(dead)
+
+
+def _put_users_of_reduced_gradients_last(graph: fx.Graph) -> None:
+    early, late = list[fx.Node](), set[fx.Node]()
+    for node in graph.nodes:
+        if any(source in late or ir.is_reduce_grad(source) for source in node.all_input_nodes):
+            late.add(node)
+        else:
+            early.append(node)
+    ir.put_in_order([*early, *(node for node in graph.nodes if node in late)], graph)

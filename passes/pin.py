@@ -23,10 +23,11 @@ class Pin:
 
     ::
 
-        G0 G1 W0 c0 G2 W1    ->  G1 after G0, W0 after G1, G2 after (W0, c0), W1 after G2
+        G0 G1 W0 c0 G2 c1 W1    ->  G1 after G0, W0 after G1, G2 after (W0, c0), W1 after (G2, c1)
 
-    Each collective node follows the one before it, and a launch follows the heavy compute before it, so that it
-    can be neither hoisted (which would break the memory bound) nor sunk (which would expose it).
+    Each launch or wait follows the one before it, and the heavy compute before it. So a launch can be neither
+    hoisted, which would break the memory bound, nor sunk past the next wait, and a wait cannot be hoisted, which
+    would expose the collective.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -43,7 +44,7 @@ def _dependencies(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
         if ir.is_heavy(node):
             heavy = node
         elif ir.is_launch(node) or ir.is_wait(node):
-            after = [n for n in (before, heavy if ir.is_launch(node) else None) if n is not None]
+            after = [n for n in (before, heavy) if n is not None]
             after = [n for n in after if n not in node.all_input_nodes]
             if after:
                 dependencies[node] = OrderedSet(after)

@@ -12,12 +12,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._inductor import config, custom_graph_pass
 
-from . import ir
+from . import cost, ir
 
 Slot = str  # the name of a field of torch._inductor.config
 
@@ -48,8 +49,9 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> str:
-        """Return what a compiled graph depends on besides its input: sources and the passes' fields."""
-        return f"{source_hash(Path(__file__).parent)}:{self.core}:{self.passes!r}"
+        """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machine."""
+        machine = cost.description(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return f"{source_hash(Path(__file__).parent)}:{self.core}:{self.passes!r}:{machine}"
 
 
 @dataclass(frozen=True)
@@ -89,17 +91,25 @@ def install(slot: Slot, pipeline: Pipeline) -> None:
         setattr(config, slot, _joined(pipeline, getattr(config, slot)))
 
 
+def beside_users_passes(slot: Slot, pipeline: Pipeline) -> Any:
+    """Return what ``slot`` would hold with ``pipeline`` in place of any other of ours."""
+    return _joined(pipeline, _without_ours(getattr(config, slot)))
+
+
 def uninstall(slot: Slot) -> None:
     """Take our pipeline out of ``slot`` and leave what the user put there as it was."""
-    value = getattr(config, slot)
+    setattr(config, slot, _without_ours(getattr(config, slot)))
+
+
+def _without_ours(value: Any) -> Any:
     if isinstance(value, Pipeline):
-        setattr(config, slot, None)
-    elif isinstance(value, Chain):
-        setattr(config, slot, value.user)
-    elif isinstance(value, (list, tuple)):
-        kept = type(value)(p for p in value if not isinstance(p, Pipeline))
-        was_single = isinstance(value, _Joined)
-        setattr(config, slot, kept[0] if was_single and len(kept) == 1 else kept)
+        return None
+    if isinstance(value, Chain):
+        return value.user
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, Pipeline) for entry in value):
+        kept = tuple(entry for entry in value if not isinstance(entry, Pipeline))
+        return kept[0] if isinstance(value, _Joined) else type(value)(kept)
+    return value
 
 
 class _Joined(tuple):

@@ -1,49 +1,69 @@
-"""Decides where collectives are launched and waited for: one bucket ahead in forward and backward.
+"""Puts launches and waits where the schedule wants them.
 
-It must not know parameters or units; it sees launches, waits and the order of compute.
+It reads a lowered graph into records, lets :mod:`schedule` decide, and moves nodes; it must not know parameters or
+units, and it leaves compute in the order that it has.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import fx
 
-from . import ir
+from . import ir, schedule
+from .policy import DEFAULT, SchedulePolicy
+from .schedule import Action
+from .survey import Compute, Flight, cluster_of, flights, load_of
+
+# Which of a flight's stages an action places. An all-reduce is launched where its reduce-scatter's wait ends.
+_STAGE = {
+    ("gather", "launch"): 0,
+    ("gather", "wait"): 1,
+    ("reduction", "launch"): 0,
+    ("reduction", "wait"): 1,
+    ("second", "wait"): 2,
+}
 
 
 @dataclass(frozen=True)
 class Reorder:
-    """Overlaps each collective with one bucket's compute. Numerics cannot change.
+    """Launches early and waits late, inside the memory bound. Numerics cannot change.
 
     ::
 
         G0 W0 c0 G1 W1 c1 G2 W2 c2        ->  G0 G1 W0 c0 G2 W1 c1 W2 c2
-        c0 R0 V0 c1 R1 V1 c2 R2 V2        ->  c0 R0 c1 R1 V0 c2 R2 V1 V2
+        c0 R0 V0 c1 R1 V1 c2 R2 V2        ->  c0 R0 c1 R1 c2 R2 V0 V1 V2
 
-    with gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``. Besides buckets that are read again
-    later, such as the root's, at most two gathered buckets and two of unreduced gradients are alive, as in FSDP2.
+    with gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``.
     """
 
+    policy: SchedulePolicy = DEFAULT
+
     def __call__(self, graph: fx.Graph) -> None:
-        gathers = [node for node in graph.nodes if ir.is_gather_launch(node)]
-        for launch, following in pairwise(gathers):
-            _move_with_inputs(following, _wait_of(launch))
-        # The all-reduce over replicas starts where its reduce-scatter is waited for.
-        for is_reduction in (ir.is_scatter_launch, ir.is_all_reduce_launch):
-            reductions = [node for node in graph.nodes if is_reduction(node)]
-            for launch, following in pairwise(reductions):
-                ir.move_behind([_wait_of(launch)], following)
+        found = flights(graph)
+        if not found:
+            return
+        mine = {node for flight in found for node in flight.nodes}
+        compute = Compute(graph, mine.__contains__)
+        load = load_of(graph, compute, found, cluster_of(graph, self.policy.cluster))
+        least = max(schedule.least_bytes(load))
+        bound = self.policy.in_flight_bytes
+        bound_bytes = max(f.bundle.bound_bytes for f in found) if bound == "auto" else bound
+        actions = schedule.decide(
+            load, max(bound_bytes, least), None if self.policy.prefetch == "auto" else self.policy.prefetch
+        )
+        ir.put_in_order(_order(graph, compute, found, actions), graph)
 
 
-def _wait_of(launch: fx.Node) -> fx.Node:
-    (wait,) = launch.users
-    return wait
-
-
-def _move_with_inputs(node: fx.Node, target: fx.Node) -> None:
-    """Move ``node``, and whatever it needs that stands after ``target``, to just before ``target``."""
-    order = {n: i for i, n in enumerate(node.graph.nodes)}
-    for needed in ir.closure([node], lambda n: n.all_input_nodes, lambda n: order[n] > order[target], order):
-        target.prepend(needed)
+def _order(graph: fx.Graph, compute: Compute, found: list[Flight], actions: list[Action]) -> Iterator[fx.Node]:
+    yield from (node for node in list(graph.nodes) if node.op == "placeholder")
+    gathers = [flight.stages() for flight in found if not flight.bundle.reduces]
+    reductions = [flight.stages() for flight in found if flight.bundle.reduces]
+    placed = 0
+    for action in (action for action in actions if (action.kind, action.verb) in _STAGE):
+        yield from compute.nodes[placed : action.position]
+        placed = action.position
+        stages = (gathers if action.kind == "gather" else reductions)[action.index]
+        yield from stages[_STAGE[action.kind, action.verb]]
+    yield from compute.nodes[placed:]

@@ -1,16 +1,41 @@
 """Decides, in the joint graph, which unsharded parameters live from forward to backward.
 
-It reads only the ``reshard`` argument that the core wrote into each node; it must not know units or memory.
+It reads the ``reshard`` argument that the core wrote into each node, and sizes; it must not know units.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from . import ir
+from .policy import DEFAULT, SchedulePolicy
+from .survey import cluster_of
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A parameter that backward would gather again: what keeping it would take, and save."""
+
+    key: Hashable
+    bytes: int
+    gather_us: float
+
+
+def decide_kept(candidates: Iterable[Candidate], budget_bytes: int) -> set[Hashable]:
+    """Return the keys to keep: those with the largest gather time per byte, as many as the budget holds.
+
+    *Source:* the order is the one of DeepCompile's selective gather (arXiv 2504.09983).
+    """
+    kept: set[Hashable] = set()
+    for candidate in sorted(candidates, key=lambda c: -c.gather_us / max(c.bytes, 1)):
+        if candidate.bytes <= budget_bytes:
+            budget_bytes -= candidate.bytes
+            kept.add(candidate.key)
+    return kept
 
 
 @dataclass(frozen=True)
@@ -22,14 +47,33 @@ class Reshard:
         unshard(reshard=True)    ->  MUST_RECOMPUTE: only the shard is saved, backward gathers again
         unshard(reshard=False)   ->  MUST_SAVE: the unsharded parameter is saved, backward gathers nothing
 
-    An untagged custom operator would be saved, so without this pass every parameter would stay unsharded.
+    ``keep_unsharded_bytes`` of the policy turn some of the first kind into the second. An untagged custom operator
+    would be saved, so without this pass every parameter would stay unsharded.
     """
 
+    policy: SchedulePolicy = DEFAULT
+
     def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.nodes:
-            if not ir.is_unshard(node):
-                continue
-            keep = not ir.route_of(node).reshard
+        unshards = [node for node in graph.nodes if ir.is_unshard(node)]
+        kept = self._kept(graph, unshards)
+        for node in unshards:
+            keep = not ir.route_of(node).reshard or _key(node) in kept
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
             # A parameter that two checkpointed regions read would otherwise be turned into MUST_SAVE.
             node.meta.pop("ac_graph_id", None)
+
+    def _kept(self, graph: fx.Graph, unshards: list[fx.Node]) -> set[Hashable]:
+        if not self.policy.keep_unsharded_bytes:
+            return set()
+        cluster = cluster_of(graph, self.policy.cluster)
+        candidates = {}
+        for node in unshards:
+            route, size = ir.route_of(node), ir.travelling_bytes(node)
+            link = cluster.link(route.shard_group, route.shard_world)
+            if route.reshard and route.shard_world > 1:
+                candidates[_key(node)] = Candidate(_key(node), size, link.collective_us(size, route.shard_world))
+        return decide_kept(candidates.values(), self.policy.keep_unsharded_bytes)
+
+
+def _key(node: fx.Node) -> Hashable:
+    return ir.source_of(node), ir.route_of(node)

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+from fsdp_compiled import SchedulePolicy, options
 
 
 @dataclass
@@ -20,11 +21,12 @@ class Recorder:
     before: list[tuple[str, fx.Graph]] = field(default_factory=list)
     after: list[tuple[str, fx.Graph]] = field(default_factory=list)
     dynamo_graphs: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
         self.dynamo_graphs += 1
-        with config.patch(force_disable_caches=True):
-            return compile_fx(gm, example_inputs, inner_compile=self._inner)
+        patches = {**self.options, "force_disable_caches": True}  # also while backward is compiled, later
+        return compile_fx(gm, example_inputs, inner_compile=self._inner, config_patches=patches)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
@@ -39,9 +41,11 @@ class Recorder:
         return graph
 
 
-def record(model: nn.Module, **kwargs: Any) -> tuple[Callable[..., Any], Recorder]:
+def record(
+    model: nn.Module, schedule: SchedulePolicy | None = None, **kwargs: Any
+) -> tuple[Callable[..., Any], Recorder]:
     torch._dynamo.reset()
-    recorder = Recorder()
+    recorder = Recorder(options=options(schedule) if schedule else {})
     return torch.compile(model, backend=recorder, fullgraph=True, **kwargs), recorder
 
 

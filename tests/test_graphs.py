@@ -8,7 +8,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
 from tests.graphs import Recorder, outputs, record, sequence, target_name
 from tests.training import llama, shard, token_batches
 
@@ -33,8 +33,11 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def _graphs(model, *args):
-    call, recorder = record(model)
+UNIT = SchedulePolicy(bucket="unit", prefetch=1)
+
+
+def _graphs(model, *args, schedule=None):
+    call, recorder = record(model, schedule)
     call(*args).sum().backward()
     assert recorder.dynamo_graphs == 1
     return recorder
@@ -69,7 +72,7 @@ def test_the_default_keeps_the_roots_parameters_and_reshards_the_rest():
 def test_one_bucket_per_unit_launched_one_ahead():
     model = Net()
     shard(model, "eager", reshard_after_forward=True)
-    recorder = _graphs(model, torch.randn(8, 12))
+    recorder = _graphs(model, torch.randn(8, 12), schedule=UNIT)
     names = (*COLLECTIVES, "mm", "unshard", "reduce_grad")
     gather, reduce, wait = COLLECTIVES[0], COLLECTIVES[1], COLLECTIVES[3]
     assert sequence(recorder.only("forward", after=True), *names) == [
@@ -90,12 +93,12 @@ def test_one_bucket_per_unit_launched_one_ahead():
         gather,  # blocks.1
         wait,
         gather,  # blocks.0
-        wait,
         reduce,  # blocks.1
         wait,
         reduce,  # blocks.0
         wait,
         reduce,  # root
+        wait,
         wait,
         wait,
     ]
@@ -104,7 +107,7 @@ def test_one_bucket_per_unit_launched_one_ahead():
 def test_nothing_opaque_is_left():
     model = llama()
     shard(model, "eager")
-    call, recorder = record(model)
+    call, recorder = record(model, UNIT)
     tokens = token_batches(1)[0]
     call(tokens[:, :-1], tokens[:, 1:]).backward()
     for _, graph in recorder.after:
@@ -166,7 +169,7 @@ def test_a_parameter_read_twice_is_gathered_once():
 def test_an_inference_graph_only_gathers():
     model = Net()
     shard(model, "eager")
-    call, recorder = record(model)
+    call, recorder = record(model, UNIT)
     with torch.no_grad():
         call(torch.randn(8, 12))
     graph = recorder.only("inference", after=True)
@@ -177,7 +180,7 @@ def test_units_without_an_outer_unit_are_buckets_of_their_own():
     model = Net()
     for block in model.blocks:
         fully_shard(block)
-    recorder = _graphs(model, torch.randn(8, 12))
+    recorder = _graphs(model, torch.randn(8, 12), schedule=UNIT)
     assert sequence(recorder.only("forward", after=True), *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 2
 
 
@@ -193,7 +196,7 @@ def test_two_sharded_models_in_one_graph_share_no_bucket():
     model = Both()
     shard(model.teacher, "eager")
     shard(model.student, "eager")
-    recorder = _graphs(model, torch.randn(8, 12))
+    recorder = _graphs(model, torch.randn(8, 12), schedule=UNIT)
     assert sequence(recorder.only("forward", after=True), *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 6
 
 

@@ -1,28 +1,14 @@
-"""Bucketing as a decision on plain records, and the lowered graph as text."""
+"""The lowered graph as text."""
 
 from __future__ import annotations
 
 import expecttest
 import torch
 
-from fsdp_compiled.passes import Lower, ir
-from fsdp_compiled.passes.lower import Member, decide_buckets
+from fsdp_compiled.passes import Bucket, Lower, Normalize, SchedulePolicy, ir
 from tests.builder import Builder, route
 
-
-def test_members_with_equal_keys_share_a_bucket():
-    members = [Member(1, "a"), Member(2, "b"), Member(5, "a")]
-    assert decide_buckets(members) == [[1, 5], [2]]
-
-
-def test_a_member_computed_from_another_of_its_key_opens_a_new_bucket():
-    members = [Member(1, "a"), Member(4, "a", frozenset({1})), Member(6, "a")]
-    assert decide_buckets(members) == [[1], [4, 6]]
-
-
-def test_a_member_computed_from_its_bucket_through_another_bucket_opens_a_new_one():
-    members = [Member(1, "a"), Member(2, "b", frozenset({1})), Member(3, "a", frozenset({2}))]
-    assert decide_buckets(members) == [[1], [2], [3]]
+UNIT = SchedulePolicy(bucket="unit")
 
 
 def test_the_mean_of_fp16_is_divided_on_both_sides():
@@ -39,7 +25,7 @@ class LoweredText(expecttest.TestCase):
     maxDiff = None
 
     def test_a_bucket_of_two_gathers_one_uneven(self):
-        b = Builder(Lower())
+        b = Builder(Bucket(UNIT), Lower())
         first = b.unshard(b.input("s1", 2, 3), route((8, 3), "w1", dtype=torch.bfloat16))
         second = b.unshard(b.input("s2", 2), route((5,), "w2", dtype=torch.bfloat16))
         self.assertExpectedInline(
@@ -62,7 +48,7 @@ slice_tensor = slice(reshape_default_4, 0, 0, 5) [5] bfloat16""",
         )
 
     def test_a_bucket_of_two_reductions_over_shards_and_replicas(self):
-        b = Builder(Lower())
+        b = Builder(Bucket(UNIT), Lower())
         first = b.reduce_grad(b.input("g1", 5), route((5,), "w1", replicas=2))
         second = b.reduce_grad(b.input("g2", 4, 8), route((4, 8), "w2", replicas=2, dim=1))
         self.assertExpectedInline(
@@ -88,7 +74,7 @@ reshape_default_6 = reshape(getitem_1, [4, 2]) [4, 2] float32""",
         )
 
     def test_another_dimension(self):
-        b = Builder(Lower())
+        b = Builder(Bucket(UNIT), Lower())
         whole = b.unshard(b.input("s", 4, 2), route((4, 8), "w", dim=1))
         part = b.reduce_grad(b.input("g", 4, 8), route((4, 8), "w", dim=1))
         self.assertExpectedInline(
@@ -112,7 +98,7 @@ reshape_default_8 = reshape(reshape_default_7, [4, 2]) [4, 2] float32""",
         )
 
     def test_fp16_and_a_world_of_one(self):
-        b = Builder(Lower())
+        b = Builder(Bucket(UNIT), Lower())
         half = b.reduce_grad(b.input("g", 8), route((8,), "w", reduce_dtype=torch.float16))
         alone = b.unshard(b.input("s", 8), route((8,), "v", world=1))
         self.assertExpectedInline(
@@ -135,7 +121,7 @@ reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32""",
 
 
 def test_users_of_an_early_reduction_move_behind_its_bucket():
-    b = Builder(Lower())
+    b = Builder(Normalize(), Bucket(UNIT), Lower())
     first = b.reduce_grad(b.input("g1", 8), route((8,), "w"))
     late_input = b.input("g2", 8)
     total = b.graph.call_function(torch.ops.aten.add.Tensor, (first, first))
@@ -147,7 +133,7 @@ def test_users_of_an_early_reduction_move_behind_its_bucket():
 
 
 def test_lowering_twice_changes_nothing():
-    b = Builder(Lower())
+    b = Builder(Bucket(UNIT), Lower())
     b.text(b.unshard(b.input("s1", 2, 3), route((8, 3), "w1")))
     once = str(b.graph)
     Lower()(b.graph)

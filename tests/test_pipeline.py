@@ -8,7 +8,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config, custom_graph_pass
 
-from fsdp_compiled import fully_shard, passes
+from fsdp_compiled import SchedulePolicy, fully_shard, passes
 from fsdp_compiled.passes.pipeline import Chain, Pipeline, install, installed, uninstall
 
 SLOTS = ("joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
@@ -88,5 +88,7 @@ def test_a_chain_for_torch_2_11():
 
 
 def test_the_uuid_covers_passes_and_their_fields():
-    assert Pipeline(passes.JOINT).uuid() != Pipeline(passes.POST_GRAD).uuid()
-    assert Pipeline(passes.JOINT).uuid() == Pipeline(tuple(passes.JOINT)).uuid()
+    default, units = SchedulePolicy(), SchedulePolicy(bucket="unit")
+    assert Pipeline(passes.joint(default)).uuid() != Pipeline(passes.post_grad(default)).uuid()
+    assert Pipeline(passes.joint(default)).uuid() == Pipeline(passes.joint(SchedulePolicy())).uuid()
+    assert Pipeline(passes.post_grad(default)).uuid() != Pipeline(passes.post_grad(units)).uuid()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_compiled.passes import Lower, Reorder, ir
+from fsdp_compiled.passes import Bucket, Lower, Reorder, SchedulePolicy, ir
 from fsdp_compiled.passes.spec import GraphError, verify
 from tests.builder import Builder, route
 
 
 def _lowered():
-    b = Builder(Lower(), Reorder())
+    b = Builder(Bucket(SchedulePolicy(bucket="unit")), Lower(), Reorder())
     first = b.unshard(b.input("s1", 2), route((8,), "w1"))
     second = b.unshard(b.input("s2", 4), route((16,), "w2"))
     third = b.unshard(b.input("s3", 4), route((16,), "w3", unit="other"))

@@ -1,0 +1,223 @@
+"""What a graph's nodes and collectives cost on a given cluster, by arithmetic alone.
+
+Nothing here is measured at run time, so that every rank finds the same numbers. It must not know buckets or order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.utils.flop_counter import flop_registry
+
+EFFICIENCY = 0.7  # of peak FLOP/s and of memory bandwidth. *Source:* AutoParallel's compute model.
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long a collective takes between ranks, as a ring.
+
+    Args:
+        latency_us: of one collective, whatever its size.
+        hop_us: added for each rank beyond the first.
+        bytes_per_s: that one rank receives.
+        reduce_factor: how much longer a reduced byte takes than a gathered one.
+        knee_bytes: beyond this size of the unsharded buffer, a byte takes twice as long; 0 for nowhere.
+    """
+
+    latency_us: float
+    hop_us: float
+    bytes_per_s: float
+    reduce_factor: float = 1.0
+    knee_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, ("bytes_per_s", "reduce_factor"))
+
+    def collective_us(self, size_bytes: int, world: int, reduces: bool = False) -> float:
+        """Return the time to gather or reduce ``size_bytes``, counted unsharded, over ``world`` ranks.
+
+        *Source:* a ring moves ``(world - 1) / world`` of the buffer through each rank (NCCL's performance notes).
+        """
+        if world == 1:
+            return 0.0
+        seconds = size_bytes * (world - 1) / world / self.bytes_per_s
+        if reduces:
+            seconds *= self.reduce_factor
+        if self.knee_bytes and size_bytes > self.knee_bytes:
+            seconds *= 2
+        return self.latency_us + self.hop_us * (world - 1) + seconds * 1e6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A machine as the schedule sees it.
+
+    Args:
+        name: for reports.
+        flops_16bit: peak FLOP/s of bf16 and fp16 matrix products, dense.
+        flops_32bit: of fp32 ones, as torch runs them by default.
+        memory_bytes_per_s: bandwidth of device memory.
+        kernel_us: the least time a matrix product takes.
+        intra: the link between ranks of one node.
+        inter: the link between nodes.
+        ranks_per_node: ranks that share ``intra``.
+        taken_from_compute: share of a collective's time during which compute cannot run: 1 where both use the
+            same cores, 0 where an engine of its own moves the data.
+    """
+
+    name: str
+    flops_16bit: float
+    flops_32bit: float
+    memory_bytes_per_s: float
+    kernel_us: float
+    intra: Link
+    inter: Link
+    ranks_per_node: int = 8
+    taken_from_compute: float = 0.0
+
+    def __post_init__(self) -> None:
+        _positive(self, ("flops_16bit", "flops_32bit", "memory_bytes_per_s", "ranks_per_node"))
+        if not 0.0 <= self.taken_from_compute <= 1.0:
+            raise ValueError(f"Cluster.taken_from_compute: expected 0 to 1, got {self.taken_from_compute}")
+
+    def link(self, group: str, world: int) -> Link:
+        """Return the link that a process group runs over."""
+        ranks = _ranks_of(group, world)
+        return self.intra if len({rank // self.ranks_per_node for rank in ranks}) == 1 else self.inter
+
+    def lane(self, link: Link) -> str:
+        """Return the name of what collectives over ``link`` queue for."""
+        return "inside a node" if link is self.intra else "between nodes"
+
+    def copy_us(self, size_bytes: int) -> float:
+        """Return the time to read and write ``size_bytes`` in device memory."""
+        return 2e6 * size_bytes / (EFFICIENCY * self.memory_bytes_per_s)
+
+
+def _positive(record: object, fields: tuple[str, ...]) -> None:
+    for field in fields:
+        value = getattr(record, field)
+        if not value > 0:
+            raise ValueError(f"{type(record).__name__}.{field}: expected more than 0, got {value}")
+
+
+def _ranks_of(group: str, world: int) -> list[int]:
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only.
+    try:
+        return dist.get_process_group_ranks(_resolve_process_group(group))  # type: ignore[arg-type]
+    except (LookupError, RuntimeError, ValueError):
+        return list(range(world))
+
+
+# NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
+# *Source:* baseLat and hwLat in NCCL's src/graph/tuning.cc.
+_NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
+
+
+def _gpu(name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink_gb: float, nic_gb: float) -> Cluster:
+    return Cluster(
+        name=name,
+        flops_16bit=tflops_16 * 1e12,
+        flops_32bit=tflops_32 * 1e12,
+        memory_bytes_per_s=memory_gb * 1e9,
+        kernel_us=7.0,  # *Source:* AutoParallel's launch floor.
+        intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, nvlink_gb * 1e9),
+        inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, nic_gb * 1e9),
+    )
+
+
+CLUSTERS: Mapping[str, Cluster] = {
+    # *Source:* NVIDIA's datasheets (SXM parts): dense bf16 and fp32 FLOP/s, memory, half of NVLink's two-way
+    # bandwidth; one network card for each GPU as in NVIDIA's DGX systems.
+    "H100": _gpu("H100", 989, 67, 3350, 450, 50),
+    "H200": _gpu("H200", 989, 67, 4800, 450, 50),
+    "A100": _gpu("A100", 312, 19.5, 2039, 300, 25),
+    "B200": _gpu("B200", 2250, 75, 8000, 900, 50),
+    # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
+    # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
+    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB.
+    "CPU": Cluster(
+        name="CPU",
+        flops_16bit=133e9,
+        flops_32bit=133e9,
+        memory_bytes_per_s=25e9,
+        kernel_us=2.0,
+        intra=Link(400.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
+        inter=Link(600.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
+        ranks_per_node=8,
+        taken_from_compute=1.0,
+    ),
+}
+
+
+def detect(device: torch.device) -> Cluster:
+    """Return the cluster that ``device`` belongs to.
+
+    The device's name chooses the constants; an unknown GPU is taken for an H100. The number of ranks on a node
+    is ``torchrun``'s ``LOCAL_WORLD_SIZE``, else the number of this machine's GPUs. Ranks on machines of different
+    kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there.
+    """
+    return _detect(*description(device))
+
+
+def description(device: torch.device) -> tuple[str, int]:
+    """Return all that :func:`detect` looks at, which compile-cache keys must hold."""
+    is_gpu = device.type == "cuda" and torch.cuda.is_available()
+    name = torch.cuda.get_device_name(device) if is_gpu else "CPU" if device.type == "cpu" else device.type
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return name, local or (torch.cuda.device_count() if is_gpu else 0) or CLUSTERS["CPU"].ranks_per_node
+
+
+def _detect(name: str, ranks_per_node: int) -> Cluster:
+    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
+    return replace(known, ranks_per_node=ranks_per_node)
+
+
+def node_us(node: fx.Node, cluster: Cluster) -> float:
+    """Return the estimated time of a compute node: the longer of its FLOPs and its memory traffic.
+
+    Matrix products and attention read their inputs and write their output. Other nodes count their output only:
+    Inductor fuses most of them with what they read. Views are free.
+    """
+    if node.op != "call_function" or is_view(node):
+        return 0.0
+    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if count is None:
+        return 1e6 * size_bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
+    flops = count(*fx.map_arg(node.args, _value), **fx.map_arg(node.kwargs, _value), out_val=_value(node))
+    traffic = size_bytes(node) + sum(map(size_bytes, node.all_input_nodes))
+    peak = cluster.flops_16bit if _is_16bit(node) else cluster.flops_32bit
+    seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
+    return max(seconds * 1e6, cluster.kernel_us)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Tell whether a node's result shares its input's memory, or takes a piece out of a list."""
+    return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "__name__", "") == "getitem"
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta.get("val")
+
+
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def size_bytes(node: fx.Node) -> int:
+    """Return the size of a node's result, all tensors of it."""
+    return sum(prod(int(size) for size in t.shape) * t.element_size() for t in _tensors(node))
+
+
+def _is_16bit(node: fx.Node) -> bool:
+    return any(t.element_size() <= 2 for t in _tensors(node))

@@ -1,0 +1,61 @@
+"""What a user decides about the schedule of collectives in a graph: a frozen record, checked when made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .cost import Cluster
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class SchedulePolicy:
+    """How collectives are bucketed, how early they start, and how much memory that may take.
+
+    Args:
+        bucket: "auto": the buckets with the shortest estimated step; "unit": one bucket per ``fully_shard`` call
+            and dtype; "none": every parameter alone; an integer: full buckets of at most that many bytes. Where
+            ``in_flight_bytes`` has no room for a bucket, it is cut.
+        prefetch: how many all-gathers may be launched before the first of them is needed, beside the one in use;
+            "auto": as many as hide their time behind compute, at least one.
+        in_flight_bytes: the hard bound on bytes gathered and not yet freed plus gradients waiting to be reduced,
+            in each graph. "auto": the largest of 64 MiB, of what PyTorch's FSDP2 holds (two of the largest units,
+            and in backward the gradients of two more), and of what the graph cannot do without.
+        keep_unsharded_bytes: so many bytes of parameters, those with the largest gather time per byte, stay
+            unsharded from forward to backward rather than travel twice; beside ``in_flight_bytes``.
+        cluster: the machine that times are estimated for; None: found from the devices and the process group.
+
+    Raises:
+        TypeError: a field has another type.
+        ValueError: a number is out of range, or a word is unknown.
+    """
+
+    bucket: Literal["auto", "unit", "none"] | int = "auto"
+    prefetch: Literal["auto"] | int = "auto"
+    in_flight_bytes: Literal["auto"] | int = "auto"
+    keep_unsharded_bytes: int = 0
+    cluster: Cluster | None = None
+
+    def __post_init__(self) -> None:
+        _check("bucket", self.bucket, ("auto", "unit", "none"), least=1)
+        _check("prefetch", self.prefetch, ("auto",), least=0)
+        _check("in_flight_bytes", self.in_flight_bytes, ("auto",), least=1)
+        _check("keep_unsharded_bytes", self.keep_unsharded_bytes, (), least=0)
+        if self.cluster is not None and not isinstance(self.cluster, Cluster):
+            raise TypeError(
+                f"SchedulePolicy.cluster: expected a Cluster or None, got {type(self.cluster).__name__}; "
+                "use one of fsdp_compiled.passes.cost.CLUSTERS"
+            )
+
+
+def _check(field: str, value: Any, words: tuple[str, ...], least: int) -> None:
+    expected = " or ".join([*(repr(word) for word in words), f"an integer of at least {least}"])
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise TypeError(f"SchedulePolicy.{field}: expected {expected}, got {value!r} of {type(value).__name__}")
+    if value not in words if isinstance(value, str) else value < least:
+        raise ValueError(f"SchedulePolicy.{field}: expected {expected}, got {value!r}")
+
+
+DEFAULT = SchedulePolicy()  # what plain ``torch.compile`` uses
