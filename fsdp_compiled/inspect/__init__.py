@@ -1,0 +1,7 @@
+"""Looking at the graphs of a sharded model: what is gathered and reduced, when, and what that costs."""
+
+from .capture import capture
+from .records import CapturedGraph, Collective, ComputeSpan, MemoryStep
+from .report import Capture
+
+__all__ = ["Capture", "CapturedGraph", "Collective", "ComputeSpan", "MemoryStep", "capture"]
