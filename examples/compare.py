@@ -2,8 +2,11 @@
 
     torchrun --nproc-per-node 2 examples/compare.py
 
-Every contender takes one step in turn, so that drift of the machine meets all alike. Prints the median step time
-of each, its ratio to the best FSDP2, and the loss after the last step. ``--json FILE`` keeps the figures.
+Every contender takes one step in turn, so that drift of the machine meets all alike. Beside them runs the wire:
+two all-gathers and one reduce-scatter of the whole model with nothing else, what fully sharded training has to send.
+Prints the median step time of each, its ratio to the best FSDP2 and to the limit (unsharded compiled step plus
+wire), and the loss after the last step. ``--memory`` also captures the full graphs and prints their peak of
+unsharded bytes and its bound; ``--json FILE`` keeps the figures.
 """
 
 from __future__ import annotations
@@ -20,11 +23,16 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from model import Config, Llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+import fsdp_compiled
+from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute, step_on_shards
+from fsdp_compiled.inspect import capture
+
+MIB = 2**20
 
 
 @dataclass
@@ -35,6 +43,7 @@ class Contender:
     model: nn.Module
     call: Callable[..., Tensor]
     optimizer: torch.optim.Optimizer
+    schedule: SchedulePolicy | None = None
     seconds: list[float] = field(default_factory=list)
     loss: float = 0.0
 
@@ -48,6 +57,34 @@ class Contender:
         self.optimizer.zero_grad()
         self.loss = loss.item()
         self.seconds.append(time.perf_counter() - start)
+
+
+class Wire:
+    """Two all-gathers and one reduce-scatter of as many fp32 numbers as the model has parameters."""
+
+    def __init__(self, parameters: int) -> None:
+        world = dist.get_world_size()
+        self.shard = torch.zeros(-(-parameters // world))
+        self.whole = torch.zeros(self.shard.numel() * world)
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        """Send once and record the time."""
+        dist.barrier()
+        start = time.perf_counter()
+        for _ in range(2):
+            funcol.wait_tensor(funcol.all_gather_tensor(self.shard, 0, dist.group.WORLD))
+        funcol.wait_tensor(funcol.reduce_scatter_tensor(self.whole, "avg", 0, dist.group.WORLD))
+        self.seconds.append(time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a contender shards, compiles and steps."""
+
+    shard: Callable[[Llama], Callable[..., Tensor]]
+    schedule: SchedulePolicy | None = None
+    on_shards: bool = False  # whether its optimizer steps on plain shards
 
 
 def unsharded(model: Llama) -> Callable[..., Tensor]:
@@ -78,25 +115,36 @@ def ours_regional(model: Llama) -> Callable[..., Tensor]:
     return fully_shard(model)
 
 
-def ours_full(model: Llama) -> Callable[..., Tensor]:
-    return torch.compile(ours_eager(model), fullgraph=True)
+def full_graph(schedule: SchedulePolicy, on_shards: bool = True) -> Way:
+    def shard(model: Llama) -> Callable[..., Tensor]:
+        return fsdp_compiled.compile(ours_eager(model), schedule=schedule, fullgraph=True)
+
+    return Way(shard, schedule, on_shards)
 
 
-CONTENDERS = {
-    "unsharded compiled": unsharded,
-    "FSDP2": fsdp2,
-    "FSDP2, blocks compiled": fsdp2_compiled_blocks,
-    "ours eager": ours_eager,
-    "ours regional": ours_regional,
-    "ours full graph": ours_full,
+WAYS = {
+    "unsharded compiled": Way(unsharded),
+    "FSDP2": Way(fsdp2),
+    "FSDP2, blocks compiled": Way(fsdp2_compiled_blocks),
+    "FSDP2 so, our optimizer step": Way(fsdp2_compiled_blocks, on_shards=True),
+    "eager": Way(ours_eager, on_shards=True),
+    "regional": Way(ours_regional, on_shards=True),
+    "full graph": full_graph(SchedulePolicy()),
+    "full graph, DTensor optimizer": full_graph(SchedulePolicy(), on_shards=False),
+    "full graph, unit buckets": full_graph(SchedulePolicy(bucket="unit", prefetch=1)),
+    "full graph, 16 MiB kept": full_graph(SchedulePolicy(keep_unsharded_bytes=16 * MIB)),
 }
+DEFAULT = [name for name in WAYS if name not in ("full graph, unit buckets", "full graph, 16 MiB kept")]
 
 
-def make(name: str, config: Config) -> Contender:
+def make(name: str, config: Config, args: argparse.Namespace) -> Contender:
     model = Llama(config)
     model.init_weights(seed=0)
-    call = CONTENDERS[name](model)
-    return Contender(name, model, call, torch.optim.AdamW(model.parameters(), lr=3e-4))
+    way = WAYS[name]
+    call = way.shard(model)
+    kind = {} if args.optimizer == "default" else {args.optimizer: True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **kind)
+    return Contender(name, model, call, step_on_shards(optimizer) if way.on_shards else optimizer, way.schedule)
 
 
 def batches(args: argparse.Namespace, config: Config) -> list[tuple[Tensor, Tensor]]:
@@ -107,10 +155,12 @@ def batches(args: argparse.Namespace, config: Config) -> list[tuple[Tensor, Tens
     return [(step[:, :-1].contiguous(), step[:, 1:].contiguous()) for step in tokens]
 
 
-def table(contenders: list[Contender], warmup: int) -> list[dict[str, float | str]]:
-    medians = {c.name: statistics.median(c.seconds[warmup:]) * 1e3 for c in contenders}
-    best = min((ms for name, ms in medians.items() if name.startswith("FSDP2")), default=float("nan"))
-    rows = []
+def table(contenders: list[Contender], wire: Wire, args: argparse.Namespace) -> list[dict[str, float | str | None]]:
+    medians = {c.name: statistics.median(c.seconds[args.warmup :]) * 1e3 for c in contenders}
+    best = min((ms for name, ms in medians.items() if name in ("FSDP2", "FSDP2, blocks compiled")), default=None)
+    wire_ms = statistics.median(wire.seconds[args.warmup :]) * 1e3
+    limit = medians["unsharded compiled"] + wire_ms if "unsharded compiled" in medians else None
+    rows: list[dict[str, float | str | None]] = [{"contender": "wire", "median_ms": wire_ms}]
     for c in contenders:
         loss = torch.tensor(c.loss)
         dist.all_reduce(loss)
@@ -118,23 +168,43 @@ def table(contenders: list[Contender], warmup: int) -> list[dict[str, float | st
             {
                 "contender": c.name,
                 "median_ms": medians[c.name],
-                "ratio_to_best_fsdp2": medians[c.name] / best,
+                "of_best_fsdp2": medians[c.name] / best if best else None,
+                "of_limit": medians[c.name] / limit if limit else None,
                 "loss": loss.item() / dist.get_world_size(),
             }
         )
     return rows
 
 
-def show(rows: list[dict[str, float | str]], args: argparse.Namespace) -> None:
+def add_memory(rows: list[dict[str, float | str | None]], contenders: list[Contender], batch: list[Tensor]) -> None:
+    """Capture every full graph; note its peak of unsharded bytes and the bound."""
+    for row, contender in zip(rows[1:], contenders, strict=True):
+        if contender.schedule is not None:
+            captured = capture(contender.model, *batch, schedule=contender.schedule)
+            row["collectives"] = sum(len(graph.collectives) for graph in captured.graphs)
+            row["peak_mib"] = captured.peak_unsharded_bytes / MIB
+            row["bound_mib"] = max(graph.bound_bytes for graph in captured.graphs) / MIB
+            assert all(graph.peak_unsharded_bytes <= graph.bound_bytes for graph in captured.graphs)
+
+
+def show(rows: list[dict[str, float | str | None]], args: argparse.Namespace) -> None:
     print(
         f"\n{args.layers} layers, width {args.width}, sequence {args.seq}, batch {args.batch} per rank, "
         f"{dist.get_world_size()} ranks, gloo, torch {torch.__version__}, {platform.machine()}, "
-        f"{os.cpu_count()} cores, {args.steps} steps\n"
+        f"{os.cpu_count()} cores, {args.steps} steps, AdamW ({args.optimizer})\n"
     )
-    print(f"{'':24} {'median ms':>10} {'of best FSDP2':>14} {'loss':>9}")
+    columns = {"median_ms": "median ms", "of_best_fsdp2": "of best FSDP2", "of_limit": "of limit", "loss": "loss"}
+    columns |= {"collectives": "collectives", "peak_mib": "peak MiB", "bound_mib": "bound MiB"}
+    columns = {key: title for key, title in columns.items() if any(key in row for row in rows)}
+    print(f"{'':30}" + "".join(f"{title:>14}" for title in columns.values()))
     for row in rows:
-        print(f"{row['contender']:24} {row['median_ms']:10.1f} {row['ratio_to_best_fsdp2']:14.3f} {row['loss']:9.5f}")
-    print("\nThe unsharded model sees its own rank's batch only, so its loss is another; its time is the floor.")
+        print(f"{row['contender']:30}" + "".join(f"{figure(row.get(key), key):>14}" for key in columns))
+    print("\nThe unsharded model sees its own rank's batch only, so its loss is another.")
+
+
+def figure(value: float | str | None, key: str) -> str:
+    digits = {"median_ms": 1, "loss": 5, "collectives": 0, "peak_mib": 1, "bound_mib": 1}.get(key, 3)
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def parse() -> argparse.Namespace:
@@ -145,7 +215,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
     parser.add_argument("--steps", type=int, default=15, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing, compilation among them")
-    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
+    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=DEFAULT)
+    parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="default", help="of AdamW")
+    parser.add_argument("--memory", action="store_true", help="compile full graphs once more to see their memory")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
@@ -164,11 +236,15 @@ def main() -> None:
         hidden=hidden,
         max_seq=args.seq,
     )
-    contenders = [make(name, config) for name in args.only]
-    for tokens, targets in batches(args, config):
+    contenders = [make(name, config, args) for name in args.only]
+    wire = Wire(sum(param.numel() for param in Llama(config).parameters()))
+    for tokens, targets in (data := batches(args, config)):
+        wire.step()
         for contender in contenders:
             contender.step(tokens, targets)
-    rows = table(contenders, args.warmup)
+    rows = table(contenders, wire, args)
+    if args.memory:
+        add_memory(rows, contenders, data[0])
     if dist.get_rank() == 0:
         show(rows, args)
         if args.json:

@@ -8,6 +8,7 @@ from .api import (
 from .compiling import compile, options
 from .errors import FSDPError
 from .module import FSDPModule, UnshardHandle
+from .optim import step_on_shards
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "fully_shard_with_compiled_compute",
     "options",
     "register_fsdp_forward_method",
+    "step_on_shards",
 ]

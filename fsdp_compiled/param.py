@@ -85,6 +85,7 @@ class FSDPParam:
         self._original = TakenOriginal(first, self)
         mesh_info = self.placement.mesh_info
         self.layout = ShardLayout(tuple(first.shape), self.placement.dim, mesh_info.shard_world)
+        self._length = self.layout.length(mesh_info.shard_rank)  # of this rank's shard, without padding
         self.state = ShardedState.SHARDED
         self.sharded_param: nn.Parameter  # DTensor
         self.leaf: nn.Parameter  # padded shard; shares storage with the DTensor's local tensor
@@ -99,7 +100,7 @@ class FSDPParam:
     def _cut(self, whole: Tensor) -> Tensor:
         """Return this rank's padded shard of ``whole``, contiguous and in memory of its own."""
         layout, rank = self.layout, self.placement.mesh_info.shard_rank
-        mine = whole.narrow(layout.dim, layout.offset(rank), layout.length(rank))
+        mine = whole.narrow(layout.dim, layout.offset(rank), self._length)
         return self._padded(mine.clone(memory_format=torch.contiguous_format))
 
     def _padded(self, local: Tensor) -> Tensor:
@@ -110,8 +111,7 @@ class FSDPParam:
         return padded
 
     def _unpadded(self, padded: Tensor) -> Tensor:
-        length = self.layout.length(self.placement.mesh_info.shard_rank)
-        return padded if length == self.layout.chunk else padded.narrow(self.layout.dim, 0, length)
+        return padded if self._length == self.layout.chunk else padded.narrow(self.layout.dim, 0, self._length)
 
     def _as_dtensor(self, padded: Tensor) -> DTensor:
         return DTensor(self._unpadded(padded), self._spec(padded.dtype), requires_grad=False)
@@ -127,7 +127,7 @@ class FSDPParam:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded
         self._padded_shard = padded
-        self._grad_spec = self._spec(padded.dtype)
+        self._grad_spec = sharded._spec  # type: ignore[attr-defined]
         differentiable = padded.is_floating_point() or padded.is_complex()
         self.leaf = nn.Parameter(padded, requires_grad=differentiable)
         if differentiable:
@@ -252,7 +252,8 @@ class FSDPParam:
             return
         local = self._unpadded(padded)
         if self.sharded_param.grad is None:
-            self.sharded_param.grad = DTensor(local, self._grad_spec, requires_grad=False)
+            # Without DTensor.__init__, which does nothing but leave Dynamo, for 2 us a gradient.
+            self.sharded_param.grad = DTensor.__new__(DTensor, local, self._grad_spec, requires_grad=False)
         else:
             _local(self.sharded_param.grad).add_(local)
         for hook in (getattr(self.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -260,8 +260,9 @@ class FSDPState:
         self._landed = False
 
     def _on_landing(self) -> None:
-        self._landed = True
-        self._lazy_init().queue_finish()
+        if not self._landed:
+            self._landed = True
+            self._lazy_init().queue_finish()
 
     def reset(self, drop_pending: bool) -> None:
         """Forget what an interrupted step left."""

@@ -181,13 +181,18 @@ def _by_unit(members: Sequence[Member[Record]]) -> tuple[Bucket[Record], ...]:
     return _pack(members, lambda member: (member.key, member.unit), lambda _: None)
 
 
-def _filled(members: Sequence[Member[Record]], cap: int, ramp: int = 0) -> tuple[Bucket[Record], ...]:
+def _filled(
+    members: Sequence[Member[Record]], cap: int, ramp: int = 0, apart: bool = True
+) -> tuple[Bucket[Record], ...]:
     """Fill buckets up to ``cap`` bytes; the first ``ramp`` of each key are smaller, each half of the next.
 
-    What is kept until backward does not share a bucket with what is not, which would then hold its memory longer.
+    If ``apart``, what is kept until backward shares no bucket with what is not; that would hold its memory until the
+    whole bucket has been read.
     """
     return _pack(
-        members, lambda member: (member.key, _is_kept(member.alone)), lambda count: cap >> max(ramp - count, 0)
+        members,
+        lambda member: (member.key, apart and _is_kept(member.alone)),
+        lambda count: cap >> max(ramp - count, 0),
     )
 
 
@@ -325,6 +330,8 @@ def _candidates(
     caps |= {bound >> halvings for halvings in range(_HALVINGS + 1)}
     ways: list[tuple[Bucket[Record], ...]] = [_by_unit(members)]
     ways += [fill(members, cap, ramp) for cap in sorted(caps) for ramp in _RAMPS]
+    if any(_is_kept(member.alone) for member in members):
+        ways += [fill(members, cap, apart=False) for cap in sorted(caps)]
     return list({tuple(tuple(m.index for m in bucket) for bucket in way): way for way in ways}.values())
 
 

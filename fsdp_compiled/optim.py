@@ -1,0 +1,334 @@
+"""Steps an optimizer on this rank's plain shards, and shows its parameters and state as DTensors.
+
+It decides which optimizers may do so and what stands for a DTensor during a step. It must not know who sharded the
+parameters: those of ``torch.distributed.fsdp`` do as well as this package's.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from functools import cache, wraps
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, optim
+from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.optim import Optimizer
+
+from .policy import require_bool
+
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+# Read in the source of torch 2.11.0, 2.13.0 and 2.15.0: beside a parameter's elements they use only step counts,
+# and what follows from those, which are equal on all ranks.
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        optim.ASGD,
+        optim.Adadelta,
+        optim.Adagrad,
+        optim.Adam,
+        optim.AdamW,
+        optim.Adamax,
+        optim.NAdam,
+        optim.RAdam,
+        optim.RMSprop,
+        optim.Rprop,
+        optim.SGD,
+    }
+)
+# Norms, matrix products, line searches and sparse rows.
+NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0, as the two marks below by which schedulers know that a step ran. The
+# plain optimizer has no hooks: a subclass's step that calls its parent's would run them there again.
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+
+def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> OptimizerT:
+    """Let an elementwise optimizer of DTensors step on each rank's plain shards, which saves DTensor's dispatch.
+
+    Use it where the optimizer is made: ``optimizer = step_on_shards(torch.optim.AdamW(model.parameters()))``. Only
+    what happens inside ``step`` changes. Parameter groups, gradients, ``optimizer.state``, state dicts, hooks and
+    closures see DTensors as before. A state tensor that has the shape of the parameter's local shard is taken for
+    one value per element and shown as a DTensor with the parameter's placements; others are shown as they are.
+    Plain parameters, also beside DTensors in one group, are stepped as they are.
+
+    No tensor is copied, and none is kept between steps. A copied or unpickled optimizer steps on DTensors again until
+    it is given to this function. ``torch.compile`` does not compile the step.
+
+    Args:
+        optimizer: changed in place. Its class's ``step`` must be the one it uses; a learning rate scheduler may be
+            there already.
+        elementwise: you know of a class that is not torch's own that each element's update depends on that element,
+            its gradient and its state alone, and that its step changes nothing but parameters and state.
+
+    Returns:
+        ``optimizer`` itself.
+
+    Raises:
+        TypeError: ``optimizer`` is no optimizer, or ``elementwise`` no bool.
+        ValueError: the optimizer is not elementwise or not known to be, it is differentiable, or its ``step`` was
+            replaced. Each later ``step`` raises it, and changes nothing, for a DTensor that is ``Partial`` or has no
+            dimension, and for a gradient or state that is not sharded like its parameter.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    require_bool("elementwise", elementwise)
+    if isinstance(optimizer, StepsOnShards):
+        return optimizer
+    _check_class(optimizer, elementwise)
+    _check_params(optimizer)
+    _forget_schedulers_step(optimizer)
+    cls: type = type(optimizer)
+    optimizer.__class__ = _on_shards(cls)
+    return optimizer
+
+
+def _check_class(optimizer: Optimizer, elementwise: bool) -> None:
+    name = type(optimizer).__name__
+    if isinstance(optimizer, NOT_ELEMENTWISE):
+        raise ValueError(
+            f"{name}: expected an elementwise optimizer, got one whose update of an element depends on others; "
+            "use it without step_on_shards"
+        )
+    if type(optimizer) not in ELEMENTWISE and not elementwise:
+        raise ValueError(
+            f"{name}: expected an optimizer of torch.optim that is known to be elementwise, got another class; "
+            "pass elementwise=True if each element's update depends on that element alone"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"{name}: expected differentiable=False, got True; a step on shards is not recorded by autograd"
+        )
+
+
+# ---- the step of the instance ----
+
+
+class StepsOnShards:
+    """Mixin of an optimizer given to :func:`step_on_shards`; it comes before the optimizer's class."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # A copy is of the class that the user knows, which can be pickled by name.
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (object.__new__, (type(self).__mro__[2],), *reduced[2:])
+
+
+def _forget_schedulers_step(optimizer: Optimizer) -> None:
+    """Uncover the class's step if a learning rate scheduler covered it: the new one does what the scheduler needs."""
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"{type(optimizer).__name__}.step: expected the method of its class, got {replaced!r} on the object; "
+            "call step_on_shards before what replaces it"
+        )
+    vars(optimizer).pop("step", None)
+
+
+@cache
+def _on_shards(cls: type) -> type:
+    """Return the one subclass of ``cls`` whose step runs on a plain stand-in; all state is on instances."""
+    # The hooks of the step run outside: one that clips gradients needs DTensors to get the norm over all ranks.
+    hooked = cls.step  # type: ignore[attr-defined]
+    step = _step_of_stand_in(cls, hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked)
+    hooked_step: Any = Optimizer.profile_hook_step(step)
+    hooked_step.hooked = True
+    hooked_step._wrapped_by_lr_sched = True
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (StepsOnShards, cls), {"step": hooked_step, **names})
+
+
+def _step_of_stand_in(cls: type[Optimizer], step: Callable[..., Any]) -> Callable[..., Any]:
+    @torch.compiler.disable(reason="a step on shards makes a plain optimizer")  # type: ignore[untyped-decorator]
+    @wraps(step)
+    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        vars(optimizer)["_opt_called"] = True  # for learning rate schedulers
+        stand_in = _StandIn(optimizer, cls)
+        stand_in.take()
+        args, kwargs = stand_in.with_closure(args, kwargs)
+        try:
+            return step(stand_in.plain, *args, **kwargs)
+        finally:
+            stand_in.give_back()
+
+    return run
+
+
+# ---- the plain optimizer ----
+
+
+class _StandIn:
+    """An optimizer of plain tensors that share memory with another one's DTensors; it lives for one step."""
+
+    def __init__(self, shown: Optimizer, cls: type[Optimizer]) -> None:
+        self.shown = shown
+        self.plain = object.__new__(cls)
+        self._leaves: dict[int, Tensor] = {}  # by id of the parameter
+        self._params: dict[int, DTensor] = {}  # by id of its leaf
+
+    def take(self) -> None:
+        """Give the plain optimizer everything that the shown one has now.
+
+        Raises:
+            ValueError: a parameter, gradient or state has a layout that cannot be stepped in shards.
+        """
+        groups = [
+            {**group, "params": [self._leaf(param) for param in group["params"]]} for group in self.shown.param_groups
+        ]
+        attributes = {**vars(self.shown), "state": self._plain_state(), "param_groups": groups}
+        vars(self.plain).update(attributes | {name: OrderedDict() for name in HOOKS})
+
+    def _leaf(self, param: Tensor) -> Tensor:
+        """Return the tensor that stands for ``param``, with its gradient."""
+        if not isinstance(param, DTensor):
+            return param
+        if id(param) in self._leaves:
+            return self._leaves[id(param)]
+        leaf, grad = param._local_tensor.detach(), param.grad
+        self._leaves[id(param)], self._params[id(leaf)] = leaf, param
+        if grad is not None:
+            leaf.requires_grad = True
+            if isinstance(grad, DTensor) and grad._spec is param._spec:
+                leaf.grad = grad._local_tensor
+            else:
+                self._put_grad(leaf, grad, param)
+        return leaf
+
+    def _put_grad(self, leaf: Tensor, grad: Tensor, param: DTensor) -> None:
+        local = self._local(grad, param, "gradient")
+        if local.dtype != leaf.dtype:
+            leaf.grad_dtype = local.dtype
+        leaf.grad = local
+
+    def _plain_state(self) -> defaultdict[Any, Any]:
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        without = len(self._leaves)
+        for key, values in self.shown.state.items():
+            leaf = self._leaves.get(id(key))
+            if leaf is None:
+                state[key] = values
+            else:
+                state[leaf] = self._plain_values(values, self._params[id(leaf)])
+                without -= 1
+        if without:  # what has state was checked before it got it
+            _check_params(self.shown)
+        return state
+
+    def _plain_values(self, values: dict[str, Any], param: DTensor) -> dict[str, Any]:
+        spec = param._spec
+        return {
+            key: value._local_tensor
+            if isinstance(value, DTensor) and value._spec is spec
+            else self._plain_value(value, param, key)
+            for key, value in values.items()
+        }
+
+    def _plain_value(self, value: Any, param: DTensor, key: str) -> Any:
+        if isinstance(value, DTensor):
+            return self._local(value, param, f"state {key!r}")
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape != param._local_tensor.shape:
+            self._check_not_whole(value, param, key)
+        return value
+
+    def with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return a step's arguments with a closure during which the shown optimizer is up to date."""
+        if args and callable(args[0]):
+            return (self._around(args[0]), *args[1:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._around(kwargs["closure"])}
+        return args, kwargs
+
+    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate() -> Any:
+            self.give_back()
+            loss = closure()
+            self.take()
+            return loss
+
+        return evaluate
+
+    def give_back(self) -> None:
+        """Bring what the plain optimizer changed into the shown one, and leave the plain one empty."""
+        changed = dict(vars(self.plain))
+        vars(self.plain).clear()
+        if not changed:  # a closure raised
+            return
+        for key, values in changed.pop("state").items():
+            param = self._params.get(id(key))
+            if param is None:
+                self.shown.state[key] = values
+            else:
+                self._show_values(values, param)
+        for group, plain in zip(self.shown.param_groups, changed.pop("param_groups"), strict=True):
+            group.update({**plain, "params": group["params"]})
+        vars(self.shown).update({name: value for name, value in changed.items() if name not in HOOKS})
+        self._leaves, self._params = {}, {}
+
+    def _show_values(self, values: dict[str, Any], param: DTensor) -> None:
+        shown = self.shown.state.setdefault(param, {})
+        for key, value in values.items():
+            before = shown.get(key)
+            if before is not value and not (isinstance(before, DTensor) and before._local_tensor is value):
+                shown[key] = _shown_value(value, param)
+        if len(shown) > len(values):
+            for key in shown.keys() - values.keys():
+                del shown[key]
+
+    def _local(self, tensor: Tensor, param: DTensor, what: str) -> Tensor:
+        """Return the local tensor of a gradient or state that is sharded like ``param``."""
+        if not isinstance(tensor, DTensor):
+            raise ValueError(
+                f"{_name(param, self.shown)}: expected a DTensor as {what}, got a plain tensor of shape "
+                f"{tuple(tensor.shape)}; distribute it like the parameter"
+            )
+        spec, expected = tensor._spec, param._spec
+        if spec is not expected and (spec.placements != expected.placements or spec.mesh != expected.mesh):
+            raise ValueError(
+                f"{_name(param, self.shown)}: expected a {what} with the parameter's {_layout(param)}, got "
+                f"{_layout(tensor)}; redistribute it before the step"
+            )
+        return tensor._local_tensor
+
+    def _check_not_whole(self, value: Tensor, param: DTensor, key: str) -> None:
+        if value.shape == param.shape:
+            raise ValueError(
+                f"{_name(param, self.shown)}: expected a DTensor as state {key!r}, got a plain tensor of the whole "
+                f"shape {tuple(value.shape)}; distribute it like the parameter before it is loaded"
+            )
+
+
+def _shown_value(value: Any, param: DTensor) -> Any:
+    """Return new state as its user sees it: with one value per element, as a DTensor of ``param``'s layout."""
+    if not isinstance(value, Tensor) or value.shape != param._local_tensor.shape:
+        return value
+    spec = param._spec
+    if value.dtype != param.dtype and spec.tensor_meta is not None:
+        spec = spec.shallow_copy_with_tensor_meta(spec.tensor_meta._replace(dtype=value.dtype))
+    return DTensor(value, spec, requires_grad=False)
+
+
+def _check_params(optimizer: Optimizer) -> None:
+    for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+        if isinstance(param, DTensor) and (param.dim() == 0 or any(map(_is_partial, param.placements))):
+            raise ValueError(
+                f"{_name(param, optimizer)}: expected a DTensor with a dimension and no Partial, got shape "
+                f"{tuple(param.shape)} with {_layout(param)}; use the optimizer without step_on_shards"
+            )
+
+
+def _is_partial(placement: Placement) -> bool:
+    return isinstance(placement, Partial)
+
+
+def _layout(tensor: DTensor) -> str:
+    return f"{tensor.placements} on {tensor.device_mesh}"
+
+
+def _name(param: Tensor, optimizer: Optimizer) -> str:
+    for index, group in enumerate(optimizer.param_groups):
+        for position, other in enumerate(group["params"]):
+            if other is param:
+                names = group.get("param_names")
+                return names[position] if names else f"param_groups[{index}]['params'][{position}]"
+    return "a parameter"

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import re
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fsdp_compiled.optim import step_on_shards
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
+class Lion(optim.Optimizer):
+    """Elementwise, with state of every kind: per element, a number and a tensor without dimensions."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "seen": 0})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["seen"] += 1
+            for param in group["params"]:
+                if param.grad is None or not param.requires_grad:
+                    continue
+                state = self.state[param]
+                momentum = state.get("momentum", torch.zeros_like(param, dtype=torch.float64))
+                state["momentum"] = momentum.lerp(param.grad.double(), 0.1)  # a new tensor at every step
+                state["steps"] = state.get("steps", 0) + 1
+                state["largest"] = torch.zeros(())
+                param.sub_(state["momentum"].sign().to(param.dtype), alpha=group["lr"])
+
+
+def _dtensor(*shape, placement=None, dtype=torch.float32):
+    mesh = init_device_mesh("cpu", (4,))
+    return DTensor.from_local(torch.randn(shape, dtype=dtype), mesh, [placement or Shard(0)])
+
+
+def _param(*shape, **kwargs):
+    param = nn.Parameter(_dtensor(*shape, **kwargs))
+    param.grad = _dtensor(*shape, **kwargs)
+    return param
+
+
+def _raises(error, message):
+    return pytest.raises(error, match=f"^{re.escape(message)}$")
+
+
+# ---- what may be wrapped ----
+
+
+def test_returns_the_optimizer_and_may_be_called_again():
+    optimizer = optim.AdamW([_param(2, 3)])
+    assert step_on_shards(optimizer) is optimizer
+    cls = type(optimizer)
+    assert step_on_shards(optimizer) is optimizer
+    assert type(optimizer) is cls is type(step_on_shards(optim.AdamW([_param(2)])))
+    assert issubclass(cls, optim.AdamW) and cls.__name__ == "AdamW" and cls is not optim.AdamW
+
+
+def test_refuses_what_is_no_optimizer():
+    with _raises(TypeError, "optimizer: expected a torch.optim.Optimizer, got Linear"):
+        step_on_shards(nn.Linear(1, 1))
+    with _raises(TypeError, "elementwise: expected True or False, got 1 of int"):
+        step_on_shards(optim.SGD([_param(2)]), elementwise=1)
+
+
+@pytest.mark.parametrize("cls", [optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam])
+def test_refuses_optimizers_that_are_not_elementwise(cls):
+    message = (
+        f"{cls.__name__}: expected an elementwise optimizer, got one whose update of an element depends on others; "
+        "use it without step_on_shards"
+    )
+    for elementwise in (False, True):
+        with _raises(ValueError, message):
+            step_on_shards(cls([_param(2, 3)]), elementwise=elementwise)
+
+
+def test_refuses_classes_that_it_does_not_know():
+    class MyAdam(optim.Adam):
+        pass
+
+    for optimizer in (MyAdam([_param(2)]), Lion([_param(2)])):
+        message = (
+            f"{type(optimizer).__name__}: expected an optimizer of torch.optim that is known to be elementwise, got "
+            "another class; pass elementwise=True if each element's update depends on that element alone"
+        )
+        with _raises(ValueError, message):
+            step_on_shards(optimizer)
+        assert step_on_shards(optimizer, elementwise=True) is optimizer
+
+
+def test_refuses_a_differentiable_step():
+    message = "SGD: expected differentiable=False, got True; a step on shards is not recorded by autograd"
+    with _raises(ValueError, message):
+        step_on_shards(optim.SGD([_param(2)], differentiable=True))
+
+
+def test_refuses_a_step_that_was_replaced():
+    optimizer = optim.SGD([_param(2)])
+    optimizer.step = abs
+    message = (
+        "SGD.step: expected the method of its class, got <built-in function abs> on the object; "
+        "call step_on_shards before what replaces it"
+    )
+    with _raises(ValueError, message):
+        step_on_shards(optimizer)
+
+
+@pytest.mark.parametrize(("shape", "placement"), [((2,), Partial()), ((), Replicate())])
+def test_refuses_partial_and_scalar_parameters_at_once_and_in_a_step(shape, placement):
+    param = _param(*shape, placement=placement)
+    message = (
+        "param_groups[{}]['params'][0]: expected a DTensor with a dimension and no Partial, got shape "
+        f"{shape} with ({placement!r},) on {param.device_mesh}; use the optimizer without step_on_shards"
+    )
+    with _raises(ValueError, message.format(0)):
+        step_on_shards(optim.SGD([param]))
+    optimizer = step_on_shards(optim.SGD([_param(2)]))
+    optimizer.add_param_group({"params": [param]})
+    with _raises(ValueError, message.format(1)):
+        optimizer.step()
+
+
+# ---- what a step refuses ----
+
+
+def test_refuses_gradients_of_another_layout():
+    good, bad = _param(2, 3), _param(2, 3)
+    before = good._local_tensor.clone()
+    optimizer = step_on_shards(optim.SGD([("good", good), ("layer.bad", bad)]))
+    bad.grad = DTensor.from_local(torch.ones(8, 3), bad.device_mesh, [Replicate()])
+    message = (
+        f"layer.bad: expected a gradient with the parameter's (Shard(dim=0),) on {bad.device_mesh}, got "
+        f"(Replicate(),) on {bad.device_mesh}; redistribute it before the step"
+    )
+    with _raises(ValueError, message):
+        optimizer.step()
+    assert torch.equal(good._local_tensor, before)
+
+
+def test_refuses_plain_gradients_and_state_of_the_whole_shape():
+    param = _param(2, 3)
+    optimizer = step_on_shards(optim.AdamW([param]))
+    optimizer.step()
+    momentum = optimizer.state[param]["exp_avg"]
+    optimizer.state[param]["exp_avg"] = torch.zeros(8, 3)
+    message = (
+        "param_groups[0]['params'][0]: expected a DTensor as state 'exp_avg', got a plain tensor of the whole shape "
+        "(8, 3); distribute it like the parameter before it is loaded"
+    )
+    with _raises(ValueError, message):
+        optimizer.step()
+    optimizer.state[param]["exp_avg"] = momentum
+    param.grad = torch.zeros(8, 3)
+    message = (
+        "param_groups[0]['params'][0]: expected a DTensor as gradient, got a plain tensor of shape (8, 3); "
+        "distribute it like the parameter"
+    )
+    with _raises(ValueError, message):
+        optimizer.step()
+
+
+# ---- what a step does ----
+
+
+def test_optimizers_of_other_classes():
+    param, frozen = _param(2, 3), nn.Parameter(_dtensor(2), requires_grad=False)
+    alone, grad = nn.Parameter(param._local_tensor.clone()), param.grad
+    alone.grad = grad._local_tensor
+    optimizer, other = step_on_shards(Lion([param, frozen]), elementwise=True), Lion([alone])
+    for _ in range(3):
+        optimizer.step()
+        other.step()
+    state, expected = optimizer.state[param], other.state[alone]
+    assert torch.equal(param._local_tensor, alone)
+    assert (optimizer.steps, optimizer.param_groups[0]["seen"], state["steps"]) == (3, 3, 3)
+    assert list(state) == list(expected)
+    assert isinstance(state["momentum"], DTensor) and state["momentum"].dtype is torch.float64
+    assert torch.equal(state["momentum"]._local_tensor, expected["momentum"])
+    assert type(state["largest"]) is torch.Tensor
+    assert frozen not in optimizer.state
+    assert param.grad is grad and param.requires_grad and param._local_tensor.grad is None
+
+
+def test_plain_parameters_beside_dtensors():
+    param, plain = _param(2, 3), nn.Parameter(torch.ones(4))
+    alone = nn.Parameter(torch.ones(4))
+    optimizer = step_on_shards(optim.AdamW([param, plain], foreach=True))
+    other = optim.AdamW([alone], foreach=True)
+    for _ in range(2):
+        plain.grad, alone.grad = torch.full((4,), 2.0), torch.full((4,), 2.0)
+        optimizer.step()
+        other.step()
+    assert torch.equal(plain, alone)
+    assert type(optimizer.state[plain]["exp_avg"]) is torch.Tensor
+    assert isinstance(optimizer.state[param]["exp_avg"], DTensor)
+    assert list(optimizer.state) == [param, plain]
+
+
+def test_gradients_of_another_dtype():
+    param = nn.Parameter(_dtensor(2, 3, dtype=torch.bfloat16))
+    param.grad_dtype = torch.float32
+    param.grad = _dtensor(2, 3)
+    before = param._local_tensor.clone()
+    step_on_shards(optim.SGD([param], lr=1.0)).step()
+    torch.testing.assert_close(param._local_tensor, (before - param.grad._local_tensor).bfloat16())
+
+
+def test_hooks_and_closures_see_dtensors():
+    seen = []
+
+    def look(optimizer, *_):
+        seen.append([type(param) for param in optimizer.param_groups[0]["params"]])
+
+    optimizer = step_on_shards(optim.SGD([_param(2)]))
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    handles = [register_optimizer_step_pre_hook(look), register_optimizer_step_post_hook(look)]
+    optimizer.step(lambda: look(optimizer))
+    for handle in handles:
+        handle.remove()
+    assert seen == [[DTensor]] * 5
+
+
+@pytest.mark.parametrize("inside", ["closure", "step"])
+def test_an_exception_leaves_everything_as_it_was_shown(inside):
+    class Failing(optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            raise KeyError("in step")
+
+    param = _param(2)
+    optimizer = step_on_shards(Failing([param], momentum=0.9), elementwise=True)
+    with pytest.raises(KeyError, match=inside):
+        optimizer.step(partial(_fail, "in closure") if inside == "closure" else None)
+    assert optimizer.param_groups[0]["params"] == [param] and param.grad is not None
+    assert list(optimizer.state) == ([] if inside == "closure" else [param])
+    assert all(isinstance(values["momentum_buffer"], DTensor) for values in optimizer.state.values())
+    with pytest.raises(KeyError, match="in step"):
+        optimizer.step()
+
+
+def _fail(text):
+    raise KeyError(text)
+
+
+def test_a_step_keeps_no_tensor():
+    param = _param(2, 3)
+    optimizer = step_on_shards(optim.AdamW([param]))
+    optimizer.step()
+    held = [weakref.ref(param.grad._local_tensor), weakref.ref(optimizer.state[param]["exp_avg"]._local_tensor)]
+    optimizer.zero_grad()
+    optimizer.state[param]["exp_avg"] = _dtensor(2, 3)
+    assert [reference() for reference in held] == [None, None]
+
+
+def test_an_optimizer_is_freed_with_its_last_reference():
+    optimizer = step_on_shards(optim.AdamW([_param(2, 3)]))
+    scheduler = optim.lr_scheduler.ConstantLR(optimizer)
+    optimizer.step()
+    alive = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del scheduler.optimizer, optimizer
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_copies_step_on_dtensors_until_they_are_wrapped():
+    optimizer = step_on_shards(optim.AdamW([_param(2, 3)]))
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    assert type(copied) is type(copy.copy(optimizer)) is optim.AdamW
+    plain = step_on_shards(optim.AdamW([nn.Parameter(torch.ones(2))]))
+    assert type(pickle.loads(pickle.dumps(plain))) is optim.AdamW
+    copied.step()
+    step_on_shards(copied).step()
+    (values,), (expected,) = copied.state.values(), optimizer.state.values()
+    assert values["step"] == expected["step"] + 2
+
+
+def test_torch_compile_leaves_the_step_alone():
+    param = _param(2, 3)
+    before = param._local_tensor.clone()
+    optimizer = step_on_shards(optim.SGD([param], lr=1.0))
+    torch.compile(lambda: optimizer.step(), backend="eager")()
+    assert torch.equal(param._local_tensor, before - param.grad._local_tensor)
