@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache
+from itertools import count
+from types import FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +19,9 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code
 
 from .param import FSDPParam, ShardedState
+
+
+_copies = count()  # of functions, to tell their code apart
 
 
 class Unit(Protocol):
@@ -155,7 +160,21 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
     body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy}
+    if TracedCall in mixins:
+        body["__call__"] = with_code_of_its_own(TracedCall.__call__)
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
+
+
+def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function under another code object.
+
+    Dynamo keeps what it compiled, and counts it against its recompile limit, by code object. Equal ones count
+    together, so a constant that nothing reads makes this one differ.
+    """
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    code = code.replace(co_consts=(*code.co_consts, f"copy {next(_copies)}"))
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def _refuse_deepcopy(module: nn.Module, memo: object) -> None:

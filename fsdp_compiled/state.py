@@ -53,7 +53,7 @@ class FSDPState:
         self.status = status
         self.device = device
         self.outermost = self  # until an outer fully_shard adopts this unit
-        self._auto_reshard = reshard_after_forward is None
+        self.reshards_by_default = reshard_after_forward is None
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
@@ -84,7 +84,7 @@ class FSDPState:
         for module in self.modules:
             rebase(module, drop=TracedCall)
         self.status.name = f"{outer.status.name}.{name}"
-        if self._auto_reshard:
+        if self.reshards_by_default:
             self.status.reshard_after_forward = True
         for param, param_name in param_names.items():
             param.name = param_name
@@ -97,7 +97,7 @@ class FSDPState:
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Reshard (True) or keep (False) after forward, whether or not this is the root."""
-        self._auto_reshard = False
+        self.reshards_by_default = False
         self.status.reshard_after_forward = reshard
         self.publish()
 
@@ -200,7 +200,7 @@ class FSDPState:
         self.training_state = TrainingState.IDLE
         # Without a backward to come, keeping the root unsharded would only let it grow old, and would show
         # unsharded parameters to an optimizer that is made next.
-        if self.status.reshard_after_forward or (self._auto_reshard and not torch.is_grad_enabled()):
+        if self.status.reshard_after_forward or (self.reshards_by_default and not torch.is_grad_enabled()):
             self.reshard()
         if torch.is_grad_enabled() and self._context is not None:
             self._context.post_forward_order.append(self)

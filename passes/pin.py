@@ -25,7 +25,7 @@ class Pin:
 
         G0 G1 W0 c0 G2 c1 W1    ->  G1 after G0, W0 after G1, G2 after (W0, c0), W1 after (G2, c1)
 
-    Each launch or wait follows the one before it, and the heavy compute before it. So a launch can be neither
+    Each launch or wait follows the one before it, and the heavy compute between the two. So a launch can be neither
     hoisted, which would break the memory bound, nor sunk past the next wait, and a wait cannot be hoisted, which
     would expose the collective.
     """
@@ -38,15 +38,13 @@ class Pin:
 
 def _dependencies(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
     dependencies: dict[fx.Node, OrderedSet[fx.Node]] = {}
-    before: fx.Node | None = None
-    heavy: fx.Node | None = None
+    after: list[fx.Node] = []  # the collective node before, and the heavy compute since
     for node in graph.nodes:
         if ir.is_heavy(node):
-            heavy = node
+            after.append(node)
         elif ir.is_launch(node) or ir.is_wait(node):
-            after = [n for n in (before, heavy) if n is not None]
-            after = [n for n in after if n not in node.all_input_nodes]
-            if after:
-                dependencies[node] = OrderedSet(after)
-            before = node
+            others = [earlier for earlier in after if earlier not in node.all_input_nodes]
+            if others:
+                dependencies[node] = OrderedSet(others)
+            after = [node]
     return dependencies

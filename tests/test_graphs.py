@@ -211,3 +211,12 @@ def test_regional_compilation_shares_one_graph_without_collectives():
     assert recorder.dynamo_graphs == 1
     for _, graph in recorder.before:
         assert sequence(graph, "unshard", "reduce_grad", *COLLECTIVES) == []
+
+
+def test_many_models_do_not_share_dynamos_recompile_limit():
+    counter = CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    for index in range(torch._dynamo.config.recompile_limit + 2):
+        model = fully_shard(type(f"Net{index}", (Net,), {})())
+        torch.compile(model, backend=counter, fullgraph=True)(torch.ones(2, 12))
+        assert counter.frame_count == index + 1

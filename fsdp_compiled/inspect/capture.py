@@ -18,6 +18,7 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from .. import passes
 from ..cast import tensors_in
 from ..compiling import core_hash
+from ..owner import with_code_of_its_own
 from ..passes import ir, pipeline, survey
 from ..policy import SchedulePolicy
 from ..state import FSDPState, states_below
@@ -57,7 +58,7 @@ def capture(
     recorder = _Recorder(policy)
     before = dict(counters["graph_break"])
     with _gradients_put_back(model), torch.random.fork_rng():
-        output = torch.compile(model, backend=recorder)(*args, **kwargs)
+        output = torch.compile(_entry(model), backend=recorder)(*args, **kwargs)
         total = loss(output) if loss is not None else _sum(output)
         if total is not None and total.requires_grad:
             total.backward()
@@ -80,6 +81,15 @@ def _checked_states(model: nn.Module) -> list[FSDPState]:
     if not states:
         raise ValueError(f"{type(model).__name__}: expected a sharded model, found no unit; call fully_shard first")
     return states
+
+
+def _entry(model: nn.Module) -> Callable[..., Any]:
+    """Return a call of ``model`` that leaves nothing of this capture where Dynamo would find it for another."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    return with_code_of_its_own(call)
 
 
 def _world(state: FSDPState) -> int:

@@ -189,7 +189,7 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], kept: Sequence[FSDPP
 def _why(state: FSDPState) -> str:
     if not state.params:
         return "no parameters of its own: other units hold all of them"
-    if not state._auto_reshard:
+    if not state.reshards_by_default:
         return f"reshard_after_forward={state.status.reshard_after_forward}"
     if state.is_root:
         return "outermost unit: kept by default, as backward begins with it; freed where no gradients are recorded"

@@ -1,0 +1,199 @@
+"""The arguments of the command line and what ``--help`` says about them. It must not run anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .passes.cost import CLUSTERS
+
+WIDTH = 118
+SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
+WORLD = 8  # ranks of the process group that is made up where the user's module starts none
+
+_DESCRIPTION = "Look at what fsdp_compiled does with a model, and at whether this machine is fit for it."
+
+_INSPECT = """\
+Compile a sharded model and print its schedule: every collective of every graph, when it is launched and waited
+for, how long it takes by estimate and how much of that is hidden behind compute.
+
+MODULE is a dotted module or a path to a .py file. BUILD is a function in it without arguments that returns
+(model, args) or (model, args, kwargs): a model given to fully_shard, and example inputs for its forward.
+If MODULE starts no process group when it is imported, a made-up one of --world ranks takes its place, so that one
+process without GPUs can look at any number of ranks; nothing is communicated, and BUILD must not start another."""
+
+_INSPECT_EXAMPLES = """\
+examples:
+  fsdp-compiled inspect train.py:build
+  fsdp-compiled inspect train.py:build --world 64 --cluster H100 --save report.html timeline.png
+  fsdp-compiled inspect my.package:build --bucket 64MiB --prefetch 2 --in-flight-bytes 1GiB
+  fsdp-compiled inspect train.py:build --bucket unit --explain --save capture.json
+
+train.py:
+  def build():
+      model = Transformer()
+      for layer in model.layers:
+          fully_shard(layer)
+      fully_shard(model)
+      return model, (torch.zeros(8, 512, dtype=torch.int64),)
+
+files: .html is a page that needs nothing else, .json the data, .trace.json a trace for Perfetto or
+chrome://tracing, .png a picture of the timelines.
+
+exit status: 0, or 2 for a mistake in the command or in what BUILD returns."""
+
+_DOCTOR = """\
+Look at versions, compilers, devices, torch's settings and Inductor's custom-pass slots, and say what stands in
+the way. Each line begins with ok, with note for what is worth knowing, or with problem for what fails or hangs."""
+
+_DOCTOR_EXAMPLES = "exit status: 0, or 1 if there is any problem."
+
+_EXAMPLES = """\
+examples:
+  fsdp-compiled doctor
+  fsdp-compiled inspect train.py:build --save report.html
+
+fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors take one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; ``command`` of what it returns is the one that was given."""
+    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_formatter)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    _add_inspect(commands)
+    commands.add_parser(
+        "doctor",
+        help="say what on this machine stands in the way",
+        description=_DOCTOR,
+        epilog=_DOCTOR_EXAMPLES,
+        formatter_class=_formatter,
+    )
+    return parser
+
+
+def _formatter(prog: str) -> argparse.HelpFormatter:
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=WIDTH)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser(
+        "inspect",
+        usage="%(prog)s MODULE:BUILD [options]",
+        help="compile a model and print its schedule",
+        description=_INSPECT,
+        epilog=_INSPECT_EXAMPLES,
+        formatter_class=_formatter,
+    )
+    parser.add_argument("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
+    parser.add_argument("--world", type=int, metavar="N", help=f"ranks of the made-up process group ({WORLD})")
+    parser.add_argument("--rank", type=int, metavar="N", help="this process's rank in it (0)")
+    parser.add_argument("--explain", action="store_true", help="first say what each unit does, and why")
+    parser.add_argument("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=_SAVE)
+    group = parser.add_argument_group(
+        "schedule", "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
+    )
+    group.add_argument(
+        "--bucket",
+        type=_or_bytes("auto", "unit", "none"),
+        default="auto",
+        metavar="auto|unit|none|BYTES",
+        help="shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes",
+    )
+    group.add_argument(
+        "--prefetch",
+        type=_or_count("auto"),
+        default="auto",
+        metavar="auto|N",
+        help="all-gathers launched ahead of use",
+    )
+    group.add_argument(
+        "--in-flight-bytes",
+        type=_or_bytes("auto"),
+        default="auto",
+        metavar="auto|BYTES",
+        help="bound on bytes gathered and not freed, and gradients waiting to be reduced",
+    )
+    group.add_argument(
+        "--keep-unsharded-bytes",
+        type=_or_bytes(),
+        default=0,
+        metavar="BYTES",
+        help="of parameters that stay unsharded from forward to backward (0)",
+    )
+    group.add_argument(
+        "--cluster",
+        choices=CLUSTERS,
+        metavar="NAME",
+        help=f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)",
+    )
+
+
+_SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+_SAVE = f"also save the capture as {_SUFFIXES}"
+
+_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+
+
+def byte_size(text: str) -> int:
+    """Return the bytes that ``65536``, ``64MiB``, ``1.5GiB`` or ``10 MB`` mean.
+
+    Raises:
+        ValueError: ``text`` is no such number.
+    """
+    digits = text.strip().rstrip("iIbBkKmMgGtT ")
+    unit = text.strip()[len(digits) :].strip().lower()
+    if not digits.replace(".", "", 1).isdecimal() or unit not in _UNITS:
+        raise ValueError(f"expected a number of bytes such as 65536, 64MiB or 1GiB, got {text!r}")
+    size = float(digits) * _UNITS[unit]
+    if size != int(size):
+        raise ValueError(f"expected whole bytes, got {text!r}, which is {size}")
+    return int(size)
+
+
+def _or_bytes(*words: str) -> Callable[[str], int | str]:
+    return _or(byte_size, words)
+
+
+def _or_count(*words: str) -> Callable[[str], int | str]:
+    return _or(_count, words)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"expected a number, got {text!r}")
+    return int(text)
+
+
+def _or(number: Callable[[str], int], words: Sequence[str]) -> Callable[[str], int | str]:
+    def parse(text: str) -> int | str:
+        if text in words:
+            return text
+        try:
+            return number(text)
+        except ValueError as error:
+            expected = " or ".join([*map(repr, words), ""])
+            raise argparse.ArgumentTypeError(str(error).replace("expected ", f"expected {expected}")) from None
+
+    return parse
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.name.endswith(SUFFIXES):
+        raise argparse.ArgumentTypeError(f"expected a file that ends in {_SUFFIXES}, got {text!r}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    return path

@@ -1,0 +1,128 @@
+"""The three ways to give a schedule, and what stays of the user's own configuration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config, custom_graph_pass
+
+import fsdp_compiled
+from fsdp_compiled import SchedulePolicy, fully_shard, passes
+from tests.graphs import sequence
+
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "mm")
+SLOTS = ("joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+class Spy(custom_graph_pass.CustomGraphPass):
+    """A user's pass that writes down what it sees; without a uuid, compile caches are off and it always runs."""
+
+    def __init__(self) -> None:
+        self.seen = []
+
+    def __call__(self, graph) -> None:
+        self.seen.append(sequence(graph, *COLLECTIVES))
+
+    def uuid(self):
+        return None
+
+
+@pytest.fixture
+def spy(fake_group):
+    """In the last slot beside our passes, which are taken out and put back around the test."""
+    passes.uninstall()
+    before = {slot: getattr(config, slot) for slot in SLOTS}
+    config.post_grad_custom_post_pass = spy = Spy()
+    yield spy
+    passes.uninstall()
+    assert config.post_grad_custom_post_pass is spy
+    for slot, value in before.items():
+        setattr(config, slot, value)
+    passes.install()
+
+
+def sharded():
+    torch.manual_seed(0)
+    model = Net()
+    for layer in model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def seen(spy, call):
+    torch._dynamo.reset()
+    spy.seen.clear()
+    call(torch.randn(4, 8)).sum().backward()
+    return list(spy.seen)
+
+
+def test_all_three_ways_give_the_same_schedule(spy):
+    model = sharded()
+    plain = seen(spy, torch.compile(model, fullgraph=True))
+    assert len(plain) == 2
+    assert seen(spy, fsdp_compiled.compile(model, fullgraph=True)) == plain
+    assert seen(spy, torch.compile(model, fullgraph=True, options=fsdp_compiled.options())) == plain
+    assert seen(spy, fsdp_compiled.compile(model, fullgraph=True, mode="default", schedule=SchedulePolicy())) == plain
+
+
+def test_a_schedule_holds_for_one_compile_only(spy):
+    model, units = sharded(), SchedulePolicy(bucket="unit")
+    plain = seen(spy, torch.compile(model, fullgraph=True))
+    for call in (
+        fsdp_compiled.compile(model, schedule=units, fullgraph=True),
+        torch.compile(model, fullgraph=True, options=fsdp_compiled.options(units)),
+    ):
+        forward, _ = seen(spy, call)
+        assert forward.count("all_gather_into_tensor") == 3 > plain[0].count("all_gather_into_tensor")
+    assert seen(spy, torch.compile(model, fullgraph=True)) == plain
+
+
+def test_options_of_the_user_are_kept(spy):
+    with pytest.raises(RuntimeError, match="Unexpected optimization option no_such_option"):
+        fsdp_compiled.compile(sharded(), options={"no_such_option": 3})
+    user, units = Spy(), SchedulePolicy(bucket="unit")
+    options = {"pre_grad_custom_pass": user}
+    forward, _ = seen(spy, fsdp_compiled.compile(sharded(), schedule=units, fullgraph=True, options=options))
+    assert forward.count("all_gather_into_tensor") == 3
+    assert len(user.seen) == 1
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="backend: expected 'inductor', got 'eager'; only Inductor runs"):
+        fsdp_compiled.compile(Net(), backend="eager")
+    with pytest.raises(ValueError, match="mode: expected None beside options, got 'max-autotune'"):
+        fsdp_compiled.compile(Net(), mode="max-autotune", options={"max_fusion_size": 3})
+    with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got dict"):
+        fsdp_compiled.options({"bucket": "unit"})
+    with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got str"):
+        fsdp_compiled.compile(Net(), schedule="unit")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "text"),
+    [
+        ({"bucket": "big"}, ValueError, "bucket: expected 'auto' or 'unit' or 'none' or an integer of at least 1"),
+        ({"bucket": 0}, ValueError, "bucket: .* got 0"),
+        ({"bucket": 1.5}, TypeError, "bucket: .* got 1.5 of float"),
+        ({"prefetch": -1}, ValueError, "prefetch: expected 'auto' or an integer of at least 0, got -1"),
+        ({"prefetch": True}, TypeError, "prefetch: .* got True of bool"),
+        ({"in_flight_bytes": 0}, ValueError, "in_flight_bytes: expected 'auto' or an integer of at least 1, got 0"),
+        ({"keep_unsharded_bytes": "auto"}, ValueError, "keep_unsharded_bytes: expected an integer of at least 0"),
+        ({"cluster": "H100"}, TypeError, "cluster: expected a Cluster or None, got str"),
+    ],
+)
+def test_a_policy_is_checked_when_made(fields, error, text):
+    with pytest.raises(error, match=f"SchedulePolicy.{text}"):
+        SchedulePolicy(**fields)

@@ -1,0 +1,71 @@
+"""Estimated times, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_compiled.passes import CLUSTERS, Cluster, Link, cost
+from tests.builder import Builder
+
+LINK = Link(latency_us=10.0, hop_us=2.0, bytes_per_s=1e9, reduce_factor=1.5, knee_bytes=10_000)
+TOY = Cluster("toy", 2e12, 1e12, 1e12, 3.0, LINK, Link(50.0, 5.0, 1e8), ranks_per_node=4)
+
+
+def test_a_collective_is_latency_and_a_rings_bytes():
+    assert LINK.collective_us(4000, world=1) == 0.0
+    assert LINK.collective_us(4000, world=4) == pytest.approx(10 + 3 * 2 + 3.0)
+    assert LINK.collective_us(4000, world=4, reduces=True) == pytest.approx(10 + 3 * 2 + 4.5)
+    assert LINK.collective_us(20_000, world=2) == pytest.approx(10 + 2 + 2 * 10.0)  # past the knee
+
+
+def test_compute_is_the_longer_of_flops_and_traffic():
+    b = Builder()
+    x, y = b.input("x", 1000, 1000), b.input("y", 1000, 1000)
+    product = b.call(torch.ops.aten.mm.default, x, y)
+    assert cost.node_us(product, TOY) == pytest.approx(2e9 / 1e12 / 0.7 * 1e6)
+    small = b.call(torch.ops.aten.mm.default, b.input("a", 2, 2), b.input("c", 2, 2))
+    assert cost.node_us(small, TOY) == 3.0  # no product is faster than a kernel
+    total = b.call(torch.ops.aten.add.Tensor, x, y)
+    assert cost.node_us(total, TOY) == pytest.approx(4e6 / 1e12 / 0.7 * 1e6)
+    assert cost.node_us(b.call(torch.ops.aten.t.default, x), TOY) == 0.0
+    half = b.call(torch.ops.aten.mm.default, *(b.input(n, 1000, 1000, dtype=torch.bfloat16) for n in "pq"))
+    assert cost.node_us(half, TOY) == pytest.approx(2e9 / 2e12 / 0.7 * 1e6)
+
+
+def test_the_link_follows_the_groups_ranks():
+    assert TOY.link("unknown", 4) is TOY.intra
+    assert TOY.link("unknown", 5) is TOY.inter
+    dist.init_process_group("fake", rank=0, world_size=8)
+    try:
+        mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
+        assert TOY.link(mesh.get_group("shard").group_name, 4) is TOY.intra
+        assert TOY.link(mesh.get_group("replicate").group_name, 2) is TOY.inter
+    finally:
+        dist.destroy_process_group()
+
+
+def test_detection(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    found = cost.detect(torch.device("cpu"))
+    assert (found.name, found.ranks_per_node) == ("CPU", 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 141GB HBM3e")
+    assert cost.detect(torch.device("cuda", 0)).name == "H200"
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some new card")
+    assert cost.detect(torch.device("cuda", 0)).name == "H100"
+
+
+def test_the_clusters_that_ship():
+    assert set(CLUSTERS) == {"CPU", "H100", "H200", "A100", "B200"}
+    for name, cluster in CLUSTERS.items():
+        assert cluster.name == name
+        assert cluster.intra.bytes_per_s >= cluster.inter.bytes_per_s
+
+
+def test_bad_numbers():
+    with pytest.raises(ValueError, match=r"Link.bytes_per_s: expected more than 0, got 0"):
+        Link(1.0, 1.0, 0)
+    with pytest.raises(ValueError, match=r"Cluster.taken_from_compute: expected 0 to 1, got 2"):
+        Cluster("x", 1, 1, 1, 1, LINK, LINK, taken_from_compute=2)
