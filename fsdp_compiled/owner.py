@@ -20,7 +20,6 @@ from torch._dynamo.eval_frame import skip_code
 
 from .param import FSDPParam, ShardedState
 
-
 _copies = count()  # of functions, to tell their code apart
 
 

@@ -119,6 +119,7 @@ def _memory(graph: CapturedGraph, lanes: Lanes, scale: Scale, y: float) -> Itera
         is_late = peak.at.start_us > 0.85 * scale.end_us
         place = scale.x(peak.at.end_us) - 4 if is_late else scale.x(peak.at.start_us) + 4
         under = y + MEMORY - height(peak.bytes) + 14
+        under = under if under < y + MEMORY - 4 else y + MEMORY - height(peak.bytes) - 5  # over a low curve instead
         yield _text("note end" if is_late else "note", place, under, f"peak {figures.size(peak.bytes)}")
 
 
