@@ -6,7 +6,7 @@ node p runs, and the position after the last one is the end of the graph. It mus
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -223,14 +223,14 @@ def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dic
 
 def _with_reductions_in_flight(load: Load, clock: Sequence[float]) -> list[int]:
     """Return :func:`least_bytes`, with each reduction's until it is done by itself."""
-    used = least_bytes(load)
+    end = len(load.compute_us)
+    change = [0] * (end + 2)
     for reduction in load.reductions:
         busy_us = reduction.us * (1 - load.taken_from_compute)
-        position = reduction.ready
-        while position < len(load.compute_us) and clock[position] - clock[reduction.ready] < busy_us:
-            used[position] += reduction.bytes
-            position += 1
-    return used
+        done = bisect_left(clock, clock[reduction.ready] + busy_us, reduction.ready, end)
+        change[reduction.ready] += reduction.bytes
+        change[done] -= reduction.bytes
+    return [least + busy for least, busy in zip(least_bytes(load), accumulate(change), strict=False)]
 
 
 def _link_backlog(load: Load) -> list[float]:
