@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import json
+import sys
+
+import bench_passes
 import data
+import inspect_graphs
+import own_pass
 import pytest
 import torch
+import torch.distributed as dist
 from model import PRESETS, Config, Llama
+from torch import nn
 from train import warmup_and_cosine
 from view import plot_losses
 
 from fsdp_compiled import fully_shard
+from fsdp_compiled.inspect import explain
 from tests.training import TINY
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Calls an example's ``main`` with arguments and returns what it prints; it starts a process group itself."""
+
+    def call(example, *args):
+        monkeypatch.setattr(sys, "argv", [example.__file__, *map(str, args)])
+        torch._dynamo.reset()
+        example.main()
+        return capsys.readouterr().out
+
+    yield call
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def test_the_standard_library_is_the_default_text():
@@ -87,3 +111,62 @@ def test_groups_of_heads_divide():
     for config in (*PRESETS.values(), Config()):
         assert config.width % config.heads == 0
         assert config.heads % config.kv_heads == 0
+
+
+def two_units(layers, width):
+    """What compiles sooner than a decoder block does."""
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    fully_shard(model[0])
+    return fully_shard(model), (torch.ones(2, width),)
+
+
+def test_inspect_graphs_saves_a_capture_and_compares_schedules(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(inspect_graphs, "build", two_units)
+    out = run(inspect_graphs, "--width", 32, "--bucket", "unit", "--out", tmp_path / "new")
+    assert {path.name for path in (tmp_path / "new").iterdir()} == set(inspect_graphs.FILES)
+    assert all(path.stat().st_size for path in (tmp_path / "new").iterdir())
+    titles, collectives, exposed, peak = out.splitlines()[-4:]
+    assert titles.split() == ["bucket", "unit", "bucket", "auto"]
+    assert collectives.split() == ["collectives", "4", "2"]  # backward reads no weight of the first layer
+    assert exposed.startswith("exposed") and peak.startswith("peak")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_inspected_llama_has_a_unit_for_each_block():
+    model, (tokens, targets) = inspect_graphs.build()
+    assert [unit.name for unit in explain(model).units] == ["Llama", "blocks.0", "blocks.1"]
+    assert model(tokens, targets).shape == ()
+
+
+@pytest.mark.parametrize("width", ["0", "-32", "48", "wide"])
+def test_inspect_graphs_wants_whole_heads(run, width):
+    with pytest.raises(SystemExit):
+        run(inspect_graphs, "--width", width)
+
+
+def test_own_pass_leaves_nothing_between_a_launch_and_its_wait(run):
+    lines = run(own_pass, "--layers", 1).splitlines()
+    assert [line.split(":")[0].strip() for line in lines] == [
+        *("forward", "scheduled", "serialized"),
+        *("backward", "scheduled", "serialized"),
+        "one training step done",
+    ]
+    for scheduled, serialized in (lines[1:3], lines[4:6]):
+        before, after = scheduled.split()[1:], serialized.split()[1:]
+        assert sorted(set(before)) == sorted(set(after))
+        launches = [index for index, sign in enumerate(after) if sign[0] in "GR"]
+        assert len(launches) > 1
+        for index in launches:
+            assert after[index + 1] == after[index].replace("G", "W").replace("R", "V")
+
+
+def test_bench_passes_times_every_pass_at_every_depth(run, tmp_path):
+    run(bench_passes, "--layers", 2, 1, "--json", tmp_path / "figures.json")
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    names = ["Reshard", "Normalize", "Bucket", "Lower", "Reorder", "Pin", "(checks)", "total"]
+    assert [(row["name"], row["layers"]) for row in rows] == [(name, layers) for name in names for layers in (1, 2)]
+    for row in rows:
+        assert row["seconds"] > 0 and row["nodes"] > 100
+    for shallow, deep in zip(rows[::2], rows[1::2], strict=True):
+        assert shallow["growth"] == 1.0
+        assert deep["nodes"] > shallow["nodes"]
