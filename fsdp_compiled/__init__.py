@@ -5,24 +5,43 @@ from .api import (
     fully_shard_with_compiled_compute,
     register_fsdp_forward_method,
 )
+from .collectives import AllGather, Comm, ReduceScatter
 from .compiling import compile, options
 from .errors import FSDPError
-from .module import FSDPModule, UnshardHandle
+from .mesh import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+)
+from .module import FSDPModule, UnshardHandle, share_comm_ctx
 from .optim import step_on_shards
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 
 __all__ = [
+    "AllGather",
     "CPUOffloadPolicy",
+    "Comm",
+    "DDPMeshInfo",
+    "DataParallelMeshDims",
+    "DataParallelMeshInfo",
     "FSDPError",
+    "FSDPMeshInfo",
     "FSDPModule",
+    "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReduceScatter",
     "SchedulePolicy",
+    "ShardPlacementResult",
     "UnshardHandle",
     "compile",
     "fully_shard",
     "fully_shard_with_compiled_compute",
     "options",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
     "step_on_shards",
 ]

@@ -15,6 +15,7 @@ from .arguments import (
     ShardPlacementFn,
     check_device,
     check_options,
+    check_shared,
     check_whole_units_below,
     checked_modules,
     checked_reshard,
@@ -23,12 +24,12 @@ from .arguments import (
     modules_outside_units,
 )
 from .compiling import core_hash
-from .mesh import data_parallel_mesh
+from .mesh import DataParallelMeshDims, FSDPMeshInfo, data_parallel_mesh
 from .module import FSDPModule, make_fsdp_module
 from .owner import own
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .state import FSDPState, new_unit_name, states_below
+from .state import FSDPState, new_unit_name, state_of, states_below, units_of
 from .unit import UnitStatus
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
@@ -43,7 +44,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleOrModules:
     """Shard a module's parameters over the ranks of a mesh; the module becomes one unit.
 
@@ -58,13 +59,15 @@ def fully_shard(
             shards over all ranks.
         reshard_after_forward: free unsharded parameters after forward and gather them again in backward
             (True), or keep them (False). None is False for the outermost unit and True for all others; without
-            gradients, where no backward will come, it is True for all in uncompiled forwards.
-        shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, or None for
-            ``Shard(0)``. Only dimension 0 may be uneven.
+            gradients, where no backward will come, it is True for all in uncompiled forwards. A number N keeps
+            parameters sharded over N neighbouring ranks, over which backward gathers.
+        shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, None for
+            ``Shard(0)``, or a ``ShardPlacementResult`` for another mesh too. Only dimension 0 may be uneven.
         mp_policy: dtypes of communication and compute.
-        offload_policy: only the default, no offload, is implemented.
+        offload_policy: where shards, gradients and optimizer state live.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: not implemented.
+        dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where it has others, and parameters are
+            DTensors on it. With replicate dimensions only, parameters are replicated and gradients averaged.
 
     Returns:
         ``module`` itself.
@@ -78,26 +81,47 @@ def fully_shard(
         NotImplementedError: an option that does not exist yet.
     """
     modules = checked_modules(module)
-    check_options(mp_policy, offload_policy, ignored_params, shard_placement_fn, dp_mesh_dims)
-    mesh_info = data_parallel_mesh(mesh)
+    check_options(mp_policy, offload_policy, ignored_params, shard_placement_fn)
+    mesh_info = data_parallel_mesh(mesh, dp_mesh_dims)
     reshard = checked_reshard(reshard_after_forward, mesh_info)
     found = managed_parameters(modules, ignored_params or set())
-    plan = PlacementPlan(mesh_info, mp_policy, shard_placement_fn)
-    placements = [plan.placement(name, param) for name, param, _ in found]
-    check_whole_units_below(modules)
     check_device(mesh_info)
+    plan = PlacementPlan(mesh_info, mp_policy, offload_policy, shard_placement_fn)
+    placements = [plan.placement(name, param) for name, param, _ in found.own]
+    for name, taken, _ in found.shared:
+        check_shared(name, taken, plan.default)
+    check_whole_units_below(modules)
 
     _move_to_device(modules, mesh_info.device, ignored_params or set())
     status = UnitStatus(new_unit_name(modules), reshard_after_forward=bool(reshard))
+    if isinstance(mesh_info, FSDPMeshInfo) and not isinstance(reshard, bool | None):
+        status.post_forward_mesh = mesh_info.with_smaller_groups(reshard)
     params = [
         FSDPParam(info, placement, status, name, param)
-        for (name, param, info), placement in zip(found, placements, strict=True)
+        for (name, param, info), placement in zip(found.own, placements, strict=True)
     ]
-    state = FSDPState(modules, params, mp_policy, reshard, status, mesh_info.device)
+    state = FSDPState(modules, params, mp_policy, reshard is None, status, mesh_info.device)
     _take_over(modules, state)
+    for _, taken, places in found.shared:
+        _borrow(state, taken, places)
     _adopt_units_below(modules, state)
     passes.install(core_hash())
     return module
+
+
+def _unit_state(module: nn.Module) -> FSDPState:
+    """Return the state of the unit that ``module`` was given to ``fully_shard`` for.
+
+    Raises:
+        ValueError: it was given to none.
+    """
+    state = state_of(module)
+    if state is None:
+        raise ValueError(f"{type(module).__name__}: expected a module given to fully_shard, got one without state")
+    return state
+
+
+fully_shard.state = _unit_state  # type: ignore[attr-defined]
 
 
 def fully_shard_with_compiled_compute(
@@ -175,6 +199,17 @@ def _take_over(modules: Sequence[nn.Module], state: FSDPState) -> None:
         own(module, params, state)
     for module in modules:
         make_fsdp_module(module, state)
+
+
+def _borrow(state: FSDPState, param: FSDPParam, places: Sequence[tuple[nn.Module, str]]) -> None:
+    """Share a parameter of another unit with modules of this one."""
+    (lender,) = [unit for unit in units_of(param.info.module) if param in unit.params]
+    state.borrow(lender, param, places)
+    owned: dict[nn.Module, dict[str, FSDPParam]] = {}
+    for module, name in places:
+        owned.setdefault(module, {})[name] = param
+    for module, params in owned.items():
+        own(module, params, state)
 
 
 def _adopt_units_below(modules: Sequence[nn.Module], state: FSDPState) -> None:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from .mesh import DataParallelMeshInfo
+from .extension import check_extension, is_extended
+from .mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from .module import FSDPModule
 from .owner import ShardedModule
-from .param import ParamModuleInfo, TakenOriginal
+from .param import FSDPParam, ParamModuleInfo, TakenOriginal
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .spmd import local_of
 from .state import states_below
 from .unit import ParamPlacement
 
-ShardPlacementFn = Callable[[nn.Parameter], Shard | None]
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 def checked_modules(module: Any) -> list[nn.Module]:
@@ -57,17 +60,12 @@ def check_options(
     offload_policy: object,
     ignored_params: object,
     shard_placement_fn: object,
-    dp_mesh_dims: object,
 ) -> None:
-    """Raise TypeError for a wrong type and NotImplementedError for an option that does not exist yet."""
+    """Raise TypeError for a wrong type."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy, got {mp_policy!r}")
     if not isinstance(offload_policy, OffloadPolicy):
         raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise NotImplementedError("offload_policy: CPUOffloadPolicy is not implemented yet")
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("dp_mesh_dims is not implemented yet; pass a 1-D or 2-D mesh")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"shard_placement_fn: expected a function or None, got {shard_placement_fn!r}")
     if ignored_params is None:
@@ -79,8 +77,8 @@ def check_options(
             raise TypeError(f"ignored_params: expected parameters, got a {type(param).__name__} among them")
 
 
-def checked_reshard(value: object, mesh_info: DataParallelMeshInfo) -> bool | None:
-    """Return ``reshard_after_forward`` as True, False or None; group sizes of 1 and of all ranks are those."""
+def checked_reshard(value: object, mesh_info: DataParallelMeshInfo) -> bool | int | None:
+    """Return ``reshard_after_forward``; group sizes of 1 and of all ranks become False and True."""
     if value is None or isinstance(value, bool):
         return value
     if not isinstance(value, int):
@@ -91,11 +89,14 @@ def checked_reshard(value: object, mesh_info: DataParallelMeshInfo) -> bool | No
     world = mesh_info.shard_world
     if value < 1 or world % value:
         raise ValueError(f"reshard_after_forward: expected a divisor of the shard world size {world}, got {value}")
-    if value not in (1, world):
+    if value in (1, world):
+        return value == world
+    if mesh_info.mesh.size() != dist.get_world_size():
         raise NotImplementedError(
-            f"reshard_after_forward={value}: resharding to a smaller group is not implemented yet; use True or False"
+            f"reshard_after_forward={value}: a smaller group is not implemented for a mesh of "
+            f"{mesh_info.mesh.size()} of {dist.get_world_size()} ranks; use True or False"
         )
-    return value == world
+    return value
 
 
 def check_whole_units_below(modules: Sequence[nn.Module]) -> None:
@@ -121,22 +122,53 @@ def check_device(mesh_info: DataParallelMeshInfo) -> None:
         )
 
 
-FoundParameter = tuple[str, nn.Parameter, ParamModuleInfo]
+Place = tuple[nn.Module, str]
 
 
-def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[FoundParameter]:
-    """Return (name, parameter, places) of every parameter below ``modules`` that no unit has taken yet."""
+@dataclass(frozen=True)
+class FoundParameters:
+    """What a new unit is about.
+
+    Args:
+        own: (name, parameter, places) of every parameter that no unit has taken yet.
+        shared: (name, parameter of another unit, places in this one).
+    """
+
+    own: list[tuple[str, nn.Parameter, ParamModuleInfo]]
+    shared: list[tuple[str, FSDPParam, list[Place]]]
+
+
+def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> FoundParameters:
+    """Return the parameters below ``modules`` and outside the units there."""
     places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
     for prefix, module in modules_outside_units(modules):
         for name, param in module._parameters.items():
             if param is not None and param not in ignored and not is_managed(module, name):
                 places.setdefault(param, []).append((f"{prefix}{name}", module, name))
-    found = []
+    found = FoundParameters([], [])
     for param, ((full_name, module, name), *others) in places.items():
+        shared = [(m, n) for _, m, n in others]
+        taken = next((ref.taken_by for ref in weakref.getweakrefs(param) if isinstance(ref, TakenOriginal)), None)
+        if taken is not None:
+            found.shared.append((full_name, taken, [(module, name), *shared]))
+            continue
         _check_parameter(full_name, param)
-        shared = tuple((m, n) for _, m, n in others)
-        found.append((full_name, param, ParamModuleInfo(module, name, shared)))
+        found.own.append((full_name, param, ParamModuleInfo(module, name, tuple(shared))))
     return found
+
+
+def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
+    """Raise ValueError unless a unit that shares another's parameter means to shard it the same way."""
+    for what, there, here in (
+        ("mesh", taken.placement.mesh_info.mesh, placement.mesh_info.mesh),
+        ("mp_policy", taken.placement.mp_policy, placement.mp_policy),
+        ("offload_policy", taken.placement.offload, placement.offload),
+    ):
+        if there != here:
+            raise ValueError(
+                f"{name}: is the same parameter as {taken.name} of unit {taken.status.name}; expected the same "
+                f"{what} for both, got {there} there and {here} here"
+            )
 
 
 def modules_outside_units(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
@@ -159,17 +191,6 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
-    taken = next((ref.taken_by for ref in weakref.getweakrefs(param) if isinstance(ref, TakenOriginal)), None)
-    if taken is not None:
-        raise NotImplementedError(
-            f"{name}: is the same parameter as {taken.name} of another unit; parameters tied across units are not "
-            "implemented yet; give both modules to one call: fully_shard([a, b])"
-        )
-    if isinstance(param, DTensor):
-        raise NotImplementedError(
-            f"{name}: is already a DTensor with placements {param.placements}; sharding on top of tensor "
-            "parallelism is not implemented yet"
-        )
     if param.dim() == 0:
         raise ValueError(
             f"{name}: expected at least 1 dimension, got a scalar; make it a 1-D parameter of one element"
@@ -183,37 +204,98 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Decides each parameter's shard dimension."""
+    """Decides each parameter's mesh and shard dimension."""
 
     mesh_info: DataParallelMeshInfo
     mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
     choose: ShardPlacementFn | None
 
     def placement(self, name: str, param: nn.Parameter) -> ParamPlacement:
         """Return how to shard ``param``.
 
         Raises:
-            TypeError: ``choose`` returned something other than a Shard or None.
-            ValueError: the parameter has no such dimension, or it is uneven and not dimension 0.
+            TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None.
+            ValueError: the parameter has no such dimension, it is uneven and not dimension 0, or a DTensor on a
+                mesh that does not fit.
         """
-        chosen = None if self.choose is None else self.choose(param)
-        if chosen is None:
-            return ParamPlacement(self.mesh_info, 0, self.mp_policy)
-        if type(chosen) is not Shard:
-            raise TypeError(f"{name}: expected shard_placement_fn to return a Shard or None, got {chosen!r}")
-        return ParamPlacement(self.mesh_info, self._checked_dim(name, param, chosen.dim), self.mp_policy)
+        info, dim = self._chosen(name, param)
+        check_dtensor(name, param, info)
+        check_extension(name, local_of(param.detach()))
+        dim = _checked_dim(name, local_of(param), dim, info.shard_world)
+        return replace(self.default, mesh_info=info, dim=dim, device=info.device)
 
-    def _checked_dim(self, name: str, param: nn.Parameter, dim: int) -> int:
-        if not -param.dim() <= dim < param.dim():
-            raise ValueError(
-                f"{name}: expected a shard dimension of a {param.dim()}-D parameter, got Shard({dim}); use "
-                f"Shard(0) to Shard({param.dim() - 1})"
+    @property
+    def default(self) -> ParamPlacement:
+        """How the unit shards a parameter unless told otherwise."""
+        offload = self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
+        return ParamPlacement(self.mesh_info, 0, self.mp_policy, self.mesh_info.device, offload)
+
+    def _chosen(self, name: str, param: nn.Parameter) -> tuple[DataParallelMeshInfo, int]:
+        chosen = None if self.choose is None else self.choose(param)
+        info = self.mesh_info
+        if isinstance(chosen, ShardPlacementResult):
+            info, chosen = chosen.mesh_info or info, chosen.placement
+            if not isinstance(info, FSDPMeshInfo):
+                raise ValueError(
+                    f"{name}: expected ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo, got "
+                    f"{type(info).__name__}"
+                )
+        if chosen is None:
+            return info, 0
+        if type(chosen) is not Shard:
+            raise TypeError(
+                f"{name}: expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got "
+                f"{chosen!r}"
             )
-        dim %= param.dim()
-        world = self.mesh_info.shard_world
-        if dim > 0 and param.shape[dim] % world:
+        return info, chosen.dim
+
+
+def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
+    if not -local.dim() <= dim < local.dim():
+        raise ValueError(
+            f"{name}: expected a shard dimension of a {local.dim()}-D parameter, got Shard({dim}); use "
+            f"Shard(0) to Shard({local.dim() - 1})"
+        )
+    dim %= local.dim()
+    if dim > 0 and local.shape[dim] % world:
+        raise ValueError(
+            f"{name}: dim {dim} ({local.shape[dim]}) must be divisible by {world} shards for Shard({dim}); "
+            "use Shard(0) or pad the parameter"
+        )
+    return dim
+
+
+def check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
+    """Raise ValueError unless ``param``, a DTensor or not, fits the data-parallel mesh."""
+    if not isinstance(param, DTensor):
+        if info.spmd_mesh is not None and info.spmd_mesh.size() != info.mesh.size():
             raise ValueError(
-                f"{name}: dim {dim} ({param.shape[dim]}) must be divisible by {world} shards for Shard({dim}); "
-                "use Shard(0) or pad the parameter"
+                f"{name}: expected a DTensor on the mesh given to fully_shard, since dp_mesh_dims leaves out some of "
+                f"its dimensions {info.spmd_mesh.mesh_dim_names}, got a plain parameter; use distribute_module first"
             )
-        return dim
+        return
+    mesh = param.device_mesh
+    if mesh.device_type != info.mesh.device_type:
+        raise ValueError(
+            f"{name}: expected a DTensor on a {info.mesh.device_type} mesh as given to fully_shard, got one on "
+            f"{mesh.device_type}"
+        )
+    if is_extended(local_of(param)):
+        raise NotImplementedError(f"{name}: all-gather extensions on top of tensor parallelism are not implemented")
+    if info.dp_mesh_dims is None:
+        if mesh.mesh_dim_names is None or info.mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"{name}: expected meshes with dimension names for a parameter that is a DTensor already, got {mesh} "
+                f"and {info.mesh}; take both from one init_device_mesh(..., mesh_dim_names=...)"
+            )
+        return
+    if mesh != info.spmd_mesh:
+        raise ValueError(f"{name}: expected a DTensor on the mesh given to fully_shard, {info.spmd_mesh}, got {mesh}")
+    for role, names in (("shard", info.dp_mesh_dims.shard_names), ("replicate", info.dp_mesh_dims.replicate_names)):
+        for dim_name in names:
+            placement = param.placements[mesh.mesh_dim_names.index(dim_name)]  # type: ignore[union-attr]
+            if not placement.is_replicate():
+                raise ValueError(
+                    f"{name}: expected Replicate() on data-parallel {role} dimension {dim_name!r}, got {placement}"
+                )

@@ -5,6 +5,7 @@ It knows units only by what they can be asked; it must not know hooks or paramet
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
@@ -33,30 +34,37 @@ class TrainingState(Enum):
 
 @dataclass(eq=False)
 class FSDPCommContext:
-    """Communication under way among the units of a model: at most one unit's reduction."""
+    """Communication under way among the units of one model, or of several that share it.
 
-    reducing: FSDPState | None = None
+    Args:
+        max_reducing: units whose reductions may be under way at a time; each holds its gradients meanwhile.
+    """
+
+    max_reducing: int = 1
+    reducing: deque[FSDPState] = field(default_factory=deque)
 
     def start_reduce(self, state: FSDPState) -> None:
-        """Launch a unit's reductions, after finishing those of the unit before it."""
-        self.finish_reduce()
+        """Launch a unit's reductions, after finishing the oldest of too many before it."""
+        while len(self.reducing) >= self.max_reducing:
+            self._finish_oldest()
         for group in state.groups:
             group.launch_reduce()
-        self.reducing = state
+        self.reducing.append(state)
 
     def finish_reduce(self) -> None:
         """Wait for the reductions under way and let their gradients land."""
-        if self.reducing is not None:
-            for group in self.reducing.groups:
-                group.wait_reduce()
-        self.reducing = None
+        while self.reducing:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        for group in self.reducing.popleft().groups:
+            group.wait_reduce()
 
     def drop_reduce(self) -> None:
         """Forget the reductions under way; their results land nowhere."""
-        if self.reducing is not None:
-            for group in self.reducing.groups:
+        while self.reducing:
+            for group in self.reducing.popleft().groups:
                 group.drop_reduce()
-        self.reducing = None
 
 
 @dataclass(eq=False)
@@ -68,12 +76,24 @@ class FSDPStateContext:
         comm: communication under way.
         post_forward_order: units whose forward ended in this step and whose backward is to come.
         callback_queued: the autograd engine will call ``finish_backward`` when this backward ends.
+        is_last_backward: whether that call waits for all reductions, or leaves them to a later backward.
+        post_optim_event: what the next forward of the root waits for before it gathers.
     """
 
     states: list[FSDPState]
     comm: FSDPCommContext = field(default_factory=FSDPCommContext)
     post_forward_order: list[FSDPState] = field(default_factory=list)
     callback_queued: bool = False
+    is_last_backward: bool = True
+    post_optim_event: torch.Event | None = None
+
+    def begin_forward(self) -> None:
+        """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
+        if self.is_last_backward:
+            self.post_forward_order.clear()
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
 
     def queue_finish(self) -> None:
         """Have the autograd engine call ``finish_backward`` when the backward under way ends."""
@@ -91,13 +111,22 @@ class FSDPStateContext:
         for state in reversed(self.states):
             if state.training_state is TrainingState.PRE_BACKWARD:
                 state.post_backward()
-            elif state.status.reduce_grads and any(param.pending_grad is not None for param in state.params):
+            elif state.has_gradients:
                 self.comm.start_reduce(state)
-        self.comm.finish_reduce()
+        if self.is_last_backward:
+            self._finish_reductions()
+            self.post_forward_order.clear()
         for state in self.states:
             state.end_backward()
-        self.post_forward_order.clear()
         self.callback_queued = False
+
+    def _finish_reductions(self) -> None:
+        self.comm.finish_reduce()
+        groups = [group for state in self.states for group in state.groups]
+        for group in groups:
+            group.launch_replica_reduce()
+        for group in groups:
+            group.wait_reduce()
 
     def reset(self, drop_pending: bool) -> None:
         """Return to the state between two steps after an exception; ``drop_pending`` forgets stored gradients too."""

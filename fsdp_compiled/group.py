@@ -5,19 +5,43 @@ It knows the order of one group's operations; it must not know modules' hooks or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-from .collectives import Group, PendingGather, PendingReduction, launch_gather, launch_reduction
+from .collectives import (
+    PendingGather,
+    PendingReduction,
+    launch_gather,
+    launch_reduction,
+    launch_replica_reduction,
+)
+from .layout import ShardLayout
 from .param import FSDPParam, ShardedState
+from .passes.ir import Route
 from .unit import UnitStatus
+
+
+@dataclass
+class _Gather:
+    """One collective of a group: who sends what, and the result under way."""
+
+    route: Route
+    params: list[tuple[FSDPParam, int]] = field(default_factory=list)  # and which of its outputs
+    shards: list[Tensor] = field(default_factory=list)
+    layouts: list[ShardLayout] = field(default_factory=list)
+    pending: PendingGather | None = None
+
+    def launch(self) -> None:
+        self.pending = launch_gather(self.shards, self.layouts, self.route)
+        self.shards.clear()
 
 
 @dataclass(eq=False)
 class FSDPParamGroup:
-    """Parameters of one unit with equal mesh and dtypes.
+    """Parameters of one unit, or shared among units, with equal mesh and dtypes.
 
     Args:
         params: at least one.
@@ -26,98 +50,150 @@ class FSDPParamGroup:
 
     params: Sequence[FSDPParam]
     status: UnitStatus
-    _gather: PendingGather | None = field(default=None, repr=False)
-    _reduction: tuple[list[FSDPParam], PendingReduction] | None = field(default=None, repr=False)
+    _gathers: list[_Gather] = field(default_factory=list, repr=False)
+    _reductions: list[tuple[list[FSDPParam], PendingReduction]] = field(default_factory=list, repr=False)
 
     @property
-    def is_sharded(self) -> bool:
-        """Whether the sharded parameters are registered."""
-        return self.params[0].state is ShardedState.SHARDED
-
-    @property
-    def _route_group(self) -> Group:
-        info = self.params[0].placement.mesh_info
-        return Group(info.shard_group, info.shard_world, info.replicate_group, info.replicate_world)
+    def is_unsharded(self) -> bool:
+        """Whether the unsharded parameters are registered."""
+        return self.params[0].state is ShardedState.UNSHARDED
 
     def launch_unshard(self) -> None:
         """Start the group's all-gather unless it is unsharded or under way."""
-        if not self.is_sharded or self._gather is not None:
+        if self.is_unsharded or self._gathers:
             return
         with torch.no_grad():
-            shards = [param.leaf for param in self.params]
-            layouts = [param.layout for param in self.params]
-            self._gather = launch_gather(shards, layouts, self.params[0].dtypes[0], self._route_group)
+            self._gathers = self._new_gathers()
+            for gather in self._gathers:
+                gather.launch()
+
+    def _new_gathers(self) -> list[_Gather]:
+        """Return one collective per dtype that is sent; only all-gather extensions send several."""
+        found: dict[torch.dtype, _Gather] = {}
+        for param in self.params:
+            shards, layouts, route = param.all_gather_inputs()
+            for number, (shard, layout) in enumerate(zip(shards, layouts, strict=True)):
+                dtype = route.dtype if param.extension is None else shard.dtype
+                gather = found.setdefault(dtype, _Gather(route.in_dtype(dtype)))
+                gather.params.append((param, number))
+                gather.shards.append(shard)
+                gather.layouts.append(layout)
+        return list(found.values())
 
     def wait_unshard(self) -> None:
-        """Finish the all-gather and register the unsharded parameters."""
-        if self._gather is None:
+        """Finish the all-gathers and register the unsharded parameters."""
+        if not self._gathers:
             return
+        gathers, self._gathers = self._gathers, []
         # Memory first allocated under inference_mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
-            self._gather.wait([param.allocate() for param in self.params])
-        self._gather = None
-        for param in self.params:
-            param.to_unsharded()
+            outputs = {param: param.allocate(*_outputs_of(param, gathers)) for param in self.params}
+            for gather in gathers:
+                assert gather.pending is not None
+                gather.pending.wait([outputs[param][number] for param, number in gather.params])
+            for param in self.params:
+                param.to_unsharded()
 
     def reshard(self) -> None:
-        """Register the sharded parameters and free the unsharded ones; an all-gather under way is dropped."""
-        if self._gather is not None:
-            self._gather.drop()
-            self._gather = None
-        if not self.is_sharded:
-            for param in self.params:
+        """Register the sharded parameters and free all others; an all-gather under way is dropped."""
+        for gather in self._gathers:
+            if gather.pending is not None:
+                gather.pending.drop()
+        self._gathers = []
+        if any(user.hooked for user in self.params[0].users):
+            return  # a unit that shares these parameters is using them
+        for param in self.params:
+            if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
 
     @torch.no_grad()
+    def reshard_post_forward(self) -> None:
+        """As :meth:`reshard`, but keep shards over the smaller group if there is one."""
+        if self.status.post_forward_mesh is None or not self.is_unsharded:
+            self.reshard()
+        elif not any(user.hooked for user in self.params[0].users):
+            for param in self.params:
+                param.to_sharded_post_forward()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait to be reduced, wholly or over replicas."""
+        return any(param.pending_grad is not None or param.has_unsharded_grad for param in self.params)
+
+    @torch.no_grad()
     def launch_reduce(self) -> None:
-        """Start averaging the gradients that eager backward left, or store them while sync is off."""
+        """Start reducing the gradients that backward left, or store them while sync is off."""
         if not self.status.reduce_grads:
             for param in self.params:
                 grad = param.take_unsharded_grad()
                 if grad is not None:
                     param.store(grad)
             return
-        ready = [(param, grad) for param in self.params if (grad := _total_gradient(param)) is not None]
+        ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
         if not ready:
             return
         params = [param for param, _ in ready]
-        pending = launch_reduction(
-            [grad for _, grad in ready],
-            [param.layout for param in params],
-            params[0].dtypes[1],
-            self._route_group,
-        )
-        self._reduction = (params, pending)
+        route = params[0].route if self.status.all_reduce_grads else params[0].route.over_shards_only()
+        pending = launch_reduction([grad for _, grad in ready], [param.layout for param in params], route)
+        self._reductions.append((params, pending))
 
-    def wait_reduce(self) -> None:
-        """Finish the reduction and add the results to the sharded parameters' gradients."""
-        if self._reduction is None:
+    @torch.no_grad()
+    def launch_replica_reduce(self) -> None:
+        """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
+        if not self.status.all_reduce_grads:
             return
-        params, pending = self._reduction
-        self._reduction = None
-        for param, grad in zip(params, pending.wait([p.leaf.dtype for p in params]), strict=True):
-            param.land(grad)
+        parts = [(param, part) for param in self.params if (part := param.take_partial()) is not None]
+        if parts:
+            params = [param for param, _ in parts]
+            layouts = [param.layout for param in params]
+            pending = launch_replica_reduction([part for _, part in parts], layouts, params[0].route)
+            self._reductions.append((params, pending))
+
+    @torch.no_grad()
+    def wait_reduce(self) -> None:
+        """Finish the reductions and add the results to the sharded parameters' gradients."""
+        reductions, self._reductions = self._reductions, []
+        for params, pending in reductions:
+            if self.status.all_reduce_grads:
+                carried = [param.take_partial() for param in params]
+                for param, grad in zip(params, pending.wait([p.leaf.dtype for p in params], carried), strict=True):
+                    param.land(grad)
+            else:
+                for param, grad in zip(params, pending.wait([p.dtypes[1] for p in params]), strict=True):
+                    param.store_partial(grad.clone())
 
     def drop_reduce(self) -> None:
-        """Wait for the reduction under way and forget its result."""
-        if self._reduction is not None:
-            self._reduction[1].wait([param.leaf.dtype for param in self._reduction[0]])
-        self._reduction = None
+        """Wait for the reductions under way and forget their results."""
+        for params, pending in self._reductions:
+            pending.wait([param.leaf.dtype for param in params])
+        self._reductions = []
+
+    def _total_gradient(self, param: FSDPParam) -> Tensor | None:
+        grad, pending = param.take_unsharded_grad(), param.take_pending()
+        if grad is None:
+            if pending is None and self.status.reduce_unused and param.sharded_param.requires_grad:
+                return torch.zeros(param.layout.shape, dtype=param.dtypes[0], device=param.placement.device)
+            return pending
+        return grad if pending is None else pending.add_(grad.to(pending.dtype))
 
 
-def _total_gradient(param: FSDPParam) -> torch.Tensor | None:
-    grad = param.take_unsharded_grad()
-    if grad is None:
-        return param.take_pending()
-    pending = param.take_pending()
-    return grad if pending is None else pending.add_(grad.to(pending.dtype))
+def _outputs_of(param: FSDPParam, gathers: Sequence[_Gather]) -> tuple[list[ShardLayout], list[torch.dtype]]:
+    """Return layouts and dtypes of a parameter's outputs, in order."""
+    found = {
+        number: (layout, gather.route.dtype)
+        for gather in gathers
+        for (owner, number), layout in zip(gather.params, gather.layouts, strict=True)
+        if owner is param
+    }
+    return [found[number][0] for number in sorted(found)], [found[number][1] for number in sorted(found)]
 
 
 def group_params(params: Sequence[FSDPParam], status: UnitStatus) -> list[FSDPParamGroup]:
     """Divide a unit's parameters into groups of equal mesh and dtypes, in order of first appearance."""
-    groups: dict[object, list[FSDPParam]] = {}
+    groups: dict[Hashable, list[FSDPParam]] = {}
     for param in params:
         info = param.placement.mesh_info
-        key = (info.shard_group, info.replicate_group, info.shard_world, param.leaf.dtype, *param.dtypes)
+        shared = param if len(param.users) > 1 else None
+        key = (info.shard_group, info.replicate_group, info.shard_world, param.leaf.dtype, *param.dtypes, shared)
         groups.setdefault(key, []).append(param)
     return [FSDPParamGroup(members, status) for members in groups.values()]

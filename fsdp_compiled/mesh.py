@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
+
+# Second groups of the same ranks, and meshes of smaller ones, by the process group they belong to. Units share
+# them, as communicators are dear.
+_reduce_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_smaller_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which dimensions of a full mesh are data parallel.
+
+    Args:
+        shard: name, or names, of the dimensions over which parameters are sharded.
+        replicate: name, or names, of those over which they are replicated.
+
+    Raises:
+        ValueError: both are None.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.shard is None and self.replicate is None:
+            raise ValueError("dp_mesh_dims: at least one of shard and replicate must be given, got neither")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """The sharding dimensions' names."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """The replicating dimensions' names."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
 
 
 @dataclass(frozen=True)
@@ -18,6 +58,8 @@ class DataParallelMeshInfo:
         mesh: one rank per device.
         shard_mesh_dim: mesh dimension over which parameters are sharded, or None.
         replicate_mesh_dim: mesh dimension over which shards are replicated, or None.
+        dp_mesh_dims: the names of these dimensions in ``spmd_mesh``.
+        spmd_mesh: the full mesh on which the original parameters are DTensors, or None.
 
     Raises:
         ValueError: both dimensions are None.
@@ -26,6 +68,8 @@ class DataParallelMeshInfo:
     mesh: DeviceMesh
     shard_mesh_dim: int | None = None
     replicate_mesh_dim: int | None = None
+    dp_mesh_dims: DataParallelMeshDims | None = None
+    spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
@@ -64,12 +108,30 @@ class DataParallelMeshInfo:
         """Name of the process group that replicates; "" where it would have one rank."""
         return self._group_name(self.replicate_mesh_dim)
 
-    def placements(self, dim: int) -> tuple[Placement, ...]:
-        """Return the DTensor placements of a parameter sharded along its dimension ``dim``."""
+    def placements(self, sharded: Placement) -> tuple[Placement, ...]:
+        """Return DTensor placements over ``mesh``: ``sharded`` where it shards, replicated elsewhere."""
         by_mesh_dim: list[Placement] = [Replicate()] * self.mesh.ndim
         if self.shard_mesh_dim is not None:
-            by_mesh_dim[self.shard_mesh_dim] = Shard(dim)
+            by_mesh_dim[self.shard_mesh_dim] = sharded
         return tuple(by_mesh_dim)
+
+    def with_smaller_groups(self, size: int) -> FSDPMeshInfo:
+        """Return the same ranks with groups of ``size`` neighbours that shard; the first call makes their groups."""
+        made = _smaller_meshes.setdefault(self.mesh.get_group(self.shard_mesh_dim), {})
+        if size not in made:
+            made[size] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, size))
+        return HSDPMeshInfo(made[size], shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def new_reduce_scatter_group(self) -> str:
+        """Make a second process group of the ranks that shard and return its name; every rank must call it."""
+        if self.shard_world == 1:
+            return ""
+        shard_group = self.mesh.get_group(self.shard_mesh_dim)
+        made = _reduce_groups.get(shard_group)
+        if made is None:
+            ranks = dist.get_process_group_ranks(shard_group)
+            made = _reduce_groups[shard_group] = dist.new_group(ranks, use_local_synchronization=True)
+        return made.group_name
 
     def _group_name(self, mesh_dim: int | None) -> str:
         if mesh_dim is None or self.mesh.size(mesh_dim) == 1:
@@ -110,21 +172,38 @@ class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Parameters are sharded over one mesh dimension, and the shards replicated over the other."""
 
 
-def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMeshInfo:
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """What ``shard_placement_fn`` may return: a dimension, and a mesh other than the unit's.
+
+    Args:
+        placement: the dimension to shard.
+        mesh_info: the parameter's own data-parallel mesh; None for the unit's.
+    """
+
+    placement: Shard
+    mesh_info: FSDPMeshInfo | None = None
+
+
+def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
     """Return the roles of the dimensions of ``mesh`` as ``fully_shard`` takes them.
 
     Args:
         mesh: 1-D, sharding; or 2-D with names, (replicate, shard). None makes a 1-D mesh over the default
             process group, which is initialised if need be.
+        dims: which dimensions of a mesh of any number of named dimensions are data parallel.
 
     Raises:
-        TypeError: not a DeviceMesh.
-        ValueError: other than one or two dimensions, or a 2-D mesh without dimension names.
+        TypeError: not a DeviceMesh, or not DataParallelMeshDims.
+        ValueError: other than one or two dimensions, a 2-D mesh without dimension names, or a name in ``dims``
+            that the mesh does not have.
     """
-    if mesh is None:
+    if mesh is None and dims is None:
         mesh = _default_mesh()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh or None, got {mesh!r} of {type(mesh).__name__}")
+    if dims is not None:
+        return _named_mesh(mesh, dims)
     if mesh.ndim == 1:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
     if mesh.ndim != 2:
@@ -135,6 +214,30 @@ def data_parallel_mesh(mesh: DeviceMesh | None) -> DataParallelMeshInfo:
     if mesh.mesh_dim_names is None:
         raise ValueError(f"mesh: a 2-D mesh needs mesh_dim_names, got {mesh}; name them in init_device_mesh")
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _named_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    if not isinstance(dims, DataParallelMeshDims):
+        raise TypeError(f"dp_mesh_dims: expected DataParallelMeshDims or None, got {dims!r}")
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"mesh: dp_mesh_dims needs a mesh with mesh_dim_names, got {mesh}")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise ValueError(f"dp_mesh_dims: expected names among {mesh.mesh_dim_names}, got {name!r}")
+    if not dims.shard_names:
+        return DDPMeshInfo(_one_dim(mesh, dims.replicate_names), None, 0, dims, mesh)
+    shard = _one_dim(mesh, dims.shard_names)
+    if not dims.replicate_names:
+        return FSDPMeshInfo(shard, 0, None, dims, mesh)
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to put two submeshes side by side.
+    both = DeviceMesh._concatenate([_one_dim(mesh, dims.replicate_names), shard])
+    return HSDPMeshInfo(both, 1, 0, dims, mesh)
+
+
+def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    if mesh.mesh_dim_names == names and len(names) == 1:
+        return mesh
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def _default_mesh() -> DeviceMesh:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from .collectives import AllGather, ReduceScatter
 from .owner import TracedCall, rebase
 from .policy import require_bool
 from .state import FSDPState, state_of, states_below
@@ -67,7 +69,7 @@ class FSDPModule:
         """
         require_bool("requires_gradient_sync", requires_gradient_sync)
         for state in _states(self, recurse):
-            state.set_reduce_grads(requires_gradient_sync)
+            state.set_reduction(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free (True) or keep (False) unsharded parameters between forward and backward.
@@ -111,6 +113,150 @@ class FSDPModule:
         """
         _state(self).backward_prefetch = _states_of("set_modules_to_backward_prefetch", modules)
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients over replicas too (True), or over the shard group only and accumulate that (False).
+
+        For hybrid sharding with several micro-batches. The next backward with all-reduce on reduces what was
+        accumulated, in ``reduce_dtype``, whichever units it reaches itself.
+
+        Raises:
+            TypeError: not a bool.
+        """
+        require_bool("requires_all_reduce", requires_all_reduce)
+        for state in _states(self, recurse):
+            state.set_reduction(all_reduce_grads=requires_all_reduce)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Say whether the next backward ends the step; if not, it does not wait for its last reductions.
+
+        Raises:
+            TypeError: not a bool.
+        """
+        require_bool("is_last_backward", is_last_backward)
+        _state(self)._lazy_init().is_last_backward = is_last_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Gather this unit in an uncompiled backward (True), or not, since its backward reads no parameter (False).
+
+        An embedding is such a unit. Compiled graphs gather only what they read and need no such hint.
+
+        Raises:
+            TypeError: not a bool.
+        """
+        require_bool("unshard_in_backward", unshard_in_backward)
+        _state(self).status.unshard_in_backward = unshard_in_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor`` rather than by the number of ranks.
+
+        A compiled model recompiles at its next call.
+
+        Raises:
+            TypeError: not a number.
+            ValueError: not positive.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            raise TypeError(f"factor: expected a number, got {factor!r} of {type(factor).__name__}")
+        if not factor > 0:
+            raise ValueError(f"factor: expected a positive number, got {factor}; gradients are divided by it")
+        _state(self).configure(divide_factor=float(factor))
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """Do what :meth:`set_gradient_divide_factor` does, under its older name."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let this unit's gradients be summed by the collectives and divided by a kernel of its own.
+
+        Raises:
+            TypeError: not a bool.
+        """
+        require_bool("enable", enable)
+        _state(self).configure(sum_only=enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Let trainable parameters that a backward does not reach get gradients of zeros (True) or none (False).
+
+        With it, ranks that use different parameters in a step still make the same uncompiled reductions.
+
+        Raises:
+            TypeError: not a bool.
+        """
+        require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for state in _states(self, recurse):
+            state.status.reduce_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Let reductions of so many units be under way at a time in an uncompiled backward; the default is 1.
+
+        The largest number that any unit of the model was given holds.
+
+        Raises:
+            TypeError: not an int.
+            ValueError: less than 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+        for state in _states(self, recurse):
+            state.set_max_reducing(max_input_buffers)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Give reduce-scatters a process group of their own, or take it away; call it on every rank.
+
+        All-gathers and reduce-scatters of one NCCL communicator run one after the other.
+
+        Raises:
+            TypeError: not a bool.
+            ValueError: parameters are only replicated.
+        """
+        require_bool("enable", enable)
+        for state in _states(self, recurse):
+            state.set_separate_reduce_group(enable)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:
+        """Gather this unit's parameters by ``comm``, in graphs too, where it is an opaque node.
+
+        Raises:
+            TypeError: not an AllGather.
+        """
+        _state(self).set_gather_comm(_checked("comm", comm, AllGather))
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Reduce this unit's gradients over shards by ``comm``, in graphs too, where it is an opaque node.
+
+        Raises:
+            TypeError: not a ReduceScatter.
+        """
+        _state(self).set_reduce_comm(_checked("comm", comm, ReduceScatter))
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
+        """Call ``hook`` on each reduced, flat, not yet divided gradient row of this unit, which it may change.
+
+        It runs after the reduce-scatter, and after the all-reduce over replicas if there are any. A compiled graph
+        may put several parameters of the unit in one row, or one.
+
+        Raises:
+            TypeError: not callable.
+            NotImplementedError: ``stream`` is given.
+        """
+        if not callable(hook):
+            raise TypeError(f"hook: expected a function, got {hook!r}")
+        if stream is not None:
+            raise NotImplementedError("FSDPModule.set_all_reduce_hook: stream is not implemented yet")
+        _state(self).set_reduce_hook(hook)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the root's next uncompiled forward wait for ``event`` before it gathers.
+
+        Raises:
+            TypeError: not a torch.Event.
+        """
+        if not hasattr(event, "wait"):
+            raise TypeError(f"event: expected a torch.Event, got {event!r}")
+        _state(self)._lazy_init().post_optim_event = event
+
     def reset_iter_state(self) -> None:
         """Return to the state between two steps after an exception in forward or backward.
 
@@ -129,30 +275,20 @@ class FSDPModule:
             )
         state.reset_iteration(drop_pending=True)
 
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept what FSDP2's users set: all-gathers here are always asynchronous operations."""
+        require_bool("async_op", async_op)
+
     def _get_fsdp_state(self) -> FSDPState:
         return _state(self)
 
 
 _NOT_YET = (
     "finalize_backward",
-    "set_all_reduce_hook",
     "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_force_sum_reduction_for_comms",
-    "set_gradient_divide_factor",
-    "set_is_last_backward",
     "set_keep_unsharded_storage",
     "set_manual_backward_finalization",
-    "set_post_optim_event",
-    "set_reduce_scatter_divide_factor",
-    "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params",
-    "set_requires_all_reduce",
-    "set_separate_reduce_scatter_group",
     "set_symm_mem_for_comm",
-    "set_unshard_in_backward",
-    "_set_unshard_async_op",
 )
 
 
@@ -173,6 +309,24 @@ def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
     """Give ``module`` its unit's state and the methods of FSDPModule."""
     module.__dict__["_fsdp_state"] = state
     rebase(module, add=(FSDPModule, TracedCall))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several models share what bounds the communication under way; for pipeline stages of one rank.
+
+    Raises:
+        TypeError: not a list.
+        ValueError: one of them was not given to ``fully_shard``.
+    """
+    states = _states_of("share_comm_ctx", modules)
+    for state in states[1:]:
+        state._lazy_init().comm = states[0]._lazy_init().comm
+
+
+def _checked(name: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{name}: expected an {kind.__name__}, got {value!r} of {type(value).__name__}")
+    return value
 
 
 def _state(module: FSDPModule) -> FSDPState:

@@ -76,9 +76,9 @@ def _reader(name: str) -> property:
     def read(module: ShardedModule) -> Tensor | None:
         param = module._fsdp_params[name]
         if torch.compiler.is_compiling():
-            if not param.status.hooked:
+            if not (param.status.hooked or (param.is_lent and param.is_hooked)):
                 return param.gathered()
-        elif module._fsdp_calling and param.state is ShardedState.SHARDED:
+        elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return param.gathered()
         return module._parameters[name]  # type: ignore[attr-defined]
 

@@ -7,35 +7,37 @@ or streams.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import InitVar, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, replace
 from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0: DTensor(local, spec) costs a few microseconds where the public
-# DTensor.from_local costs ten times that for every gradient of every step.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
 from . import collectives
+from .collectives import padded_shard, take_shard
 from .errors import FSDPError
+from .extension import AllGatherExtension, is_extended
 from .layout import ShardLayout
-from .passes.ir import Route
+from .passes.ir import Route, reduction_for
+from .pending import PendingGrad
 from .policy import resolved
+from .spmd import local_of, outer_parallelism, sharded_spec
 from .unit import ParamPlacement, UnitStatus
-from .unsharded import UnshardedParam
+from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
 
 
 class ShardedState(Enum):
     """Which tensor is registered on the modules, and so which memory a parameter holds.
 
     SHARDED: the DTensor; only this rank's shard has memory.
+    SHARDED_POST_FORWARD: the DTensor; beside the shard, a larger one over a smaller group has memory.
     UNSHARDED: the plain tensor used in compute; the shard and the whole parameter have memory.
     """
 
     SHARDED = auto()
+    SHARDED_POST_FORWARD = auto()
     UNSHARDED = auto()
 
 
@@ -83,57 +85,56 @@ class FSDPParam:
 
     def __post_init__(self, first: nn.Parameter) -> None:
         self._original = TakenOriginal(first, self)
+        self.users = [self.status]  # of every unit that has modules which share it
+        self.is_lent = False  # whether there is more than one
         mesh_info = self.placement.mesh_info
-        self.layout = ShardLayout(tuple(first.shape), self.placement.dim, mesh_info.shard_world)
+        whole = local_of(first.detach())
+        self.outer = outer_parallelism(mesh_info, first)
+        self.layout = ShardLayout(tuple(whole.shape), self.placement.dim, mesh_info.shard_world)
         self._length = self.layout.length(mesh_info.shard_rank)  # of this rank's shard, without padding
+        self._reduce_group = ""
         self.state = ShardedState.SHARDED
         self.sharded_param: nn.Parameter  # DTensor
-        self.leaf: nn.Parameter  # padded shard; shares storage with the DTensor's local tensor
-        self._unsharded: UnshardedParam | None = None  # made by the first eager gather
-        self._sink: nn.Parameter | None = None  # leaf without memory; its .grad is the pending gradient
-        padded = self._cut(first.detach())
-        self._link(nn.Parameter(self._as_dtensor(padded), requires_grad=first.requires_grad), padded)
+        self.shard: Tensor  # padded; shares storage with the DTensor's local tensor
+        self.leaf: nn.Parameter  # the shard as graphs read it; its gradient lands
+        self._unsharded: Unsharded | None = None  # made by the first eager gather
+        self._post_forward: tuple[Tensor, Route] | None = None  # padded shard over the smaller group, and its way
+        self._pending: PendingGrad | None = None  # unsharded gradients, while sync is off
+        self._partial: PendingGrad | None = None  # gradients that only the shard group has reduced
+        padded = take_shard(whole, self.layout, mesh_info.shard_rank)
+        if self.placement.offload is not None and padded.device.type != "meta":
+            padded = padded.cpu().pin_memory() if self.placement.offload.pin_memory else padded.cpu()
+        spec = sharded_spec(mesh_info, first, self.placement.dim)
+        sharded = DTensor(self._unpadded(padded), spec, requires_grad=False)
+        self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded)
         self._register(self.sharded_param)
 
     # ---- sharded ----
 
-    def _cut(self, whole: Tensor) -> Tensor:
-        """Return this rank's padded shard of ``whole``, contiguous and in memory of its own."""
-        layout, rank = self.layout, self.placement.mesh_info.shard_rank
-        mine = whole.narrow(layout.dim, layout.offset(rank), self._length)
-        return self._padded(mine.clone(memory_format=torch.contiguous_format))
-
-    def _padded(self, local: Tensor) -> Tensor:
-        if tuple(local.shape) == self.layout.shard_shape:
-            return local.contiguous()
-        padded = local.new_zeros(self.layout.shard_shape)
-        padded.narrow(self.layout.dim, 0, local.shape[self.layout.dim]).copy_(local)
-        return padded
-
     def _unpadded(self, padded: Tensor) -> Tensor:
         return padded if self._length == self.layout.chunk else padded.narrow(self.layout.dim, 0, self._length)
-
-    def _as_dtensor(self, padded: Tensor) -> DTensor:
-        return DTensor(self._unpadded(padded), self._spec(padded.dtype), requires_grad=False)
-
-    def _spec(self, dtype: torch.dtype) -> DTensorSpec:
-        shape = torch.Size(self.layout.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        mesh_info = self.placement.mesh_info
-        placements = mesh_info.placements(self.layout.dim)
-        return DTensorSpec(mesh_info.mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
 
     def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded
-        self._padded_shard = padded
-        self._grad_spec = sharded._spec  # type: ignore[attr-defined]
+        self.shard = padded
+        self._local = local_of(sharded)
+        self._spec = sharded._spec  # type: ignore[attr-defined]
         differentiable = padded.is_floating_point() or padded.is_complex()
-        self.leaf = nn.Parameter(padded, requires_grad=differentiable)
+        self.extension = self._new_extension() if is_extended(padded) else None
+        # A tensor subclass is no argument for our operators; its gradients land on a plain leaf without memory.
+        plain = padded if self.extension is None else _without_memory(padded)
+        self.leaf = nn.Parameter(plain, requires_grad=differentiable)
         if differentiable:
             self.leaf.register_post_accumulate_grad_hook(self._land)
-        self._sink = self._unsharded = None
+        self._pending = self._partial = self._unsharded = None
         self.publish()
+
+    def _new_extension(self) -> AllGatherExtension:
+        policy, mesh, module = self.placement.mp_policy, self.placement.mesh_info.mesh, self.info.module
+        outer = (self._spec.tensor_meta.shape, self._spec.tensor_meta.stride)
+        dtype = resolved(policy, self.shard.dtype)[0]
+        return AllGatherExtension(self.shard, mesh, module, policy, outer, dtype)
 
     def relink(self) -> None:
         """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
@@ -143,39 +144,55 @@ class FSDPParam:
             ValueError: it has another shape or placement.
         """
         current = self.info.module._parameters[self.info.name]
-        if self.state is not ShardedState.SHARDED or current is None:
+        if self.state is ShardedState.UNSHARDED or current is None:
             raise FSDPError(f"{self.name}: relinked while {self.state}")
         try:
             self._check_replacement(current)
         except (TypeError, ValueError):
             self._register(self.sharded_param)
             raise
-        local = _local(current)
-        if current is self.sharded_param and _same_memory(local, self._unpadded(self._padded_shard)):
+        local = local_of(current)
+        if current is self.sharded_param and (
+            local is self._local or _same_memory(local, self._unpadded(self.shard))
+        ):
             self._register(current)  # load_state_dict(assign=True) may have parted shared places
             return
-        pending = self.take_pending()
-        padded = self._padded(local.detach())
+        pending, partial = self.take_pending(), self.take_partial()
+        padded = padded_shard(local.detach(), self.layout)
         if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)
         self._register(current)
         if pending is not None:
             self.store(pending.to(self.device))
+        if partial is not None:
+            self.store_partial(partial.to(self.device))
 
     def _check_replacement(self, current: Tensor) -> None:
         if not isinstance(current, DTensor):
             raise TypeError(
                 f"{self.name}: expected a sharded DTensor, got a {type(current).__name__}; assign a DTensor with "
-                f"placements {self._grad_spec.placements}, or load without assign=True"
+                f"placements {self._spec.placements}, or load without assign=True"
             )
-        if tuple(current.shape) != self.layout.shape or current.placements != self._grad_spec.placements:
+        if current.shape != self._spec.shape or current.placements != self._spec.placements:
             raise ValueError(
-                f"{self.name}: expected shape {self.layout.shape} with {self._grad_spec.placements}, got "
+                f"{self.name}: expected shape {tuple(self._spec.shape)} with {self._spec.placements}, got "
                 f"{tuple(current.shape)} with {current.placements}; redistribute it first"
             )
 
     # ---- traced reads ----
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether eager hooks of any unit have gathered it for a module call or backward under way."""
+        return any(user.hooked for user in self.users)
+
+    def lend(self, places: Iterable[tuple[nn.Module, str]], user: UnitStatus) -> None:
+        """Let modules of another unit share it."""
+        self.info = replace(self.info, shared=(*self.info.shared, *places))
+        self.users.append(user)
+        self.is_lent = True
+        self._register(self.sharded_param)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -189,57 +206,124 @@ class FSDPParam:
 
     def publish(self) -> None:
         """Write what a traced read needs into constants; call it after any change of name or policy."""
-        info = self.placement.mesh_info
-        dtype, reduce_dtype = self.dtypes
-        self.route: tuple[object, ...] = Route(
+        self.route = self._route()
+        self.route_args = self.route.args()
+        self.partial_route_args = replace(self.route, sink_is_sharded=True).args()
+
+    def _route(self) -> Route:
+        info, status, (dtype, reduce_dtype) = self.placement.mesh_info, self.status, self.dtypes
+        world = info.shard_world * info.replicate_world
+        scaling = reduction_for(reduce_dtype, world, status.divide_factor, status.sum_only)
+        smaller = status.post_forward_mesh if status.reshard_after_forward else None
+        return Route(
             shape=self.layout.shape,
             dim=self.layout.dim,
             dtype=dtype,
             reduce_dtype=reduce_dtype,
             grad_dtype=self.leaf.dtype,
-            reshard=self.status.reshard_after_forward,
-            unit=self.status.name,
+            reshard=status.reshard_after_forward,
+            unit=status.name,
             param=self.name,
             shard_group=info.shard_group,
             shard_world=info.shard_world,
             replicate_group=info.replicate_group,
             replicate_world=info.replicate_world,
-        ).args()
+            reduce_group=self._reduce_group,
+            pre_divide=scaling.pre_divide,
+            op=scaling.op,
+            post_divide=scaling.post_divide,
+            post_forward_group=smaller.shard_group if smaller else "",
+            post_forward_world=smaller.shard_world if smaller else 0,
+            gather_comm=status.gather_comm,
+            reduce_comm=status.reduce_comm,
+            reduce_hook=status.reduce_hook,
+            device=self.placement.device.type if self.placement.offload else "",
+        )
+
+    def set_reduce_group(self, own: bool) -> None:
+        """Reduce gradients over a process group of its own, or over that of the all-gathers."""
+        self._reduce_group = self.placement.mesh_info.new_reduce_scatter_group() if own else ""
+        self.publish()
 
     def gathered(self) -> Tensor:
         """Return the unsharded parameter as a function of the shard; Dynamo traces this."""
+        if self.extension is not None:
+            return self._gathered_by_extension(self.extension)
         if not self.sharded_param.requires_grad:
-            return collectives.unshard(self.leaf.detach(), None, self.route)
-        return collectives.unshard(self.leaf, None if self.status.reduce_grads else self._sink, self.route)
+            local = collectives.unshard(self.leaf.detach(), None, self.route_args)
+        else:
+            local = collectives.unshard(self.leaf, *self._sink_and_route())
+        return local if self.outer is None else self.outer.wrap(local)
+
+    def _gathered_by_extension(self, extension: AllGatherExtension) -> Tensor:
+        sent, metadata = extension.split()
+        outputs = [
+            collectives.unshard(each, None, self._route_of_input(each).args()).view(-1, *each.shape[1:])
+            for each in sent
+        ]
+        whole, _ = extension.join(outputs, metadata)
+        if not self.sharded_param.requires_grad:
+            return whole
+        return collectives.with_gradient(whole, self.leaf, *self._sink_and_route())
+
+    def _sink_and_route(self) -> tuple[Tensor | None, tuple[object, ...]]:
+        """Return where the gradient goes, if not to the leaf, and how."""
+        if not self.status.reduce_grads and self._pending is not None:
+            return self._pending.leaf, self.route_args
+        if not self.status.all_reduce_grads and self._partial is not None:
+            return self._partial.leaf, self.partial_route_args
+        return None, self.route_args
+
+    def _route_of_input(self, each: Tensor) -> Route:
+        shape = (each.shape[0] * self.layout.world, *each.shape[1:])
+        return replace(self.route, shape=shape, dim=0, dtype=each.dtype, grad_dtype=each.dtype)
 
     # ---- gradients ----
 
     def prepare_to_store(self) -> None:
-        """Make the leaf that takes unsharded gradients while sync is off."""
-        if self._sink is None and self.leaf.requires_grad:
-            one = torch.zeros(1, dtype=self.dtypes[1], device=self.device)
-            self._sink = nn.Parameter(one.expand(self.layout.shape))
-            self._sink.register_post_accumulate_grad_hook(lambda _: self.status.on_landing())
+        """Make the leaves that take gradients while they are not reduced wholly."""
+        if not self.leaf.requires_grad:
+            return
+        dtype, device, landed = self.dtypes[1], self.placement.device, self.status.on_landing
+        if self._pending is None and not self.status.reduce_grads:
+            self._pending = PendingGrad(self.layout.shape, dtype, device, landed)
+        if self._partial is None and not self.status.all_reduce_grads:
+            self._partial = PendingGrad(self.layout.shard_shape, dtype, device, landed)
+
+    @property
+    def has_unsharded_grad(self) -> bool:
+        """Whether eager autograd has left a gradient that no reduction has taken."""
+        return getattr(getattr(self._unsharded, "param", None), "grad", None) is not None
 
     @property
     def pending_grad(self) -> Tensor | None:
         """Unsharded gradient accumulated while sync was off, in the reduce dtype."""
-        return None if self._sink is None else self._sink.grad
+        return None if self._pending is None else self._pending.grad
+
+    @property
+    def partial_grad(self) -> Tensor | None:
+        """Padded gradient that only the shard group has reduced, in the reduce dtype."""
+        return None if self._partial is None else self._partial.grad
 
     def store(self, grad: Tensor) -> None:
         """Add an unsharded gradient to the pending one."""
-        self.prepare_to_store()
-        if self._sink is None:
-            raise FSDPError(f"{self.name}: a gradient came for a parameter of {self.leaf.dtype}")
-        grad = grad.to(self.dtypes[1])
-        self._sink.grad = grad if self._sink.grad is None else self._sink.grad.add_(grad)
+        if self._pending is None:
+            self._pending = PendingGrad(self.layout.shape, self.dtypes[1], grad.device, self.status.on_landing)
+        self._pending.add(grad)
+
+    def store_partial(self, grad: Tensor) -> None:
+        """Add a padded gradient that only the shard group has reduced."""
+        if self._partial is None:
+            self._partial = PendingGrad(self.layout.shard_shape, self.dtypes[1], grad.device, self.status.on_landing)
+        self._partial.add(grad)
 
     def take_pending(self) -> Tensor | None:
         """Return the pending gradient and forget it."""
-        if self._sink is None:
-            return None
-        pending, self._sink.grad = self._sink.grad, None
-        return pending
+        return None if self._pending is None else self._pending.take()
+
+    def take_partial(self) -> Tensor | None:
+        """Return the gradient that only the shard group has reduced, and forget it."""
+        return None if self._partial is None else self._partial.take()
 
     def _land(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
@@ -251,40 +335,81 @@ class FSDPParam:
         if padded is None:
             return
         local = self._unpadded(padded)
+        if local.device != self.device:
+            local = local.to(self.device)
         if self.sharded_param.grad is None:
             # Without DTensor.__init__, which does nothing but leave Dynamo, for 2 us a gradient.
-            self.sharded_param.grad = DTensor.__new__(DTensor, local, self._grad_spec, requires_grad=False)
+            self.sharded_param.grad = DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
         else:
-            _local(self.sharded_param.grad).add_(local)
+            local_of(self.sharded_param.grad).add_(local)
         for hook in (getattr(self.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(self.sharded_param)
 
+    def land_zeros(self) -> None:
+        """Give a trainable parameter that has no gradient one of zeros."""
+        if self.sharded_param.requires_grad and self.sharded_param.grad is None:
+            self.land(torch.zeros(self.layout.shard_shape, dtype=self.leaf.dtype, device=self.device))
+
     # ---- unsharded ----
 
-    def allocate(self) -> Tensor:
-        """Give the unsharded parameter memory and return it, see :meth:`UnshardedParam.allocate`."""
+    def all_gather_inputs(self) -> tuple[list[Tensor], list[ShardLayout], Route]:
+        """Return what this rank sends, how each result is laid out, and the way."""
+        if self._post_forward is not None:
+            shard, route = self._post_forward
+            return [shard], [replace(self.layout, world=route.shard_world)], route
+        if self.extension is None:
+            return [self.shard], [self.layout], self.route
+        sent = list(self.extension.launch())
+        routes = [self._route_of_input(each) for each in sent]
+        return sent, [ShardLayout(route.shape, 0, self.layout.world) for route in routes], self.route
+
+    def allocate(self, layouts: Sequence[ShardLayout], dtypes: Sequence[torch.dtype]) -> Sequence[Tensor]:
+        """Give the all-gather outputs memory and return them, see :class:`Unsharded`."""
         if self._unsharded is None:
-            self._unsharded = UnshardedParam(self.layout, self.dtypes[0], self.device)
-        return self._unsharded.allocate()
+            self._unsharded = self._new_unsharded(layouts, dtypes)
+        return self._unsharded.allocate(layouts)
+
+    def _new_unsharded(self, layouts: Sequence[ShardLayout], dtypes: Sequence[torch.dtype]) -> Unsharded:
+        device = self.placement.device
+        if self.extension is not None:
+            return ExtendedUnsharded(self.extension, layouts, dtypes, device)
+        return UnshardedParam(self.layout, self.dtypes[0], device, self.outer)
 
     def to_unsharded(self) -> None:
         """Register the unsharded parameter, which must have been gathered."""
         if self._unsharded is None:
             raise FSDPError(f"{self.name}: unsharded before it was gathered")
+        self._unsharded.complete()
         self._unsharded.param.requires_grad_(self.sharded_param.requires_grad)
         self._register(self._unsharded.param)
+        self._post_forward = None
         self.state = ShardedState.UNSHARDED
 
     def to_sharded(self) -> None:
-        """Register the sharded parameter and free the unsharded one's memory."""
+        """Register the sharded parameter and free all other memory."""
         self._register(self.sharded_param)
         if self._unsharded is not None:
             self._unsharded.free()
+        self._post_forward = None
         self.state = ShardedState.SHARDED
 
+    def to_sharded_post_forward(self) -> None:
+        """Register the sharded parameter, and keep a shard over the smaller group rather than the whole."""
+        mesh = self.status.post_forward_mesh
+        if mesh is None or self._unsharded is None or self.extension is not None:
+            raise FSDPError(f"{self.name}: expected an unsharded parameter and a smaller group, found {self.state}")
+        whole = local_of(self._unsharded.param.detach())
+        kept = take_shard(whole, replace(self.layout, world=mesh.shard_world), mesh.shard_rank)
+        self.to_sharded()
+        self._post_forward = (kept, self.route.post_forward())
+        self.state = ShardedState.SHARDED_POST_FORWARD
+
     def take_unsharded_grad(self) -> Tensor | None:
-        """Return the gradient that eager autograd accumulated, and forget it."""
-        return None if self._unsharded is None else self._unsharded.take_grad()
+        """Return the gradient that eager autograd accumulated, local and unsharded, and forget it."""
+        if self._unsharded is None or not self.has_unsharded_grad:
+            return None
+        grad, self._unsharded.param.grad = self._unsharded.param.grad, None
+        return grad if grad is None or self.outer is None else self.outer.local_grad(grad)
 
     def _register(self, param: nn.Parameter) -> None:
         for module, name in self.info.places():
@@ -294,12 +419,13 @@ class FSDPParam:
                 setattr(module, name, param)
 
 
-def _local(dtensor: Tensor) -> Tensor:
-    # to_local() would be differentiable, and an in-place change of its result would not reach the DTensor.
-    return dtensor._local_tensor  # type: ignore[attr-defined]
+def _without_memory(like: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:
-    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape:
+    if a is b:
+        return True
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
         return False
     return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())

@@ -6,7 +6,7 @@ reads of parameters bring the gathers into the graph. It must not know how a col
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code  # see owner.py
 
 from .cast import cast_floating, map_tensors, tensors_in
+from .collectives import AllGather, Comm, Hook, ReduceScatter, register
 from .collectives.ops import meta_parameter
 from .context import FSDPStateContext, TrainingState
 from .group import FSDPParamGroup, group_params
@@ -33,7 +34,7 @@ class FSDPState:
         modules: the unit's modules.
         params: its sharded parameters.
         mp_policy: its dtypes.
-        reshard_after_forward: None for False at the outermost unit and True elsewhere.
+        reshards_by_default: reshard after forward if this is not the outermost unit, whatever ``status`` says.
         status: what the parameters read; shared with ``params``.
         device: of this rank.
     """
@@ -43,22 +44,25 @@ class FSDPState:
         modules: Sequence[nn.Module],
         params: Sequence[FSDPParam],
         mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshards_by_default: bool,
         status: UnitStatus,
         device: torch.device,
     ) -> None:
         self.modules = tuple(modules)
         self.params = list(params)
+        self.borrowed: list[tuple[FSDPState, FSDPParam]] = []  # shared with units that have sharded them
         self.mp_policy = mp_policy
         self.status = status
         self.device = device
         self.outermost = self  # until an outer fully_shard adopts this unit
-        self.reshards_by_default = reshard_after_forward is None
+        self.reshards_by_default = reshards_by_default
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
         self._context: FSDPStateContext | None = None
         self._to_run: set[nn.Module] = set()  # modules of a list unit whose forward is still to come
+        self._max_reducing = 1
+        self._custom: dict[str, Comm | Hook] = {}  # keeps alive what routes name
         self._landed = False  # a compiled backward has left gradients of this unit
         status.on_landing = self._on_landing
         self.regroup()
@@ -74,8 +78,24 @@ class FSDPState:
         return self.outermost is self
 
     def regroup(self) -> None:
-        """Divide the parameters into groups anew, after dtypes or devices changed."""
-        self.groups: list[FSDPParamGroup] = group_params(self.params, self.status)
+        """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
+        self._groups: list[FSDPParamGroup] = group_params(self.params, self.status)
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]:
+        """The unit's parameters, and those it borrows, by what shares a collective."""
+        if not self.borrowed:
+            return self._groups
+        return [
+            *self._groups,
+            *(group for lender, p in self.borrowed for group in lender._groups if p in group.params),
+        ]
+
+    def borrow(self, lender: FSDPState, param: FSDPParam, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Let this unit's modules share a parameter that ``lender`` has sharded."""
+        param.lend(places, self.status)
+        lender.regroup()
+        self.borrowed.append((lender, param))
 
     def adopt(self, outer: FSDPState, name: str, param_names: dict[FSDPParam, str]) -> None:
         """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
@@ -98,17 +118,52 @@ class FSDPState:
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Reshard (True) or keep (False) after forward, whether or not this is the root."""
         self.reshards_by_default = False
-        self.status.reshard_after_forward = reshard
+        self.configure(reshard_after_forward=reshard, post_forward_mesh=None)
+
+    def configure(self, **changes: Any) -> None:
+        """Change fields of :class:`UnitStatus` and let parameters and traced reads see it."""
+        for name, value in changes.items():
+            setattr(self.status, name, value)
         self.publish()
 
-    def set_reduce_grads(self, reduce_grads: bool) -> None:
-        """Reduce gradients in backward (True), or accumulate them unsharded (False)."""
+    def set_reduction(self, **changes: bool) -> None:
+        """Change how far backward reduces gradients: ``reduce_grads``, ``all_reduce_grads``."""
         if self._context is not None:
             self._context.recover()
-        self.status.reduce_grads = reduce_grads
-        if not reduce_grads:
-            for param in self.params:
-                param.prepare_to_store()
+        for name, value in changes.items():
+            setattr(self.status, name, value)
+        for param in self.params:
+            param.prepare_to_store()
+
+    def set_max_reducing(self, count: int) -> None:
+        """Let reductions of ``count`` units be under way at a time."""
+        self._max_reducing = count
+        if self._context is not None:
+            self._context.comm.max_reducing = max(state._max_reducing for state in self._context.states)
+
+    def set_separate_reduce_group(self, enable: bool) -> None:
+        """Give reduce-scatters process groups of their own, or take them away; every rank must call it."""
+        for param in self.params:
+            info = param.placement.mesh_info
+            if info.shard_mesh_dim is None:
+                raise ValueError(f"{param.name}: expected a sharded parameter, got one that is only replicated")
+        for param in self.params:
+            param.set_reduce_group(enable)
+
+    def set_gather_comm(self, comm: AllGather) -> None:
+        """Gather by ``comm``."""
+        self._custom["gather"] = comm
+        self.configure(gather_comm=register(comm))
+
+    def set_reduce_comm(self, comm: ReduceScatter) -> None:
+        """Reduce over shards by ``comm``."""
+        self._custom["reduce"] = comm
+        self.configure(reduce_comm=register(comm))
+
+    def set_reduce_hook(self, run: Callable[[Tensor], None]) -> None:
+        """Call ``run`` on reduced rows."""
+        self._custom["hook"] = hook = Hook(run)
+        self.configure(reduce_hook=register(hook))
 
     # ---- unshard and reshard ----
 
@@ -164,7 +219,7 @@ class FSDPState:
             self._to_run = set(self.modules)
             self.training_state = TrainingState.FORWARD
         if self.is_root and not context.callback_queued:
-            context.post_forward_order.clear()
+            context.begin_forward()
         self.unshard()
         self.status.hooked = True
         for state in self.forward_prefetch:
@@ -200,8 +255,11 @@ class FSDPState:
         self.training_state = TrainingState.IDLE
         # Without a backward to come, keeping the root unsharded would only let it grow old, and would show
         # unsharded parameters to an optimizer that is made next.
-        if self.status.reshard_after_forward or (self.reshards_by_default and not torch.is_grad_enabled()):
+        if not torch.is_grad_enabled() and (self.reshards_by_default or self.status.reshard_after_forward):
             self.reshard()
+        elif self.status.reshard_after_forward:
+            for group in self.groups:
+                group.reshard_post_forward()
         if torch.is_grad_enabled() and self._context is not None:
             self._context.post_forward_order.append(self)
 
@@ -227,21 +285,27 @@ class FSDPState:
         context.queue_finish()
         if self.training_state is not TrainingState.PRE_BACKWARD:
             self.training_state = TrainingState.PRE_BACKWARD
-            self.unshard()
-            self.status.hooked = True
+            if self.status.unshard_in_backward:
+                self.unshard()
+                self.status.hooked = True
             self._prefetch_backward(context)
         return grad
 
     def _prefetch_backward(self, context: FSDPStateContext) -> None:
         if self.backward_prefetch is not None:
             for state in self.backward_prefetch:
-                state.launch_unshard()
+                state.prefetch_in_backward()
             return
         order = context.post_forward_order
         while order and order.pop() is not self:
             pass  # units that no gradient reached
         if order:
-            order[-1].launch_unshard()
+            order[-1].prefetch_in_backward()
+
+    def prefetch_in_backward(self) -> None:
+        """Start gathering the unit ahead of its own backward, if it gathers there."""
+        if self.status.unshard_in_backward:
+            self.launch_unshard()
 
     def post_backward(self) -> None:
         """Hand the unit's gradients to the reduction and free its unsharded parameters."""
@@ -251,10 +315,21 @@ class FSDPState:
         self.status.hooked = False
         self._lazy_init().comm.start_reduce(self)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait to be reduced, or zeros are to take part in their place."""
+        if not self.status.reduce_grads:
+            return False
+        unused = self.status.reduce_unused and self.training_state is TrainingState.IDLE and not self._landed
+        return unused or any(group.has_gradients for group in self.groups)
+
     def end_backward(self) -> None:
         """Return to idle; a gather prefetched for a unit that backward did not reach is dropped."""
         self.training_state = TrainingState.IDLE
         self._to_run.clear()
+        if self._landed and self.status.reduce_unused and self.status.reduce_grads:
+            for param in self.params:
+                param.land_zeros()
         if self.status.reshard_after_backward or self._landed:
             self.reshard()  # after a compiled backward, what an eager forward left would grow old
         self._landed = False
@@ -270,6 +345,7 @@ class FSDPState:
             param.take_unsharded_grad()
             if drop_pending:
                 param.take_pending()
+                param.take_partial()
         self.reshard()
         self.training_state = TrainingState.IDLE
         self._to_run.clear()
@@ -285,6 +361,7 @@ class FSDPState:
                 state.check_materialized()
             for state in context.states:
                 state._context = context
+            context.comm.max_reducing = max(state._max_reducing for state in context.states)
             self._context = context
         return self._context
 
@@ -298,6 +375,11 @@ class FSDPState:
         for param in self.params:
             if param.device.type == "meta":
                 raise RuntimeError(meta_parameter(param.name))
+            if param.placement.offload is not None and param.device.type != "cpu":
+                raise RuntimeError(
+                    f"{param.name}: expected a shard on the CPU, as offload_policy says, got one on {param.device}; "
+                    "load it there, or move the model with model.cpu()"
+                )
 
 
 for _hook in (FSDPState._pre_forward, FSDPState._post_forward):
@@ -327,6 +409,11 @@ def states_below(modules: Sequence[nn.Module]) -> list[FSDPState]:
     """Return the states of ``modules`` and of everything below them, outermost first."""
     found = {id(s): s for root in modules for m in root.modules() if (s := state_of(m)) is not None}
     return list(found.values())
+
+
+def units_of(module: nn.Module) -> tuple[FSDPState, ...]:
+    """Return the states of the units that have taken parameters of ``module``."""
+    return module.__dict__.get("_fsdp_units", ())
 
 
 def new_unit_name(modules: Sequence[nn.Module]) -> str:

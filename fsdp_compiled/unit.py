@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from .mesh import DataParallelMeshInfo
-from .policy import MixedPrecisionPolicy
+import torch
+
+from .mesh import DataParallelMeshInfo, FSDPMeshInfo
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy
 
 
 def _nothing() -> None:
@@ -21,23 +23,41 @@ class UnitStatus:
         name: the unit's full name, as far as known.
         hooked: the eager hooks have gathered this unit for the module call or backward under way.
         reshard_after_forward: free (True) or keep (False) unsharded parameters between forward and backward.
+        post_forward_mesh: if they are freed, the smaller groups that hold them sharded until backward.
         reshard_after_backward: free (True) or keep (False) them after backward.
+        unshard_in_backward: whether backward gathers at all.
         reduce_grads: whether backward reduces gradients, or accumulates them unsharded.
+        all_reduce_grads: whether it also reduces them over replicas, or accumulates what the shards reduced.
+        reduce_unused: whether parameters without a gradient take part in the reduction, with zeros.
+        divide_factor: what sums of gradients are divided by; None for the number of ranks.
+        sum_only: whether reductions must not use an averaging collective.
+        gather_comm, reduce_comm, reduce_hook: names of the user's communication, "" for none.
         on_landing: called whenever a compiled backward leaves a gradient of the unit.
     """
 
     name: str
     hooked: bool = False
     reshard_after_forward: bool = True
+    post_forward_mesh: FSDPMeshInfo | None = None
     reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
     reduce_grads: bool = True
+    all_reduce_grads: bool = True
+    reduce_unused: bool = False
+    divide_factor: float | None = None
+    sum_only: bool = False
+    gather_comm: str = ""
+    reduce_comm: str = ""
+    reduce_hook: str = ""
     on_landing: Callable[[], None] = _nothing
 
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """How a parameter is to be sharded: over which mesh, along which dimension, in which dtypes."""
+    """How a parameter is to be sharded: over which mesh, along which dimension, in which dtypes, on which devices."""
 
     mesh_info: DataParallelMeshInfo
     dim: int
     mp_policy: MixedPrecisionPolicy
+    device: torch.device  # of compute
+    offload: CPUOffloadPolicy | None = None

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 from torch import Tensor, nn
 
+from .extension import AllGatherExtension
 from .layout import ShardLayout
+from .spmd import OuterParallelism
+
+
+class Unsharded(Protocol):
+    """What a parameter asks of its unsharded tensor."""
+
+    param: nn.Parameter
+
+    def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
+        """Give the all-gather outputs memory.
+
+        Returns:
+            Flat and padded, of the layouts' ``world * shard_numel`` elements each. Writing to them does not count
+            as a modification, because it restores the values that autograd saved.
+        """
+
+    def complete(self) -> None:
+        """Make the parameter of outputs that have been filled."""
+
+    def free(self) -> None:
+        """Take the memory away, and keep autograd's aliases."""
 
 
 class UnshardedParam:
-    """A plain parameter over storage that is resized between whole and nothing.
+    """A plain parameter, or a DTensor of one, over storage that is resized between whole and nothing.
 
     Autograd saves aliases of the parameter in forward; since the storage stays the same object, filling it again
     before backward gives them their values back.
@@ -17,29 +42,81 @@ class UnshardedParam:
     Args:
         layout: of the sharded parameter.
         dtype: of compute.
-        device: of the shards.
+        device: of compute.
+        outer: other parallelism, of which the gathered tensor is the local part.
     """
 
-    def __init__(self, layout: ShardLayout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layout: ShardLayout, dtype: torch.dtype, device: torch.device, outer: OuterParallelism | None
+    ) -> None:
         self._flat = torch.empty(layout.world * layout.shard_numel, dtype=dtype, device=device)  # 1D, padded
         self._nbytes = self._flat.untyped_storage().nbytes()
-        self.param = nn.Parameter(self._flat[: layout.numel].view(layout.shape), requires_grad=False)
+        local = self._flat[: layout.numel].view(layout.shape)
+        self.param = nn.Parameter(outer.leaf(local) if outer else local, requires_grad=False)
 
-    def allocate(self) -> Tensor:
-        """Give the parameter memory.
-
-        Returns:
-            Flat and padded, of ``world * shard_numel`` elements. Writing to it does not count as a modification,
-            because it restores the values that autograd saved.
-        """
+    def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
+        """Give the parameter memory; see :class:`Unsharded`. Over a smaller group there is less padding."""
         self._flat.untyped_storage().resize_(self._nbytes)
-        return self._flat.data
+        (layout,) = layouts
+        return [self._flat.data[: layout.world * layout.shard_numel]]
+
+    def complete(self) -> None:
+        """Do nothing: the parameter is a view of the output."""
 
     def free(self) -> None:
         """Take the memory away, and keep autograd's aliases."""
         self._flat.untyped_storage().resize_(0)
 
-    def take_grad(self) -> Tensor | None:
-        """Return the gradient that autograd accumulated, and forget it."""
-        grad, self.param.grad = self.param.grad, None
-        return grad
+
+class ExtendedUnsharded:
+    """A parameter that a tensor subclass makes of its all-gather outputs.
+
+    Args:
+        extension: of the parameter.
+        layouts: of the outputs.
+        dtypes: of the outputs.
+        device: of compute.
+    """
+
+    param: nn.Parameter
+
+    def __init__(
+        self,
+        extension: AllGatherExtension,
+        layouts: Sequence[ShardLayout],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+    ) -> None:
+        self._extension = extension
+        self._shapes = [layout.shape for layout in layouts]
+        self._outputs = [
+            torch.empty(layout.world * layout.shard_numel, dtype=dtype, device=device)
+            for layout, dtype in zip(layouts, dtypes, strict=True)
+        ]
+        self._inner: tuple[Tensor, ...] = ()  # what holds the parameter's memory, beside the outputs
+        self._nbytes: dict[Tensor, int] = {}
+        self._made = False
+
+    def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
+        """Give the outputs memory; see :class:`Unsharded`."""
+        for tensor in (*self._outputs, *self._inner):
+            storage = tensor.untyped_storage()
+            storage.resize_(self._nbytes.setdefault(tensor, storage.nbytes()))
+        return [output.data for output in self._outputs]
+
+    def complete(self) -> None:
+        """Make the parameter at first, and fill it afterwards."""
+        outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
+        if not self._made:
+            whole, self._inner = self._extension.land(outputs)
+            self.param = nn.Parameter(whole, requires_grad=False)
+            self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in self._inner}
+            self._made = True
+            return
+        with torch.autograd._unsafe_preserve_version_counter(self.param):  # type: ignore[attr-defined]
+            self._extension.land(outputs, out=self.param)
+
+    def free(self) -> None:
+        """Take the memory away, and keep autograd's aliases."""
+        for tensor in (*self._outputs, *self._inner):
+            tensor.untyped_storage().resize_(0)

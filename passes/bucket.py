@@ -64,11 +64,13 @@ def _work(graph: fx.Graph, nodes: list[fx.Node], cluster: Cluster) -> Work:
 
 
 def _gather_key(route: Route) -> tuple[Hashable, ...]:
-    return route.shard_group, route.shard_world, route.dtype
+    return route.shard_group, route.shard_world, route.dtype, route.gather_comm, route.device
 
 
 def _reduce_key(route: Route) -> tuple[Hashable, ...]:
-    return route.shard_group, route.shard_world, route.replicate_group, route.replicate_world, route.reduce_dtype
+    groups = (route.scatter_group, route.shard_world, route.replicate_group, route.replicate_world)
+    unit = route.unit if route.reduce_hook or route.reduce_comm else ""  # the user's code sees units
+    return *groups, route.reduce_dtype, ir.scaling_of(route), route.reduce_comm, route.reduce_hook, route.device, unit
 
 
 def _groups(route: Route) -> tuple[str, int, str, int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -17,12 +17,20 @@ from torch import fx
 NAMESPACE = "fsdp_compiled"
 _ROUTE_SCHEMA = (
     "int[] shape, int dim, ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool reshard, "
-    "str unit, str param, str shard_group, int shard_world, str replicate_group, int replicate_world"
+    "str unit, str param, str shard_group, int shard_world, str replicate_group, int replicate_world, "
+    "str reduce_group, float pre_divide, str op, float post_divide, str post_forward_group, int post_forward_world, "
+    "str gather_comm, str reduce_comm, str reduce_hook, bool sink_is_sharded, str device"
 )
 UNSHARD_SCHEMA = f"unshard(Tensor shard, Tensor? sink, {_ROUTE_SCHEMA}) -> Tensor"
 REDUCE_GRAD_SCHEMA = f"reduce_grad(Tensor grad, {_ROUTE_SCHEMA}) -> Tensor"
+CUSTOM_ALL_GATHER_SCHEMA = "custom_all_gather(Tensor row, int world, str group, str comm) -> Tensor"
+CUSTOM_REDUCE_SCATTER_SCHEMA = "custom_reduce_scatter(Tensor rows, str op, int world, str group, str comm) -> Tensor"
+REDUCE_HOOK_SCHEMA = "reduce_hook(Tensor row, str hook) -> Tensor"
+WITH_GRADIENT_SCHEMA = f"with_gradient(Tensor whole, Tensor leaf, Tensor? sink, {_ROUTE_SCHEMA}) -> Tensor"
+TAKE_SHARD_SCHEMA = "take_shard(Tensor whole, int dim, int world, str group) -> Tensor"
 # In the meta of opaque nodes their Ticket, of emitted ones their Bundle; needed no longer than one compilation.
 _TICKET, _MARK = "fsdp_compiled_ticket", "fsdp_compiled"
+_C10D = "_c10d_functional"
 _TENSORS_BEFORE_ROUTE = {"unshard": 2, "reduce_grad": 1}
 
 
@@ -46,6 +54,49 @@ class Route:
     shard_world: int
     replicate_group: str
     replicate_world: int
+    reduce_group: str = ""  # of the reduce-scatter, if it has one of its own
+    pre_divide: float = 1.0  # with op and post_divide: see Reduction
+    op: str = "avg"
+    post_divide: float = 1.0
+    post_forward_group: str = ""  # backward gathers over this smaller group from what forward left
+    post_forward_world: int = 0  # 0: there is none
+    gather_comm: str = ""  # names of what the user put in place of the collectives, see collectives.custom
+    reduce_comm: str = ""
+    reduce_hook: str = ""
+    sink_is_sharded: bool = False  # the gradient stops before the replicas, see collectives.ops.unshard
+    device: str = ""  # type of the device of compute, where the shard lives on another one
+
+    @property
+    def scatter_group(self) -> str:
+        """Name of the process group of the reduce-scatter."""
+        return self.reduce_group or self.shard_group
+
+    def post_forward(self) -> Route:
+        """Return the way from what forward left, sharded over the smaller group, to the unsharded parameter."""
+        return replace(
+            self,
+            grad_dtype=self.dtype,
+            shard_group=self.post_forward_group,
+            shard_world=self.post_forward_world,
+            post_forward_group="",
+            post_forward_world=0,
+            gather_comm="",
+        )
+
+    def in_dtype(self, dtype: torch.dtype) -> Route:
+        """Return the same way for another dtype of the all-gather."""
+        return self if dtype == self.dtype else replace(self, dtype=dtype)
+
+    def over_shards_only(self) -> Route:
+        """Return the way of a gradient that is not reduced over replicas yet and stays in ``reduce_dtype``."""
+        return replace(
+            self,
+            grad_dtype=self.reduce_dtype,
+            replicate_group="",
+            replicate_world=1,
+            post_divide=1.0,
+            reduce_hook="",
+        )
 
     def args(self) -> tuple[Any, ...]:
         """Return the fields as operator arguments."""
@@ -99,22 +150,38 @@ class Bundle:
     kept_bytes: int = 0
 
 
-def mean_reduction(dtype: torch.dtype, world: int) -> Reduction:
-    """Return the mean over ``world`` ranks for gradients reduced in ``dtype``.
+def reduction_for(
+    dtype: torch.dtype, world: int, divide_factor: float | None = None, sum_only: bool = False
+) -> Reduction:
+    """Return how gradients in ``dtype`` are reduced over ``world`` ranks: to the mean, or the sum over a divisor.
 
     fp32 and bf16 have the exponent range to be averaged by the collective itself. fp16 may overflow in the sum
-    and underflow when divided first, so it is divided by about the square root of ``world`` on either side.
+    and underflow when divided first, so it is divided by about the square root of the divisor on either side.
+
+    Args:
+        dtype: of the reduce-scatter.
+        world: all ranks, replicas included.
+        divide_factor: what to divide the sum by; None for ``world``.
+        sum_only: use no averaging collective.
 
     *Source:* the pre / post split is the one of Horovod and of PyTorch DDP's fp16 hooks.
     """
+    divisor = world if divide_factor is None else divide_factor
     if world == 1:
-        return Reduction(1.0, "sum", 1.0)
+        return Reduction(divisor, "sum", 1.0)
     if dtype in (torch.float32, torch.bfloat16, torch.float64):
-        return Reduction(1.0, "avg", 1.0)
+        if divisor == world and not sum_only:
+            return Reduction(1.0, "avg", 1.0)
+        return Reduction(1.0, "sum", divisor)
     pre = 1
-    while world % pre == 0 and world / pre > pre:
+    while divisor % pre == 0 and divisor / pre > pre:
         pre *= 2
-    return Reduction(float(pre), "sum", world / pre)
+    return Reduction(float(pre), "sum", divisor / pre)
+
+
+def scaling_of(route: Route) -> Reduction:
+    """Return how the route's reduction divides."""
+    return Reduction(route.pre_divide, route.op, route.post_divide)
 
 
 def _is_op(node: fx.Node, name: str) -> bool:
@@ -190,6 +257,12 @@ class Emitter:
             return node
         return self(torch.ops.prims.convert_element_type.default, node, dtype)
 
+    def put(self, node: fx.Node, device: str) -> fx.Node:
+        """Insert a copy to a device, unless ``node`` is there already."""
+        if value_of(node).device.type == device:
+            return node
+        return self(torch.ops.prims.device_put.default, node, torch.device(device))
+
     def getitem(self, node: fx.Node, index: int) -> fx.Node:
         """Insert ``node[index]`` for an operator that returns a list."""
         with self._graph.inserting_before(self._before):
@@ -201,6 +274,58 @@ class Emitter:
 def emit_reduce_grad(emit: Emitter, grad: fx.Node, route: Route) -> fx.Node:
     """Insert a reduction of ``grad`` and return its node."""
     return emit(torch.ops.fsdp_compiled.reduce_grad.default, grad, *route.args())
+
+
+def emit_unshard(emit: Emitter, shard: fx.Node, route: Route) -> fx.Node:
+    """Insert a gather of ``shard``, without a gradient, and return its node."""
+    return emit(torch.ops.fsdp_compiled.unshard.default, shard, None, *route.args())
+
+
+def emit_all_gather(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
+    """Insert the launch and the wait of an all-gather of ``row`` and return the wait."""
+    place = (route.shard_world, route.shard_group)
+    if route.gather_comm:
+        launch = emit(torch.ops.fsdp_compiled.custom_all_gather.default, row, *place, route.gather_comm)
+    else:
+        launch = emit(torch.ops._c10d_functional.all_gather_into_tensor.default, row, *place)
+    return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
+
+
+def emit_reduce_scatter(emit: Emitter, rows: fx.Node, route: Route) -> fx.Node:
+    """Insert the launch and the wait of a reduce-scatter of 1-D ``rows`` and return the wait."""
+    place = (route.op, route.shard_world, route.scatter_group)
+    if route.reduce_comm:
+        launch = emit(torch.ops.fsdp_compiled.custom_reduce_scatter.default, rows, *place, route.reduce_comm)
+    else:
+        launch = emit(torch.ops._c10d_functional.reduce_scatter_tensor.default, rows, *place)
+    return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
+
+
+def emit_all_reduce(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
+    """Insert the launch and the wait of an all-reduce of ``row`` over the replicas and return the wait."""
+    launch = emit(torch.ops._c10d_functional.all_reduce.default, row, route.op, route.replicate_group)
+    return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
+
+
+def emit_reduce_hook(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
+    """Insert the user's hook on a reduced row and return its result."""
+    return emit(torch.ops.fsdp_compiled.reduce_hook.default, row, route.reduce_hook)
+
+
+def emit_take_shard(emit: Emitter, whole: fx.Node, route: Route) -> fx.Node:
+    """Insert the cut of an unsharded parameter for the smaller group and return this rank's padded piece."""
+    place = (route.dim, route.post_forward_world, route.post_forward_group)
+    return emit(torch.ops.fsdp_compiled.take_shard.default, whole, *place)
+
+
+def is_with_gradient(node: fx.Node) -> bool:
+    """Tell whether ``node`` is an identity that was there for its gradient only."""
+    return _is_op(node, "with_gradient")
+
+
+def is_take_shard(node: fx.Node) -> bool:
+    """Tell whether ``node`` cuts an unsharded parameter for a smaller group."""
+    return _is_op(node, "take_shard")
 
 
 def is_bucket_split(node: fx.Node) -> bool:
@@ -217,23 +342,23 @@ def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
         last = node
 
 
-def _is_collective(node: fx.Node, names: Sequence[str]) -> bool:
-    return _MARK in node.meta and str(node.target) in {f"_c10d_functional.{name}.default" for name in names}
+def _is_ours(node: fx.Node, names: Sequence[str]) -> bool:
+    return _MARK in node.meta and str(node.target) in {f"{name}.default" for name in names}
 
 
 def is_gather_launch(node: fx.Node) -> bool:
     """Tell whether ``node`` starts an all-gather of ours."""
-    return _is_collective(node, ["all_gather_into_tensor"])
+    return _is_ours(node, [f"{_C10D}.all_gather_into_tensor", f"{NAMESPACE}.custom_all_gather"])
 
 
 def is_scatter_launch(node: fx.Node) -> bool:
     """Tell whether ``node`` starts a reduce-scatter of ours."""
-    return _is_collective(node, ["reduce_scatter_tensor"])
+    return _is_ours(node, [f"{_C10D}.reduce_scatter_tensor", f"{NAMESPACE}.custom_reduce_scatter"])
 
 
 def is_all_reduce_launch(node: fx.Node) -> bool:
     """Tell whether ``node`` starts an all-reduce of ours."""
-    return _is_collective(node, ["all_reduce"])
+    return _is_ours(node, [f"{_C10D}.all_reduce"])
 
 
 def is_launch(node: fx.Node) -> bool:
@@ -251,7 +376,7 @@ def group_of(launch: fx.Node) -> tuple[str, int]:
 
 def is_wait(node: fx.Node) -> bool:
     """Tell whether ``node`` waits for a collective of ours."""
-    return _is_collective(node, ["wait_tensor"])
+    return _is_ours(node, [f"{_C10D}.wait_tensor"])
 
 
 def travelling_bytes(node: fx.Node) -> int:

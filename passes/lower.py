@@ -70,7 +70,7 @@ def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> 
 def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = ir.Emitter(bucket[0], bundle)
     route = ir.route_of(bucket[0])
-    row = _concatenate(emit, [_flat(emit, emit.cast(ir.source_of(node), route.dtype)) for node in bucket])
+    row = _concatenate(emit, [_flat(emit, _travelling(emit, node, route)) for node in bucket])
     rows = _all_gather(emit, row, route)
     pieces = _split_columns(emit, rows, [ir.value_of(ir.source_of(node)).numel() for node in bucket])
     unsharded = [_join_chunks(emit, piece, ir.route_of(node)) for piece, node in zip(pieces, bucket, strict=True)]
@@ -78,12 +78,15 @@ def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
         _replace(node, whole)
 
 
+def _travelling(emit: ir.Emitter, node: fx.Node, route: ir.Route) -> fx.Node:
+    shard = ir.source_of(node)
+    return emit.cast(emit.put(shard, route.device) if route.device else shard, route.dtype)
+
+
 def _all_gather(emit: ir.Emitter, row: fx.Node, route: ir.Route) -> fx.Node:
     """Return ``[world, numel]``: every rank's row."""
     if route.shard_world > 1:
-        c10d = torch.ops._c10d_functional
-        launch = emit(c10d.all_gather_into_tensor.default, row, route.shard_world, route.shard_group)
-        row = emit(c10d.wait_tensor.default, launch)
+        row = ir.emit_all_gather(emit, row, route)
     return emit(aten.reshape.default, row, [route.shard_world, -1])
 
 
@@ -114,17 +117,17 @@ def _padded_length(piece: fx.Node, rest: Sequence[int]) -> int:
 def _lower_reduction(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = ir.Emitter(bucket[-1].next, bundle)
     route = ir.route_of(bucket[0])
-    scaling = ir.mean_reduction(route.reduce_dtype, route.shard_world * route.replicate_world)
     chunks = [
         _split_chunks(emit, emit.cast(ir.source_of(node), route.reduce_dtype), ir.route_of(node)) for node in bucket
     ]
     sizes = [ir.value_of(chunk).shape[1] for chunk in chunks]
-    rows = _divide(emit, _concatenate(emit, chunks, dim=1), scaling.pre_divide)
-    row = _divide(emit, _reduce(emit, rows, route, scaling.op), scaling.post_divide)
+    rows = _divide(emit, _concatenate(emit, chunks, dim=1), route.pre_divide)
+    row = _divide(emit, _reduce(emit, rows, route), route.post_divide)
     shards = []
     for node, piece in zip(bucket, _split_columns(emit, row, sizes), strict=True):
         shard = emit(aten.reshape.default, piece, list(ir.value_of(node).shape))
-        shards.append(emit.cast(shard, ir.route_of(node).grad_dtype))
+        shard = emit.cast(shard, ir.route_of(node).grad_dtype)
+        shards.append(emit.put(shard, "cpu") if route.device else shard)
     for node, shard in zip(bucket, shards, strict=True):
         _replace(node, shard)
 
@@ -145,21 +148,14 @@ def _split_chunks(emit: ir.Emitter, grad: fx.Node, route: ir.Route) -> fx.Node:
     return emit(aten.reshape.default, grad, [world, -1])
 
 
-def _reduce(emit: ir.Emitter, rows: fx.Node, route: ir.Route, op: str) -> fx.Node:
+def _reduce(emit: ir.Emitter, rows: fx.Node, route: ir.Route) -> fx.Node:
     """Return ``[1, numel]``: this rank's chunk, reduced over the shard group, then over the replicas."""
-    c10d = torch.ops._c10d_functional
     if route.shard_world > 1:
-        launch = emit(
-            c10d.reduce_scatter_tensor.default,
-            _flat(emit, rows),
-            op,
-            route.shard_world,
-            route.shard_group,
-        )
-        rows = emit(c10d.wait_tensor.default, launch)
+        rows = ir.emit_reduce_scatter(emit, _flat(emit, rows), route)
     if route.replicate_world > 1:
-        launch = emit(c10d.all_reduce.default, rows, op, route.replicate_group)
-        rows = emit(c10d.wait_tensor.default, launch)
+        rows = ir.emit_all_reduce(emit, rows, route)
+    if route.reduce_hook:
+        rows = ir.emit_reduce_hook(emit, _flat(emit, rows), route)
     return emit(aten.reshape.default, rows, [1, -1])
 
 

@@ -22,6 +22,7 @@ class Normalize:
     ::
 
         w = unshard(s); v = unshard(s)                 ->  w = v = unshard(s)
+        v = unshard(take_shard(w))                     ->  v = w
         d = reduce_grad(a) + reduce_grad(b)            ->  d = reduce_grad(a + b)
         d = reduce_grad(a); e = d * 2; c = mm(...)     ->  d = reduce_grad(a); c = mm(...); e = d * 2
 
@@ -30,11 +31,22 @@ class Normalize:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
+        _drop_gathers_of_the_whole(graph)
         _merge_gathers(graph)
         for node in list(graph.nodes):
             if _adds_two_reductions(node):
                 _reduce_the_sum(node)
         _put_users_of_reduced_gradients_last(graph)
+
+
+def _drop_gathers_of_the_whole(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if ir.is_unshard(node) and ir.is_take_shard(ir.source_of(node)):
+            node.replace_all_uses_with(ir.source_of(ir.source_of(node)))
+            graph.erase_node(node)
+    for node in list(graph.nodes):
+        if ir.is_take_shard(node) and not node.users:
+            graph.erase_node(node)
 
 
 def _merge_gathers(graph: fx.Graph) -> None:

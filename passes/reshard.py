@@ -46,6 +46,9 @@ class Reshard:
 
         unshard(reshard=True)    ->  MUST_RECOMPUTE: only the shard is saved, backward gathers again
         unshard(reshard=False)   ->  MUST_SAVE: the unsharded parameter is saved, backward gathers nothing
+        w = unshard(s)           ->  p = take_shard(unshard(s)); w = unshard(p), over the smaller group if there is
+                                     one: p is saved, backward gathers w again, and Normalize drops the second
+                                     gather of forward
 
     ``keep_unsharded_bytes`` of the policy turn some of the first kind into the second. An untagged custom operator
     would be saved, so without this pass every parameter would stay unsharded.
@@ -54,13 +57,14 @@ class Reshard:
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
+        _drop_identities(graph)
         unshards = [node for node in graph.nodes if ir.is_unshard(node)]
         kept = self._kept(graph, unshards)
         for node in unshards:
             keep = not ir.route_of(node).reshard or _key(node) in kept
-            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
-            # A parameter that two checkpointed regions read would otherwise be turned into MUST_SAVE.
-            node.meta.pop("ac_graph_id", None)
+            _tag(node, keep)
+            if not keep and ir.route_of(node).post_forward_world:
+                _keep_over_smaller_group(node)
 
     def _kept(self, graph: fx.Graph, unshards: list[fx.Node]) -> set[Hashable]:
         if not self.policy.keep_unsharded_bytes:
@@ -73,6 +77,32 @@ class Reshard:
             if route.reshard and route.shard_world > 1:
                 candidates[_key(node)] = Candidate(_key(node), size, link.collective_us(size, route.shard_world))
         return decide_kept(candidates.values(), self.policy.keep_unsharded_bytes)
+
+
+def _drop_identities(graph: fx.Graph) -> None:
+    """Remove nodes that were there for their gradient only, which the joint graph has by now."""
+    for node in list(graph.nodes):
+        if ir.is_with_gradient(node):
+            node.replace_all_uses_with(ir.source_of(node))
+            graph.erase_node(node)
+
+
+def _keep_over_smaller_group(node: fx.Node) -> None:
+    if any(ir.is_take_shard(user) for user in node.users):
+        return
+    emit = ir.Emitter(node.next)
+    route = ir.route_of(node)
+    shard = ir.emit_take_shard(emit, node, route)
+    again = ir.emit_unshard(emit, shard, route.post_forward())
+    node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not shard)
+    _tag(shard, keep=True)
+    _tag(again, keep=False)
+
+
+def _tag(node: fx.Node, keep: bool) -> None:
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+    # A parameter that two checkpointed regions read would otherwise be turned into MUST_SAVE.
+    node.meta.pop("ac_graph_id", None)
 
 
 def _key(node: fx.Node) -> Hashable:

@@ -11,7 +11,10 @@ from fsdp_compiled.passes import ir
 from fsdp_compiled.passes.spec import verify
 
 
-def route(shape, param, unit="u", world=4, replicas=1, dim=0, dtype=torch.float32, reduce_dtype=torch.float32):
+def route(
+    shape, param, unit="u", world=4, replicas=1, dim=0, dtype=torch.float32, reduce_dtype=torch.float32, **more
+):
+    scaling = ir.reduction_for(reduce_dtype, world * replicas)
     return ir.Route(
         shape=shape,
         dim=dim,
@@ -25,6 +28,10 @@ def route(shape, param, unit="u", world=4, replicas=1, dim=0, dtype=torch.float3
         shard_world=world,
         replicate_group="replicate" if replicas > 1 else "",
         replicate_world=replicas,
+        pre_divide=scaling.pre_divide,
+        op=scaling.op,
+        post_divide=scaling.post_divide,
+        **more,
     )
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdp_compiled import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_compiled import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard, share_comm_ctx
 from fsdp_compiled import fully_shard_with_compiled_compute as with_compiled_compute
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -93,7 +93,7 @@ def test_shard_dimensions():
     )
     _assert_refused(
         TypeError,
-        r"layers\.0\.weight: expected shard_placement_fn to return a Shard or None, got 0",
+        r"layers\.0\.weight: expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got 0",
         shard_placement_fn=lambda p: 0,
     )
 
@@ -107,8 +107,7 @@ def test_shard_dimensions():
             {"mp_policy": torch.bfloat16},
         ),
         (TypeError, "offload_policy: expected an OffloadPolicy, got True", {"offload_policy": True}),
-        (NotImplementedError, "offload_policy: CPUOffloadPolicy", {"offload_policy": CPUOffloadPolicy()}),
-        (NotImplementedError, "dp_mesh_dims is not implemented", {"dp_mesh_dims": object()}),
+        (TypeError, "mesh: expected a DeviceMesh or None, got None", {"dp_mesh_dims": object()}),
         (TypeError, "shard_placement_fn: expected a function or None, got 1", {"shard_placement_fn": 1}),
         (TypeError, "ignored_params: expected a set of parameters, got list", {"ignored_params": []}),
         (
@@ -130,11 +129,6 @@ def test_shard_dimensions():
             ValueError,
             "reshard_after_forward: expected a divisor of .* 4, got 0",
             {"reshard_after_forward": 0},
-        ),
-        (
-            NotImplementedError,
-            "reshard_after_forward=2: resharding to a smaller group",
-            {"reshard_after_forward": 2},
         ),
     ],
 )
@@ -165,21 +159,48 @@ def test_a_group_size_that_means_true_or_false():
         assert model._get_fsdp_state().status.reshard_after_forward is reshard
 
 
-def test_parameters_tied_across_units():
+def test_parameters_tied_across_units_of_different_policies():
     model = Model()
     model.layers[1].weight = nn.Parameter(torch.randn(6, 8))
     model.layers[0].weight = model.layers[1].weight
     fully_shard(model.layers[0])
-    _assert_refused(NotImplementedError, r"layers\.1\.weight: is the same parameter as weight of another unit", model)
+    _assert_refused(
+        ValueError,
+        r"layers\.1\.weight: is the same parameter as weight of unit .*; expected the same mp_policy for both, got",
+        model,
+        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    )
 
 
-def test_parameters_tied_across_units_side_by_side():
-    model = Model()
-    model.layers[1].weight = nn.Parameter(torch.randn(6, 8))
-    model.layers[0].weight = model.layers[1].weight
-    fully_shard(model.layers[0])
-    with pytest.raises(NotImplementedError, match="weight: is the same parameter as weight of another unit"):
-        fully_shard(model.layers[1])
+def test_a_smaller_group_needs_the_whole_world():
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("a", "b"))["a"]
+    _assert_refused(
+        ValueError, "expected a divisor of the shard world size 1, got 2", reshard_after_forward=2, mesh=mesh
+    )
+
+
+def test_named_mesh_dimensions():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="dp_mesh_dims: at least one of shard and replicate must be given"):
+        DataParallelMeshDims()
+    _assert_refused(
+        ValueError,
+        r"dp_mesh_dims: expected names among \('dp', 'tp'\), got 'pp'",
+        mesh=mesh,
+        dp_mesh_dims=DataParallelMeshDims(shard="pp"),
+    )
+    _assert_refused(
+        ValueError,
+        r"layers\.0\.weight: expected a DTensor on the mesh given to fully_shard, since dp_mesh_dims leaves out",
+        mesh=mesh,
+        dp_mesh_dims=DataParallelMeshDims(shard="dp"),
+    )
+    _assert_refused(
+        ValueError,
+        "mesh: dp_mesh_dims needs a mesh with mesh_dim_names",
+        mesh=init_device_mesh("cpu", (4,)),
+        dp_mesh_dims=DataParallelMeshDims(shard="dp"),
+    )
 
 
 def test_a_list_unit_that_lies_only_in_part_below():
@@ -201,7 +222,25 @@ def test_parameters_that_are_dtensors_already():
     model = Model()
     mesh = init_device_mesh("cpu", (4,))
     model.layers[0].bias = nn.Parameter(distribute_tensor(torch.ones(6), mesh, [Replicate()], src_data_rank=None))
-    _assert_refused(NotImplementedError, r"layers\.0\.bias: is already a DTensor with placements", model)
+    _assert_refused(ValueError, r"layers\.0\.bias: expected meshes with dimension names for a parameter that", model)
+
+
+def test_a_dtensor_that_is_sharded_over_a_data_parallel_dimension():
+    model = Model()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for layer in model.layers:
+        for name, param in list(layer.named_parameters()):
+            placements = [Shard(0), Replicate()]
+            setattr(
+                layer, name, nn.Parameter(distribute_tensor(param.detach(), mesh, placements, src_data_rank=None))
+            )
+    _assert_refused(
+        ValueError,
+        r"layers\.0\.weight: expected Replicate\(\) on data-parallel shard dimension 'dp', got S\(0\)",
+        model,
+        mesh=mesh,
+        dp_mesh_dims=DataParallelMeshDims(shard="dp"),
+    )
 
 
 def test_deepcopy():
@@ -225,8 +264,27 @@ def test_methods():
     for method in (model.set_requires_gradient_sync, model.set_reshard_after_forward, model.unshard):
         with pytest.raises(TypeError, match="expected True or False, got 1 of int"):
             method(1)
-    with pytest.raises(NotImplementedError, match="FSDPModule.set_gradient_divide_factor is not implemented yet"):
-        model.set_gradient_divide_factor(2.0)
+    with pytest.raises(NotImplementedError, match="FSDPModule.set_symm_mem_for_comm is not implemented yet"):
+        model.set_symm_mem_for_comm()
+    for factor, error in ((0, ValueError), (-1.0, ValueError), ("2", TypeError), (True, TypeError)):
+        with pytest.raises(error, match="factor: expected a"):
+            model.set_gradient_divide_factor(factor)
+    for count, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="max_input_buffers: expected a"):
+            model.set_reduce_scatter_max_input_buffers(count)
+    for method, wanted in (
+        (model.set_custom_all_gather, "AllGather"),
+        (model.set_custom_reduce_scatter, "ReduceScatter"),
+    ):
+        with pytest.raises(TypeError, match=f"comm: expected an {wanted}, got 3 of int"):
+            method(3)
+    with pytest.raises(TypeError, match="hook: expected a function, got 3"):
+        model.set_all_reduce_hook(3)
+    with pytest.raises(ValueError, match="FSDPModule|expected a module given to fully_shard, got one without state"):
+        fully_shard.state(nn.Linear(1, 1))
+    assert fully_shard.state(model) is model._get_fsdp_state()
+    with pytest.raises(ValueError, match="share_comm_ctx: expected modules given to fully_shard, got Linear"):
+        share_comm_ctx([nn.Linear(1, 1)])
 
 
 def test_loading_a_plain_tensor_in_place_of_a_shard():

@@ -12,13 +12,13 @@ UNIT = SchedulePolicy(bucket="unit")
 
 
 def test_the_mean_of_fp16_is_divided_on_both_sides():
-    assert ir.mean_reduction(torch.float32, 8) == ir.Reduction(1.0, "avg", 1.0)
-    assert ir.mean_reduction(torch.float16, 1) == ir.Reduction(1.0, "sum", 1.0)
+    assert ir.reduction_for(torch.float32, 8) == ir.Reduction(1.0, "avg", 1.0)
+    assert ir.reduction_for(torch.float16, 1) == ir.Reduction(1.0, "sum", 1.0)
     for world in (2, 3, 4, 8, 64, 96):
-        scaling = ir.mean_reduction(torch.float16, world)
+        scaling = ir.reduction_for(torch.float16, world)
         assert scaling.op == "sum"
         assert scaling.pre_divide * scaling.post_divide == world
-    assert ir.mean_reduction(torch.float16, 64).pre_divide == 8
+    assert ir.reduction_for(torch.float16, 64).pre_divide == 8
 
 
 class LoweredText(expecttest.TestCase):

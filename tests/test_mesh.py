@@ -13,7 +13,7 @@ def test_one_dimension_shards():
     info = data_parallel_mesh(init_device_mesh("cpu", (4,)))
     assert type(info) is FSDPMeshInfo
     assert (info.shard_world, info.shard_rank, info.replicate_world) == (4, 0, 1)
-    assert info.placements(1) == (Shard(1),)
+    assert info.placements(Shard(1)) == (Shard(1),)
     assert info.shard_group != ""
     assert info.replicate_group == ""
 
@@ -26,14 +26,14 @@ def test_two_dimensions_replicate_and_shard():
     info = data_parallel_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     assert type(info) is HSDPMeshInfo
     assert (info.shard_world, info.replicate_world) == (2, 2)
-    assert info.placements(0) == (Replicate(), Shard(0))
+    assert info.placements(Shard(0)) == (Replicate(), Shard(0))
     assert info.shard_group != info.replicate_group
 
 
 def test_replicas_only():
     info = DDPMeshInfo(init_device_mesh("cpu", (4,)), replicate_mesh_dim=0)
     assert (info.shard_world, info.shard_rank, info.replicate_world, info.shard_group) == (1, 0, 4, "")
-    assert info.placements(0) == (Replicate(),)
+    assert info.placements(Shard(0)) == (Replicate(),)
 
 
 def test_roles_are_required():

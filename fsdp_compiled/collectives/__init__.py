@@ -1,14 +1,24 @@
 """The one collective stack: graph operators, launch and wait, copy-in and copy-out."""
 
-from .launch import Group, PendingGather, PendingReduction, launch_gather, launch_reduction
-from .ops import reduce_grad, unshard
+from .comm import AllGather, Comm, Hook, ReduceScatter, register
+from .launch import PendingGather, PendingReduction, launch_gather, launch_reduction, launch_replica_reduction
+from .ops import reduce_grad, unshard, with_gradient
+from .reference import padded_shard, take_shard
 
 __all__ = [
-    "Group",
+    "AllGather",
+    "Comm",
+    "Hook",
     "PendingGather",
     "PendingReduction",
+    "ReduceScatter",
     "launch_gather",
     "launch_reduction",
+    "launch_replica_reduction",
+    "padded_shard",
     "reduce_grad",
+    "register",
+    "take_shard",
     "unshard",
+    "with_gradient",
 ]

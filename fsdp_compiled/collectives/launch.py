@@ -1,6 +1,6 @@
 """The two halves of a bucket's collective: launch returns a pending record, its ``wait`` the result.
 
-It knows tensors, layouts and group names; it must not know parameters, units or who waits when.
+It knows tensors, layouts and routes; it must not know parameters, units or who waits when.
 """
 
 from __future__ import annotations
@@ -12,23 +12,8 @@ import torch
 from torch import Tensor
 
 from ..layout import ShardLayout
-from ..passes.ir import Reduction, mean_reduction
-from . import reference
-
-
-@dataclass(frozen=True)
-class Group:
-    """The process groups of a bucket, by name; "" where the world is 1."""
-
-    shard: str
-    shard_world: int
-    replicate: str = ""
-    replicate_world: int = 1
-
-    @property
-    def world(self) -> int:
-        """All ranks over which a gradient is averaged."""
-        return self.shard_world * self.replicate_world
+from ..passes.ir import Route
+from . import comm, reference
 
 
 @dataclass(frozen=True)
@@ -50,49 +35,73 @@ class PendingGather:
             _wait(self.row)
 
 
-def launch_gather(
-    shards: Sequence[Tensor], layouts: Sequence[ShardLayout], dtype: torch.dtype, group: Group
-) -> PendingGather:
-    """Start gathering padded ``shards``, cast to ``dtype``, as one bucket over ``group.shard``."""
-    row = reference.pack_shards(shards, dtype)
-    if group.shard_world > 1:
-        c10d = torch.ops._c10d_functional
-        row = c10d.all_gather_into_tensor(row, group.shard_world, group.shard)
+def launch_gather(shards: Sequence[Tensor], layouts: Sequence[ShardLayout], route: Route) -> PendingGather:
+    """Start gathering padded ``shards``, cast to ``route.dtype``, as one bucket over the route's shard group."""
+    if route.device:
+        shards = [shard.to(route.device, non_blocking=True) for shard in shards]
+    row = reference.pack_shards(shards, route.dtype)
+    if route.gather_comm and route.shard_world > 1:
+        row = comm.all_gather(row, route.shard_world, route.shard_group, route.gather_comm)
+    elif route.shard_world > 1:
+        row = torch.ops._c10d_functional.all_gather_into_tensor(row, route.shard_world, route.shard_group)
     return PendingGather(row, tuple(layouts))
 
 
 @dataclass(frozen=True)
 class PendingReduction:
-    """A reduce-scatter under way."""
+    """A reduce-scatter under way, or a row that is to be reduced over replicas only."""
 
     row: Tensor  # 1D
     layouts: tuple[ShardLayout, ...]
-    group: Group
-    scaling: Reduction
+    route: Route
+    is_scattered: bool = False  # nothing is under way: the row is this rank's already
 
-    def wait(self, dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-        """Wait, average over replicas if there are any, and return the padded sharded gradients."""
-        row = _wait(self.row) if self.group.shard_world > 1 else self.row
-        if self.group.replicate_world > 1:
-            c10d = torch.ops._c10d_functional
-            row = _wait(c10d.all_reduce(row, self.scaling.op, self.group.replicate))
-        if self.scaling.post_divide != 1.0:
-            row = row / self.scaling.post_divide
+    def wait(self, dtypes: Sequence[torch.dtype], carried: Sequence[Tensor | None] = ()) -> list[Tensor]:
+        """Wait, reduce over replicas if there are any, and return the padded sharded gradients.
+
+        Args:
+            dtypes: of the results.
+            carried: what earlier reductions over the shard group left, added before the replicas are reduced.
+        """
+        row = self.row if self.is_scattered or self.route.shard_world == 1 else _wait(self.row)
+        if any(part is not None for part in carried):
+            row = row + _row_of(carried, self.layouts, row)
+        if self.route.replicate_world > 1:
+            launched = torch.ops._c10d_functional.all_reduce(row, self.route.op, self.route.replicate_group)
+            row = _wait(launched)
+        if self.route.reduce_hook:
+            row = comm.reduce_hook(row, self.route.reduce_hook)
+        if self.route.post_divide != 1.0:
+            row = row / self.route.post_divide
         return reference.unpack_reduced(row, self.layouts, dtypes)
 
 
-def launch_reduction(
-    grads: Sequence[Tensor], layouts: Sequence[ShardLayout], dtype: torch.dtype, group: Group
+def launch_reduction(grads: Sequence[Tensor], layouts: Sequence[ShardLayout], route: Route) -> PendingReduction:
+    """Start reducing unsharded ``grads`` in ``route.reduce_dtype`` as one bucket."""
+    row = reference.pack_gradients(grads, layouts, route.reduce_dtype).view(-1)
+    if route.pre_divide != 1.0:
+        row = row / route.pre_divide
+    place = (route.op, route.shard_world, route.scatter_group)
+    if route.reduce_comm and route.shard_world > 1:
+        row = comm.reduce_scatter(row, *place, route.reduce_comm)
+    elif route.shard_world > 1:
+        row = torch.ops._c10d_functional.reduce_scatter_tensor(row, *place)
+    return PendingReduction(row, tuple(layouts), route)
+
+
+def launch_replica_reduction(
+    parts: Sequence[Tensor], layouts: Sequence[ShardLayout], route: Route
 ) -> PendingReduction:
-    """Start averaging unsharded ``grads`` in ``dtype`` over ``group`` as one bucket."""
-    scaling = mean_reduction(dtype, group.world)
-    row = reference.pack_gradients(grads, layouts, dtype).view(-1)
-    if scaling.pre_divide != 1.0:
-        row = row / scaling.pre_divide
-    if group.shard_world > 1:
-        c10d = torch.ops._c10d_functional
-        row = c10d.reduce_scatter_tensor(row, scaling.op, group.shard_world, group.shard)
-    return PendingReduction(row, tuple(layouts), group, scaling)
+    """Start reducing over replicas what the shard group has reduced already: padded shards in reduce dtype."""
+    return PendingReduction(torch.cat([part.reshape(-1) for part in parts]), tuple(layouts), route, True)
+
+
+def _row_of(parts: Sequence[Tensor | None], layouts: Sequence[ShardLayout], like: Tensor) -> Tensor:
+    pieces = [
+        like.new_zeros(layout.shard_numel) if part is None else part.reshape(-1)
+        for part, layout in zip(parts, layouts, strict=True)
+    ]
+    return torch.cat(pieces)
 
 
 def _wait(row: Tensor) -> Tensor:

@@ -9,16 +9,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..layout import ShardLayout
 from ..passes import ir
 from ..passes.ir import Route
-from .launch import Group, launch_gather, launch_reduction
+from . import reference
+from .comm import process_group
+from .launch import launch_gather, launch_reduction
 
 _library = torch.library.Library(ir.NAMESPACE, "DEF")
 _library.define(ir.UNSHARD_SCHEMA)
 _library.define(ir.REDUCE_GRAD_SCHEMA)
+_library.define(ir.TAKE_SHARD_SCHEMA)
+_library.define(ir.WITH_GRADIENT_SCHEMA)
 
 
 def unshard(shard: Tensor, sink: Tensor | None, route: tuple[Any, ...]) -> Tensor:
@@ -26,8 +31,8 @@ def unshard(shard: Tensor, sink: Tensor | None, route: tuple[Any, ...]) -> Tenso
 
     Args:
         shard: this rank's padded shard, in its original dtype.
-        sink: if given, backward skips the reduction and accumulates the unsharded gradient into this leaf of
-            ``route.shape`` and ``route.reduce_dtype`` instead.
+        sink: if given, the gradient goes to this leaf in ``route.reduce_dtype`` instead: unsharded and not
+            reduced, or (``route.sink_is_sharded``) as a padded shard, reduced over the shards only.
         route: :meth:`Route.args`.
 
     Returns:
@@ -49,19 +54,27 @@ def reduce_grad(grad: Tensor, route: tuple[Any, ...]) -> Tensor:
     return torch.ops.fsdp_compiled.reduce_grad(grad, *route)
 
 
+def with_gradient(whole: Tensor, leaf: Tensor, sink: Tensor | None, route: tuple[Any, ...]) -> Tensor:
+    """Return ``whole``, an unsharded parameter that was gathered some other way, with the gradient of ``unshard``.
+
+    Args:
+        whole: ``route.shape``.
+        leaf: gets the reduced gradient, unless there is a sink.
+        sink: see :func:`unshard`.
+        route: :meth:`Route.args`.
+    """
+    return torch.ops.fsdp_compiled.with_gradient(whole, leaf, sink, *route)
+
+
 def _layout(route: Route) -> ShardLayout:
     return ShardLayout(route.shape, route.dim, route.shard_world)
-
-
-def _group(route: Route) -> Group:
-    return Group(route.shard_group, route.shard_world, route.replicate_group, route.replicate_world)
 
 
 def _unshard(shard: Tensor, sink: Tensor | None, *args: Any) -> Tensor:
     route = Route.from_args(args)
     layout = _layout(route)
-    gather = launch_gather([shard], [layout], route.dtype, _group(route))
-    flat = shard.new_empty(layout.world * layout.shard_numel, dtype=route.dtype)
+    gather = launch_gather([shard], [layout], route)
+    flat = shard.new_empty(layout.world * layout.shard_numel, dtype=route.dtype, device=route.device or shard.device)
     gather.wait([flat])
     return flat[: layout.numel].view(layout.shape)
 
@@ -70,7 +83,7 @@ def _unshard_fake(shard: Tensor, sink: Tensor | None, *args: Any) -> Tensor:
     route = Route.from_args(args)
     if shard.device.type == "meta":
         raise RuntimeError(meta_parameter(route.param))
-    return shard.new_empty(route.shape, dtype=route.dtype)
+    return shard.new_empty(route.shape, dtype=route.dtype, device=route.device or shard.device)
 
 
 def meta_parameter(name: str) -> str:
@@ -83,15 +96,18 @@ def meta_parameter(name: str) -> str:
 
 def _reduce_grad(grad: Tensor, *args: Any) -> Tensor:
     route = Route.from_args(args)
-    pending = launch_reduction([grad], [_layout(route)], route.reduce_dtype, _group(route))
+    pending = launch_reduction([grad], [_layout(route)], route)
     (reduced,) = pending.wait([route.grad_dtype])
     # An operator's result must not share storage with its input, as it would where nothing is communicated.
-    return reduced.clone() if _group(route).world == 1 else reduced
+    if route.device:
+        reduced = reduced.to("cpu")
+    return reduced.clone() if route.shard_world * route.replicate_world == 1 else reduced
 
 
 def _reduce_grad_fake(grad: Tensor, *args: Any) -> Tensor:
     route = Route.from_args(args)
-    return grad.new_empty(_layout(route).shard_shape, dtype=route.grad_dtype)
+    device = "cpu" if route.device else grad.device
+    return grad.new_empty(_layout(route).shard_shape, dtype=route.grad_dtype, device=device)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -102,17 +118,37 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     none_for_args = (None,) * len(ctx.route)
-    if ctx.has_sink:
-        return (None, grad.to(Route.from_args(ctx.route).reduce_dtype), *none_for_args)
-    return (reduce_grad(grad, ctx.route), None, *none_for_args)
+    if not ctx.has_sink:
+        return (reduce_grad(grad, ctx.route), None, *none_for_args)
+    route = Route.from_args(ctx.route)
+    if route.sink_is_sharded:
+        return (None, reduce_grad(grad, route.over_shards_only().args()), *none_for_args)
+    return (None, grad.to(route.reduce_dtype), *none_for_args)
+
+
+def _take_shard(whole: Tensor, dim: int, world: int, group: str) -> Tensor:
+    rank = dist.get_group_rank(process_group(group), dist.get_rank())
+    return reference.take_shard(whole, ShardLayout(tuple(whole.shape), dim, world), rank)
+
+
+def _take_shard_fake(whole: Tensor, dim: int, world: int, group: str) -> Tensor:
+    return whole.new_empty(ShardLayout(tuple(whole.shape), dim, world).shard_shape)
 
 
 for _name, _run, _fake in (
     ("unshard", _unshard, _unshard_fake),
     ("reduce_grad", _reduce_grad, _reduce_grad_fake),
+    ("take_shard", _take_shard, _take_shard_fake),
+    ("with_gradient", lambda whole, *_: whole.clone(), lambda whole, *_: torch.empty_like(whole)),
 ):
     _library.impl(_name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{ir.NAMESPACE}::{_name}", _fake, lib=_library)
 torch.library.register_autograd(
     f"{ir.NAMESPACE}::unshard", _unshard_backward, setup_context=_save_for_backward, lib=_library
+)
+torch.library.register_autograd(
+    f"{ir.NAMESPACE}::with_gradient",
+    lambda ctx, grad: (None, *_unshard_backward(ctx, grad)),
+    setup_context=lambda ctx, inputs, output: _save_for_backward(ctx, inputs[1:], output),
+    lib=_library,
 )

@@ -14,6 +14,21 @@ from torch import Tensor
 from ..layout import ShardLayout
 
 
+def take_shard(whole: Tensor, layout: ShardLayout, rank: int) -> Tensor:
+    """Return rank ``rank``'s padded shard of ``whole``, contiguous and in memory of its own."""
+    mine = whole.narrow(layout.dim, layout.offset(rank), layout.length(rank))
+    return padded_shard(mine.clone(memory_format=torch.contiguous_format), layout)
+
+
+def padded_shard(local: Tensor, layout: ShardLayout) -> Tensor:
+    """Return ``local`` with ``layout.shard_shape``, padded with zeros; itself if it has that already."""
+    if tuple(local.shape) == layout.shard_shape:
+        return local.contiguous()
+    padded = local.new_zeros(layout.shard_shape)
+    padded.narrow(layout.dim, 0, local.shape[layout.dim]).copy_(local)
+    return padded
+
+
 def pack_shards(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Copy padded shards, each of its layout's ``shard_shape``, into one row of ``dtype``."""
     return torch.cat([shard.reshape(-1).to(dtype) for shard in shards])

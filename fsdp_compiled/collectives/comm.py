@@ -1,0 +1,141 @@
+"""What a user may put in place of the collectives: interfaces, and the operators by which graphs call them.
+
+A graph holds only strings and numbers, so an object that the user gave is found by the name that ``register``
+returned. The names count the objects of this process, so that ranks that run one program agree on them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0: ties a work to the tensor, so that wait_tensor waits for it.
+from torch._C._distributed_c10d import _register_work
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
+
+from ..errors import FSDPError
+from ..passes import ir
+
+
+class Comm(ABC):
+    """A collective with a buffer of its own kind."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor of ``size`` for the collective's result."""
+
+
+class AllGather(Comm):
+    """An all-gather; give one to ``FSDPModule.set_custom_all_gather``."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather 1-D ``input_tensor`` of every rank into ``output_tensor``, in order of rank.
+
+        Returns:
+            The work to wait for, or None if the result is there (or in order on the current stream).
+        """
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter; give one to ``FSDPModule.set_custom_reduce_scatter``."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce 1-D ``input_tensor`` over the ranks and leave this rank's part in ``output_tensor``.
+
+        Returns:
+            The work to wait for, or None if the result is there (or in order on the current stream).
+        """
+
+
+class Hook:
+    """A function on a reduced row, as an object that can be referred to weakly."""
+
+    def __init__(self, run: Callable[[Tensor], None]) -> None:
+        self.run = run
+
+
+_objects: WeakValueDictionary[str, Comm | Hook] = WeakValueDictionary()
+_numbers = count()
+
+
+def register(value: Comm | Hook) -> str:
+    """Return the name by which operators find ``value`` as long as the caller keeps it."""
+    name = str(next(_numbers))
+    _objects[name] = value
+    return name
+
+
+def _find(name: str, kind: type) -> Any:
+    found = _objects.get(name)
+    if not isinstance(found, kind):
+        raise FSDPError(f"custom communication {name!r}: expected {kind.__name__}, found {found!r}; compile again")
+    return found
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of this name."""
+    return _resolve_process_group(GroupName(name))
+
+
+_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+
+
+def all_gather(row: Tensor, world: int, group: str, comm: str) -> Tensor:
+    """Start the user's all-gather ``comm`` of a 1-D row and return its result, to be waited for."""
+    gather: AllGather = _find(comm, AllGather)
+    out = gather.allocate([world * row.numel()], dtype=row.dtype, device=row.device)
+    return _started(out, gather(out, row.contiguous(), process_group(group), async_op=True))
+
+
+def reduce_scatter(rows: Tensor, op: str, world: int, group: str, comm: str) -> Tensor:
+    """Start the user's reduce-scatter ``comm`` of 1-D rows and return its result, to be waited for."""
+    reduce: ReduceScatter = _find(comm, ReduceScatter)
+    out = reduce.allocate([rows.numel() // world], dtype=rows.dtype, device=rows.device)
+    return _started(out, reduce(out, rows.contiguous(), process_group(group), _OPS[op], async_op=True))
+
+
+def _started(out: Tensor, work: dist.Work | None) -> Tensor:
+    if work is not None:
+        _register_work(out, work)
+    return out
+
+
+def reduce_hook(row: Tensor, hook: str) -> Tensor:
+    """Return a copy of a reduced row that the user's hook has seen, and perhaps changed."""
+    out = row.clone()
+    _find(hook, Hook).run(out)
+    return out
+
+
+library = torch.library.Library(ir.NAMESPACE, "FRAGMENT")
+for _schema, _run, _fake in (
+    (ir.CUSTOM_ALL_GATHER_SCHEMA, all_gather, lambda row, world, *_: row.new_empty(world * row.numel())),
+    (
+        ir.CUSTOM_REDUCE_SCATTER_SCHEMA,
+        reduce_scatter,
+        lambda rows, _, world, *__: rows.new_empty(rows.numel() // world),
+    ),
+    (ir.REDUCE_HOOK_SCHEMA, reduce_hook, lambda row, _: torch.empty_like(row)),
+):
+    library.define(_schema)
+    _name = _schema.split("(")[0]
+    library.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{ir.NAMESPACE}::{_name}", _fake, lib=library)

@@ -1,0 +1,147 @@
+"""Tensor subclasses that send something else than their values: int8 with a scale per row, and a wrapper of two parts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from tests.graphs import record, target_name
+from tests.ranks import on_ranks
+from tests.training import batches, full, full_grads, mean_over_ranks, my_part
+
+GATHER = "all_gather_into_tensor"
+each_mode = pytest.mark.parametrize("mode", ["eager", "full"])
+
+
+class Int8Gathered(torch.Tensor):
+    """A float weight whose all-gather carries int8 rows and one fp32 scale per row."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device, requires_grad=False
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts, context, size, stride):
+        return Int8Gathered(parts["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args, kwargs = pytree.tree_map_only(Int8Gathered, lambda t: t.inner, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        keeps = {
+            torch.ops.aten.detach.default,
+            torch.ops.aten.clone.default,
+            torch.ops.aten.slice.Tensor,
+            torch.ops.aten.new_zeros.default,
+            torch.ops.aten.view.default,
+            torch.ops.aten._to_copy.default,
+            torch.ops.aten.as_strided.default,
+            torch.ops.aten.split.Tensor,
+        }
+        if func in keeps:
+            return pytree.tree_map_only(torch.Tensor, Int8Gathered, out)
+        return out
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        assert mesh.size() == 2 and isinstance(module, nn.Linear) and mp_policy.reduce_dtype is None
+        rows = self.inner
+        scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+        return (torch.round(rows / scale).to(torch.int8), scale), tuple(outer_size)
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        rows, scale = outputs
+        whole = (rows.to(torch.float32) * scale)[: metadata[0]].to(param_dtype)
+        if out is not None:
+            out.copy_(whole)
+            return None
+        return whole, (whole,)
+
+
+def quantised(weight):
+    """The values that arrive."""
+    scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+    return torch.round(weight / scale).to(torch.int8).to(torch.float32) * scale
+
+
+class Net(nn.Module):
+    def __init__(self, extended: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.extended = extended
+        if extended:
+            for block in self.blocks:
+                block.weight = nn.Parameter(Int8Gathered(block.weight.detach().clone()))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).tanh() if self.extended else nn.functional.linear(x, through(block.weight), block.bias).tanh()
+        return x
+
+
+def through(weight):
+    """Quantised in forward, the identity in backward."""
+    return weight + (quantised(weight.detach()) - weight.detach())
+
+
+@each_mode
+@on_ranks(2)
+def test_an_int8_all_gather(mode):
+    alone, model = Net(False), Net(True)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    call, recorder = record(model) if mode == "full" else (model, None)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for data in batches(3, 8, 6):
+        want = alone(data).square().mean()
+        got = call(my_part(data)).square().mean()
+        for loss in (want, got):
+            loss.backward()
+        torch.testing.assert_close(mean_over_ranks(got), want.item(), rtol=1e-5, atol=0)
+        for name, grad in full_grads(model).items():
+            torch.testing.assert_close(grad, dict(alone.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    weight = model.blocks[0].weight
+    torch.testing.assert_close(full(weight._local_tensor.inner), my_part(alone.blocks[0].weight.detach()))
+    if recorder is not None:
+        forward, backward = recorder.only("forward", after=True), recorder.only("backward", after=True)
+        for graph in (forward, backward):
+            gathers = [node for node in graph.nodes if node.op == "call_function" and target_name(node) == GATHER]
+            sources = {node.all_input_nodes[-1].meta["val"].dtype for node in gathers}
+            assert torch.int8 in sources and len(sources) == 2
+
+
+def test_half_an_extension_is_refused(fake_group):
+    class OnlyPre(torch.Tensor):
+        def fsdp_pre_all_gather(self, mesh):
+            return (self,), None
+
+    class TwoArguments(OnlyPre):
+        def fsdp_pre_all_gather(self, mesh, size):
+            return (self,), None
+
+        def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+            return outputs[0], ()
+
+    for cls, message in (
+        (OnlyPre, "weight: expected OnlyPre to define both fsdp_pre_all_gather and fsdp_post_all_gather, got only"),
+        (TwoArguments, r"weight: expected TwoArguments.fsdp_pre_all_gather to take \(mesh\) or \(mesh, outer_size"),
+    ):
+        model = nn.Linear(4, 4)
+        model.weight = nn.Parameter(model.weight.detach().as_subclass(cls))
+        with pytest.raises(ValueError, match=message):
+            fully_shard(model, mp_policy=MixedPrecisionPolicy())

@@ -1,0 +1,242 @@
+"""Where parameters live: smaller groups, replicas only, meshes of their own, other parallelism, other units, the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_compiled import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    HSDPMeshInfo,
+    ShardPlacementResult,
+    fully_shard,
+)
+from fsdp_compiled.param import ShardedState
+from tests.graphs import record
+from tests.ranks import on_ranks, same_on_ranks
+from tests.training import (
+    MLP,
+    MODES,
+    assert_close,
+    batches,
+    full_grads,
+    full_params,
+    my_part,
+    shard,
+    square_loss,
+    train,
+)
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
+
+
+def _assert_trains_like_one_process(model, call, alone, data=None):
+    data = batches(2, 8, 10) if data is None else data
+    want = train(alone, alone, data, square_loss, sharded=False)
+    got = train(model, call, data, square_loss)
+    same_on_ranks(got)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+    assert_close(full_params(model), full_params(alone))
+
+
+@each_mode
+@on_ranks(4)
+def test_reshard_to_a_smaller_group(mode):
+    alone, model = MLP(hidden=9), MLP(hidden=9)  # uneven over 4 and over 2
+    call = shard(model, mode, reshard_after_forward=2)
+    _assert_trains_like_one_process(model, call, alone)
+    if mode != "full":
+        loss = square_loss(call, my_part(batches(1, 8, 10)[0]))
+        param = model.blocks[0][0]._fsdp_params["weight"]
+        assert param.state is ShardedState.SHARDED_POST_FORWARD
+        assert isinstance(model.blocks[0][0].weight, DTensor)
+        loss.backward()
+        assert param.state is ShardedState.SHARDED
+
+
+@on_ranks(4)
+def test_backward_gathers_over_the_smaller_group():
+    model = MLP(hidden=9)
+    shard(model, "eager", reshard_after_forward=2)
+    call, recorder = record(model)
+    square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+    worlds = {
+        kind: {n.args[1] for n in recorder.only(kind, after=True).nodes if "all_gather_into" in str(n.target)}
+        for kind in ("forward", "backward")
+    }
+    assert worlds == {"forward": {4}, "backward": {2}}
+    small = model._get_fsdp_state().status.post_forward_mesh
+    assert small is not None and small.mesh is model.blocks[0]._get_fsdp_state().status.post_forward_mesh.mesh
+    model.set_reshard_after_forward(True)
+    assert model.scale is not None and model._fsdp_params["scale"].route.post_forward_world == 0
+
+
+@each_mode
+@on_ranks(2)
+def test_replicas_only(mode):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="replicate"))
+    assert model.scale.placements == (Replicate(),)
+    _assert_trains_like_one_process(model, call, alone)
+
+
+@eager_and_full
+@on_ranks(4)
+def test_a_mesh_of_its_own_for_some_parameters(mode):
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def choose(param):
+        if param.dim() == 1:
+            return None
+        return ShardPlacementResult(Shard(1 if param.shape[1] % 2 == 0 else 0), hybrid)
+
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, shard_placement_fn=choose)
+    assert model.blocks[0][0].weight.placements == (Replicate(), Shard(1))
+    assert model.blocks[0][0].bias.placements == (Shard(0),)
+    _assert_trains_like_one_process(model, call, alone)
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share their weight and lie in different units, and the root reads it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(10, 10)
+        self.blocks = nn.ModuleList([nn.Linear(10, 10, bias=False), nn.Linear(10, 10), nn.Linear(10, 10, bias=False)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.again = self.blocks[0].weight
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x @ self.again
+
+
+@each_mode
+@on_ranks(2)
+def test_parameters_tied_across_units(mode):
+    alone, model = Tied(), Tied()
+    call = shard(model, mode)
+    assert model.blocks[0].weight is model.blocks[2].weight is model.again
+    assert len(list(model.parameters())) == len(list(alone.parameters()))
+    assert model.state_dict().keys() == alone.state_dict().keys()
+    _assert_trains_like_one_process(model, call, alone)
+    model.set_requires_gradient_sync(False)
+    first, second = batches(2, 8, 10)
+    square_loss(call, my_part(first)).backward()
+    model.set_requires_gradient_sync(True)
+    square_loss(call, my_part(second)).backward()
+    for micro in (first, second):
+        square_loss(alone, micro).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+class Parallel(nn.Module):
+    """Two blocks for tensor parallelism, and a norm that stays plain or replicated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 10)) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def _rows(batch, mesh):
+    """This rank's rows; ranks of one tensor-parallel group have the same."""
+    return batch.chunk(mesh.size())[mesh.get_local_rank()]
+
+
+def _step(call, data, mesh):
+    loss = square_loss(call, _rows(data, mesh))
+    loss.backward()
+    return loss
+
+
+@each_mode
+@on_ranks(4)
+def test_on_top_of_tensor_parallelism(mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    alone, model = Parallel(), Parallel()
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    whole = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
+    call = shard(model, mode, mesh=mesh["dp"])
+    weight = model.blocks[0][0].weight
+    assert weight.to_local().shape == (3, 10) and weight.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert_close(full_params(model), whole)
+    for data in batches(2, 8, 10):
+        square_loss(alone, data).backward()
+        _step(call, data, mesh["dp"])
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (alone, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+    assert_close(full_params(model), full_params(alone))
+
+
+@eager_and_full
+@on_ranks(4)
+def test_named_dimensions_of_a_full_mesh(mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    alone, model = Parallel(), Parallel()
+    plans = {"0": Shard(0), "2": Shard(1)}
+    for block in model.blocks:
+        for name, layer in block.named_children():
+            for key, param in list(layer.named_parameters()):
+                here = Replicate() if name == "2" and key == "bias" else plans[name]
+                setattr(layer, key, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate(), here])))
+
+    def inputs(module, args):
+        (x,) = args
+        return (DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False),)
+
+    def outputs(module, args, out):
+        return out.redistribute(placements=[Replicate(), Replicate()]).to_local()
+
+    for block in model.blocks:
+        block.register_forward_pre_hook(inputs)
+        block.register_forward_hook(outputs)
+    call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    assert model.blocks[0][0].weight.device_mesh == mesh
+    for data in batches(2, 8, 10):
+        square_loss(alone, data).backward()
+        _step(call, data, mesh["dp"])
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (alone, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+
+
+@each_mode
+@on_ranks(2)
+def test_shards_on_the_cpu(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    _assert_trains_like_one_process(model, call, alone)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+@on_ranks(2)
+def test_pinning_needs_an_accelerator():
+    if torch.accelerator.is_available():
+        return
+    with pytest.raises(RuntimeError, match="accelerator|CUDA|pin"):
+        fully_shard(MLP(), offload_policy=CPUOffloadPolicy())
+
