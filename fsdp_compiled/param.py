@@ -263,7 +263,7 @@ class FSDPParam:
         ]
         whole, _ = extension.join(outputs, metadata)
         if not self.sharded_param.requires_grad:
-            return whole
+            return collectives.with_gradient(whole, self.leaf.detach(), None, self.route_args)
         return collectives.with_gradient(whole, self.leaf, *self._sink_and_route())
 
     def _sink_and_route(self) -> tuple[Tensor | None, tuple[object, ...]]:

@@ -31,7 +31,7 @@ TAKE_SHARD_SCHEMA = "take_shard(Tensor whole, int dim, int world, str group) -> 
 # In the meta of opaque nodes their Ticket, of emitted ones their Bundle; needed no longer than one compilation.
 _TICKET, _MARK = "fsdp_compiled_ticket", "fsdp_compiled"
 _C10D = "_c10d_functional"
-_TENSORS_BEFORE_ROUTE = {"unshard": 2, "reduce_grad": 1}
+_TENSORS_BEFORE_ROUTE = {"unshard": 2, "reduce_grad": 1, "with_gradient": 3}
 
 
 @dataclass(frozen=True)
@@ -204,8 +204,8 @@ def has_ours(graph: fx.Graph) -> bool:
 
 
 def route_of(node: fx.Node) -> Route:
-    """Return the constant arguments of an ``unshard`` or ``reduce_grad`` node."""
-    name = "unshard" if is_unshard(node) else "reduce_grad"
+    """Return the constant arguments of an ``unshard``, ``reduce_grad`` or ``with_gradient`` node."""
+    name = str(node.target).split(".")[1]
     return Route.from_args(node.args[_TENSORS_BEFORE_ROUTE[name] :])
 
 
@@ -319,7 +319,7 @@ def emit_take_shard(emit: Emitter, whole: fx.Node, route: Route) -> fx.Node:
 
 
 def is_with_gradient(node: fx.Node) -> bool:
-    """Tell whether ``node`` is an identity that was there for its gradient only."""
+    """Tell whether ``node`` is the identity on an unsharded parameter that was there for its gradient."""
     return _is_op(node, "with_gradient")
 
 

@@ -46,6 +46,7 @@ class Reshard:
 
         unshard(reshard=True)    ->  MUST_RECOMPUTE: only the shard is saved, backward gathers again
         unshard(reshard=False)   ->  MUST_SAVE: the unsharded parameter is saved, backward gathers nothing
+        w = with_gradient(v)     ->  w = v, tagged as an unshard is: an all-gather extension made it of several
         w = unshard(s)           ->  p = take_shard(unshard(s)); w = unshard(p), over the smaller group if there is
                                      one: p is saved, backward gathers w again, and Normalize drops the second
                                      gather of forward
@@ -57,7 +58,7 @@ class Reshard:
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
-        _drop_identities(graph)
+        _drop_gradient_marks(graph)
         unshards = [node for node in graph.nodes if ir.is_unshard(node)]
         kept = self._kept(graph, unshards)
         for node in unshards:
@@ -79,12 +80,27 @@ class Reshard:
         return decide_kept(candidates.values(), self.policy.keep_unsharded_bytes)
 
 
-def _drop_identities(graph: fx.Graph) -> None:
-    """Remove nodes that were there for their gradient only, which the joint graph has by now."""
+def _drop_gradient_marks(graph: fx.Graph) -> None:
+    """Remove identities whose gradient the joint graph has by now; what they mark is an unsharded parameter."""
     for node in list(graph.nodes):
         if ir.is_with_gradient(node):
-            node.replace_all_uses_with(ir.source_of(node))
+            whole = ir.source_of(node)
+            if ir.route_of(node).reshard:
+                _recompute_from_gathers(whole)
+            else:
+                _tag(whole, keep=True)
+            node.replace_all_uses_with(whole)
             graph.erase_node(node)
+
+
+def _recompute_from_gathers(whole: fx.Node) -> None:
+    """Tag every node between the gathers and ``whole``: a product, say, would be saved ahead of a matrix product."""
+    stack = [whole]
+    while stack:
+        node = stack.pop()
+        if node.op == "call_function" and not ir.is_unshard(node):
+            _tag(node, keep=False)
+            stack += node.all_input_nodes
 
 
 def _keep_over_smaller_group(node: fx.Node) -> None:
