@@ -10,7 +10,7 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .interface import DEVICEInitMode, RankAndSize, mesh_of, seeded, shard_units
+from .interface import DEVICEInitMode, FSDPInitMode, RankAndSize, mesh_of, seeded, shard_units
 from .nested import NestedWrappedModule
 
 
@@ -36,8 +36,8 @@ class MixtureOfExperts(NestedWrappedModule):
         deterministic: bool,
         **fsdp_kwargs: Any,
     ) -> None:
-        self.group = group
         super().__init__(group, wrap_fsdp, device_init_mode, deterministic, **fsdp_kwargs)
+        self.group = group
         self.delay_before_free_ms = delay_before_free_ms
         self.wrap_fsdp = wrap_fsdp
 
@@ -47,6 +47,20 @@ class MixtureOfExperts(NestedWrappedModule):
         self.num_expert_params = sum(param.numel() for param in expert.parameters())
         with seeded(0 if deterministic else None):
             return nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 23), expert, nn.Linear(12, 8))
+
+    @classmethod
+    def init(  # type: ignore[override]
+        cls,
+        group: RankAndSize,
+        fsdp_init_mode: FSDPInitMode,
+        device_init_mode: DEVICEInitMode,
+        fsdp_kwargs: Mapping[str, Any] | None = None,
+        deterministic: bool = False,
+        delay_before_free_ms: int = 0,
+    ) -> nn.Module:
+        """Make an instance, see :meth:`NestedWrappedModule.init` and the class."""
+        delay = {"delay_before_free_ms": delay_before_free_ms}
+        return super().init(group, fsdp_init_mode, device_init_mode, fsdp_kwargs, deterministic, **delay)
 
     @property
     def expert(self) -> nn.Module:

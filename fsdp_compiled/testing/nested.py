@@ -92,7 +92,7 @@ class NestedWrappedModule(FSDPTestModel):
             group: see the class, as for ``device_init_mode`` and ``deterministic``.
             fsdp_init_mode: whether to shard the units.
             fsdp_kwargs: given to ``fully_shard``.
-            kwargs: given to the class.
+            kwargs: what a subclass takes besides.
 
         Raises:
             TypeError: ``fsdp_init_mode`` is none, or a group to shard over is no process group.
