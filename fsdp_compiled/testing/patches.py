@@ -2,7 +2,8 @@
 
 Each context manager takes the function to call instead and gives the original. It affects this process only; where
 ranks are threads each rank enters it and sees its own function alone, and all wait for each other on the way in and
-out. Compiled graphs run their collectives without coming back to Python, so nothing of a graph is seen.
+out. Compiled graphs run their collectives without coming back to Python, so nothing of a graph is seen: of a compiled
+step only what remains outside, such as the reshard at its end and the reduction of gradients stored without sync.
 """
 
 from __future__ import annotations

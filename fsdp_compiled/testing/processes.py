@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
+_START_TIMEOUT_S = 300.0
 _GRACE_S = 10.0  # beyond the group's timeout, for the other ranks once one has failed
 
 
@@ -57,6 +58,9 @@ class RankProcesses:
 
     Args:
         world: number of processes, and the most ranks that a job can have.
+
+    Raises:
+        RuntimeError: a process did not start.
     """
 
     def __init__(self, world: int) -> None:
@@ -71,6 +75,14 @@ class RankProcesses:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                started = pipe.poll(_START_TIMEOUT_S) and pipe.recv()
+            except EOFError:
+                started = False
+            if not started:
+                self.close()
+                raise RuntimeError(f"rank {rank}: its process did not start; does the test's script guard its main?")
 
     @property
     def alive(self) -> bool:
@@ -108,28 +120,28 @@ class RankProcesses:
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world])}
         outcomes: dict[int, _Outcome] = {}
         timeout_s = setting.test_timeout_s
+        lost = False
         while waiting:
             ready = [pipe for pipe in wait(list(waiting), timeout=timeout_s) if isinstance(pipe, Connection)]
             if not ready:
                 outcomes |= dict.fromkeys(waiting.values(), _Outcome("hung; its process was ended"))
-                self.close()
+                lost = True
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                outcomes[rank] = self._receive(pipe)
+                try:
+                    outcomes[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    outcomes[rank] = _Outcome("its process died")
+                    lost = True
                 if outcomes[rank].failure is not None:
                     timeout_s = min(timeout_s, setting.group_timeout.total_seconds() + _GRACE_S)
+        if lost:
+            self.close()
         return outcomes
 
-    def _receive(self, pipe: Connection) -> _Outcome:
-        try:
-            outcome: _Outcome = pipe.recv()
-        except (EOFError, ConnectionResetError):
-            return _Outcome("its process died")
-        return outcome
-
     def close(self) -> None:
-        """End the processes."""
+        """End the processes; a second call does nothing."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -143,6 +155,7 @@ def _serve(rank: int, pipe: Connection, path: list[str]) -> None:
     torch.set_num_threads(1)
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0: as many compile workers per rank as cores would be too many.
     torch._inductor.config.compile_threads = 1
+    pipe.send(True)  # it is ready
     while True:
         try:
             job = pipe.recv()
