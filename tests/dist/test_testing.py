@@ -223,8 +223,8 @@ class TestModes(RankTest):
         assert seen == ({"reshard"} if in_graph else PATCHES.keys() - {"all_reduce"}), seen
 
 
-class Outcomes(RankTest):
-    """Run by hand below."""
+class Outcomes(FSDPTest):
+    """Run by hand below, on processes of its own, since some of them end."""
 
     __test__ = False
 
@@ -257,7 +257,14 @@ def _result(name, timeout_s=300.0):
     return result
 
 
-def test_what_unittest_reports_of_processes():
+@pytest.fixture
+def ended_processes():
+    yield
+    Outcomes.doClassCleanups()
+    assert Outcomes._processes is None
+
+
+def test_what_unittest_reports_of_processes(ended_processes):
     ((_, text),) = _result("test_one_rank_fails").failures
     assert "--- rank 1 ---" in text
     assert "ValueError: rank 1 says so" in text
