@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import AllGather, ReduceScatter
-from .owner import TracedCall, rebase
+from .owner import TracedCall, rebase, with_code_of_its_own
 from .policy import require_bool
 from .state import FSDPState, state_of, states_below
 
@@ -36,6 +36,22 @@ class FSDPModule:
         made = user_cls.__new__(user_cls)
         made.__init__(*args, **kwargs)
         return made
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile this module in place, as ``nn.Module.compile`` does.
+
+        The graph of an outermost unit has its collectives inside. Calls of any other unit from uncompiled code
+        keep their hooks outside the graph.
+
+        Args:
+            args: given to ``torch.compile``, as are ``kwargs``.
+        """
+        if not _state(self).is_root:
+            super().compile(*args, **kwargs)  # type: ignore[misc]
+            return
+        # Dynamo begins at the first frame outside torch's own module code, so this one brings the hooks in.
+        whole = torch.compile(with_code_of_its_own(_call), *args, **kwargs)
+        self._compiled_call_impl = lambda *args, **kwargs: whole(self, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's unit (not the units below it).
@@ -281,6 +297,10 @@ class FSDPModule:
 
     def _get_fsdp_state(self) -> FSDPState:
         return _state(self)
+
+
+def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
 
 
 _NOT_YET = (

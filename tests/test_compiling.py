@@ -9,6 +9,7 @@ from torch._inductor import config, custom_graph_pass
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
+from fsdp_compiled.state import FSDPState
 from tests.graphs import sequence
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "mm")
@@ -75,6 +76,22 @@ def test_all_three_ways_give_the_same_schedule(spy):
     assert seen(spy, fsdp_compiled.compile(model, fullgraph=True)) == plain
     assert seen(spy, torch.compile(model, fullgraph=True, options=fsdp_compiled.options())) == plain
     assert seen(spy, fsdp_compiled.compile(model, fullgraph=True, mode="default", schedule=SchedulePolicy())) == plain
+
+
+def test_compiling_in_place_brings_the_hooks_in_but_not_for_inner_units(fake_group, monkeypatch):
+    gathered = []
+    unshard = FSDPState.unshard
+    monkeypatch.setattr(FSDPState, "unshard", lambda state: (gathered.append(state), unshard(state)))
+    model = sharded()
+    model.compile(fullgraph=True, backend="aot_eager")
+    model(torch.randn(4, 8)).sum().backward()
+    assert gathered == []
+    assert all(param.grad is not None for param in model.parameters())
+
+    unit = model.layers[0]
+    unit.compile(fullgraph=True, backend="eager")
+    unit(torch.randn(4, 8))
+    assert gathered == [unit._get_fsdp_state()]
 
 
 def test_a_schedule_holds_for_one_compile_only(spy):

@@ -1,0 +1,159 @@
+"""Base classes of tests that run on several ranks, for ``unittest`` and for pytest."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import unittest
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .parity import run_subtests
+from .processes import RankProcesses, Setting
+from .threads import run_on_threads
+
+CALLER = -1  # the rank of an instance that only waits for the ranks
+
+
+class RankTestCase(unittest.TestCase):
+    """A test case each of whose tests runs on ``world_size`` ranks, and fails or is skipped where any rank's does.
+
+    ``setUp`` and ``tearDown`` run once, beside the ranks; ``perThreadSetUp`` and ``perThreadTearDown`` run on each
+    rank, where the default process group is ready. A test has no state but what its rank's instance gets there.
+    """
+
+    rank = CALLER
+    test_timeout_s = 300.0
+
+    def __init__(self, methodName: str = "runTest") -> None:
+        super().__init__(methodName)
+        method = getattr(self, methodName, None)
+        if method is not None:
+            setattr(self, methodName, self._waiting_for_ranks(method))
+
+    def _waiting_for_ranks(self, method: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(method)  # which keeps the marks of skips and expected failures
+        def run() -> None:
+            cls = type(self)
+            body = functools.partial(_run_test, cls.__module__, cls.__qualname__, self._testMethodName)
+            self._run_on_ranks(body)
+
+        return run
+
+    @abstractmethod
+    def _run_on_ranks(self, body: Callable[[int], None]) -> None: ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; override it."""
+        return 2
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The default process group; on a rank only."""
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+
+    def perThreadSetUp(self) -> None:
+        """Prepare one rank."""
+
+    def perThreadTearDown(self) -> None:
+        """Clean up after one rank."""
+
+    def run_subtests(
+        self, subtest_config: Mapping[str, Sequence[Any]], test_fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> None:
+        """Run ``test_fn`` under every combination of values, see :func:`fsdp_compiled.testing.run_subtests`."""
+        run_subtests(self, subtest_config, test_fn, *args, **kwargs)
+
+    def assertEqual(
+        self, first: Any, second: Any, msg: Any = None, *, rtol: float | None = None, atol: float | None = None
+    ) -> None:
+        """Compare as unittest does, but tensors, and lists and dicts of them, as ``torch.testing.assert_close``.
+
+        Args:
+            first: what is compared with ``second``.
+            second: a tensor if ``first`` is one.
+            msg: said beside what differs.
+            rtol: relative tolerance of tensors; by default torch's for the dtype, as for ``atol``.
+            atol: absolute tolerance.
+        """
+        if not _has_tensor(first):
+            super().assertEqual(first, second, msg)
+            return
+        said = (lambda text: f"{text}\n{msg}") if msg is not None else None
+        torch.testing.assert_close(first, second, rtol=rtol, atol=atol, msg=said)
+
+
+class FSDPTest(RankTestCase):
+    """Tests whose ranks are processes; they start with the first test of the class and end with the class.
+
+    The class must be importable, as it is in a test module or script. Each test gets a new process group, compiled
+    code is dropped before it, and torch's generator is seeded with 0 on every rank.
+    """
+
+    backend = "gloo"
+    device_type = "cpu"  # on another type, with a backend to match, each rank takes the device of its number
+    group_timeout = timedelta(seconds=60)
+    _processes: RankProcesses | None = None
+
+    def processes(self) -> RankProcesses:
+        """Return the processes to use, at least ``world_size``; override it to share them among classes."""
+        cls = type(self)
+        current = cls.__dict__.get("_processes")
+        if current is None or not current.alive or current.world < self.world_size:
+            if current is None:
+                cls.addClassCleanup(cls._end_processes)
+            else:
+                current.close()
+            current = cls._processes = RankProcesses(self.world_size)
+        return current
+
+    @classmethod
+    def _end_processes(cls) -> None:
+        if cls._processes is not None:
+            cls._processes.close()
+        cls._processes = None
+
+    def _run_on_ranks(self, body: Callable[[int], None]) -> None:
+        setting = Setting(self.backend, self.device_type, self.group_timeout, self.test_timeout_s)
+        self.processes().run(self.world_size, body, setting)
+
+
+class FSDPTestMultiThread(RankTestCase):
+    """Tests whose ranks are threads of this process: they start at once, but cannot compile.
+
+    All threads share torch's generator: make equal parameters under :func:`fsdp_compiled.testing.seeded`. Any other
+    state of the process is shared too.
+    """
+
+    test_timeout_s = 60.0
+
+    def _run_on_ranks(self, body: Callable[[int], None]) -> None:
+        run_on_threads(self.world_size, body, self.test_timeout_s)
+
+
+def _run_test(module: str, qualname: str, name: str, rank: int) -> None:
+    """Run one rank's part of a test; a class inside a function cannot be found."""
+    cls: Any = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
+    case = cls(name)
+    case.rank = rank
+    case.perThreadSetUp()
+    try:
+        getattr(cls, name)(case)
+    finally:
+        case.perThreadTearDown()
+        case.doCleanups()
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))

@@ -1,0 +1,183 @@
+"""Putting a test's own function where the eager hooks call a collective or an operation of a unit.
+
+Each context manager takes the function to call instead and gives the original. It affects this process only; where
+ranks are threads each rank enters it and sees its own function alone, and all wait for each other on the way in and
+out. Compiled graphs run their collectives without coming back to Python, so nothing of a graph is seen: of a compiled
+step only what remains outside, such as the reshard at its end and the reduction of gradients stored without sync.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .. import state
+from ..collectives import launch
+from ..state import FSDPState
+from .threads import ranks_are_threads
+
+Place = tuple[Any, str]  # object, attribute
+_setting = threading.Lock()  # of a place, among ranks that are threads
+
+
+def patch_all_gather(new_all_gather_into_tensor: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:
+    """Replace ``torch.ops._c10d_functional.all_gather_into_tensor``, which DTensor calls too.
+
+    Args:
+        new_all_gather_into_tensor: ``(input, group_size, group_name) -> output``: input ``[n]`` of any dtype,
+            output ``[group_size * n]``, waited for by ``torch.ops._c10d_functional.wait_tensor``.
+    """
+    return _replaced_operator("all_gather_into_tensor", new_all_gather_into_tensor)
+
+
+def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:
+    """Replace ``torch.ops._c10d_functional.reduce_scatter_tensor``, which DTensor calls too.
+
+    Args:
+        new_reduce_scatter_tensor: ``(input, reduce_op, group_size, group_name) -> output``: input
+            ``[group_size * n]`` in the reduce dtype, reduce_op such as ``"avg"``, output ``[n]``.
+    """
+    return _replaced_operator("reduce_scatter_tensor", new_reduce_scatter_tensor)
+
+
+def patch_all_reduce(new_all_reduce: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:
+    """Replace ``torch.ops._c10d_functional.all_reduce``: of replicas' gradients, and of DTensor.
+
+    Args:
+        new_all_reduce: ``(input, reduce_op, group_name) -> output``, input and output ``[n]`` in the reduce dtype.
+    """
+    return _replaced_operator("all_reduce", new_all_reduce)
+
+
+def patch_foreach_all_gather(new_foreach_all_gather: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Replace the launch of a param group's all-gather, wherever the library calls it.
+
+    Args:
+        new_foreach_all_gather: takes and returns what ``fsdp_compiled.collectives.launch.launch_gather`` does:
+            shards and their layouts first, then where to send them; returns what is under way.
+    """
+    return replaced(_uses("launch_gather"), new_foreach_all_gather)
+
+
+def patch_foreach_reduce(new_foreach_reduce: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Replace the launch of a param group's reduction, wherever the library calls it.
+
+    Args:
+        new_foreach_reduce: takes and returns what ``fsdp_compiled.collectives.launch.launch_reduction`` does:
+            unsharded gradients and their layouts first, then where to send them; returns what is under way.
+    """
+    return replaced(_uses("launch_reduction"), new_foreach_reduce)
+
+
+def patch_unshard(new_unshard: Callable[..., None]) -> AbstractContextManager[Any]:
+    """Replace the unshard of a unit in its hooks. Prefetches and ``FSDPModule.unshard`` do not come here.
+
+    Args:
+        new_unshard: ``(state) -> None`` with the unit's FSDPState. It is called for unsharded units too, where the
+            original does nothing.
+    """
+    return replaced([(FSDPState, "unshard")], new_unshard)
+
+
+def patch_reshard(new_reshard: Callable[..., None]) -> AbstractContextManager[Any]:
+    """Replace the reshard of a unit, by hooks and by users.
+
+    Args:
+        new_reshard: ``(state) -> None`` with the unit's FSDPState. It is called for sharded units too, where the
+            original does nothing.
+    """
+    return replaced([(FSDPState, "reshard")], new_reshard)
+
+
+def patch_post_backward(new_post_backward: Callable[..., None]) -> AbstractContextManager[Any]:
+    """Replace what a unit does once it has its gradients: reshard and start the reduction.
+
+    Args:
+        new_post_backward: ``(state) -> None`` with the unit's FSDPState.
+    """
+    return replaced([(FSDPState, "post_backward")], new_post_backward)
+
+
+def patch_register_post_backward_hook_backward(new_backward: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Replace the backward of the autograd function that leads to ``post_backward``.
+
+    Args:
+        new_backward: ``(ctx, *grads) -> (None, *grads)``, with the gradients of a unit's inputs.
+    """
+    return replaced([(state._PostBackward, "backward")], new_backward, as_attribute=staticmethod)
+
+
+def _uses(name: str) -> list[Place]:
+    """Find the modules of the library that call a function of ``collectives.launch``."""
+    function = getattr(launch, name)
+    modules = [module for key, module in sys.modules.items() if key.startswith("fsdp_compiled.")]
+    return [(module, name) for module in modules if vars(module).get(name) is function]
+
+
+class _Operator:
+    """An operator that calls another function, but has its own overloads and attributes."""
+
+    def __init__(self, call: Callable[..., Any], operator: Any) -> None:
+        self._call = call
+        self._operator = operator
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operator, name)
+
+
+def _replaced_operator(name: str, new: Callable[..., Any]) -> AbstractContextManager[Any]:
+    namespace = torch.ops._c10d_functional
+    operator = getattr(namespace, name)
+    return replaced([(namespace, name)], new, as_attribute=lambda call: _Operator(call, operator))
+
+
+@contextmanager
+def replaced(
+    places: Sequence[Place], new: Callable[..., Any], as_attribute: Callable[[Any], Any] = lambda call: call
+) -> Iterator[Any]:
+    """Put ``new`` in all ``places`` and give what was in the first.
+
+    Args:
+        places: that hold the same function.
+        new: called by this rank instead.
+        as_attribute: makes what is stored from what is called.
+    """
+    before = [inspect.getattr_static(owner, name) for owner, name in places]
+    original = getattr(*places[0])
+    _meet()  # every rank has read what was there
+    with _setting:
+        for owner, name in places:
+            setattr(owner, name, as_attribute(_for_this_rank(new, getattr(owner, name))))
+    try:
+        yield original
+        _meet()  # no rank is inside any more
+    finally:
+        for (owner, name), attribute in zip(places, before, strict=True):
+            setattr(owner, name, attribute)
+
+
+def _meet() -> None:
+    if ranks_are_threads():
+        dist.barrier()
+
+
+def _for_this_rank(new: Callable[..., Any], others: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``new``, or where ranks are threads a function that is ``new`` for this one alone."""
+    if not ranks_are_threads():
+        return new
+    mine = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (new if threading.get_ident() == mine else others)(*args, **kwargs)
+
+    return call
