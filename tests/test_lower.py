@@ -120,6 +120,66 @@ reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32""",
         )
 
 
+class UsersOwn(expecttest.TestCase):
+    def test_collectives_and_a_hook(self):
+        b = Builder(Bucket(UNIT), Lower())
+        whole = b.unshard(b.input("s", 2), route((8,), "w", gather_comm="0"))
+        part = b.reduce_grad(b.input("g", 8), route((8,), "w", reduce_comm="1", reduce_hook="2", reduce_group="own"))
+        self.assertExpectedInline(b.text(whole, part), """\
+reshape_default = reshape(s, [-1]) [2] float32
+custom_all_gather_default = custom_all_gather(reshape_default, 4, shard, 0) [8] float32
+wait_tensor_default = wait_tensor(custom_all_gather_default) [8] float32
+reshape_default_1 = reshape(wait_tensor_default, [4, -1]) [4, 2] float32
+reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32
+reshape_default_3 = reshape(g, [4, -1]) [4, 2] float32
+reshape_default_4 = reshape(reshape_default_3, [-1]) [8] float32
+custom_reduce_scatter_default = custom_reduce_scatter(reshape_default_4, avg, 4, own, 1) [2] float32
+wait_tensor_default_1 = wait_tensor(custom_reduce_scatter_default) [2] float32
+reshape_default_5 = reshape(wait_tensor_default_1, [-1]) [2] float32
+reduce_hook_default = reduce_hook(reshape_default_5, 2) [2] float32
+reshape_default_6 = reshape(reduce_hook_default, [1, -1]) [1, 2] float32
+reshape_default_7 = reshape(reshape_default_6, [2]) [2] float32""")
+
+    def test_shards_on_another_device(self):
+        b = Builder(Bucket(UNIT), Lower())
+        whole = b.unshard(b.input("s", 2), route((8,), "w", device="meta"))
+        part = b.reduce_grad(whole, route((8,), "w", device="meta"))
+        self.assertExpectedInline(b.text(part), """\
+device_put_default = device_put(s, meta) [2] float32
+reshape_default = reshape(device_put_default, [-1]) [2] float32
+all_gather_into_tensor_default = all_gather_into_tensor(reshape_default, 4, shard) [8] float32
+wait_tensor_default = wait_tensor(all_gather_into_tensor_default) [8] float32
+reshape_default_1 = reshape(wait_tensor_default, [4, -1]) [4, 2] float32
+reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32
+reshape_default_3 = reshape(reshape_default_2, [4, -1]) [4, 2] float32
+reshape_default_4 = reshape(reshape_default_3, [-1]) [8] float32
+reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_4, avg, 4, shard) [2] float32
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default) [2] float32
+reshape_default_5 = reshape(wait_tensor_default_1, [1, -1]) [1, 2] float32
+reshape_default_6 = reshape(reshape_default_5, [2]) [2] float32
+device_put_default_1 = device_put(reshape_default_6, cpu) [2] float32""")
+
+
+def test_what_does_not_share_a_collective():
+    different = [{}, {"gather_comm": "0"}, {"reduce_comm": "1"}, {"reduce_hook": "2"}, {"reduce_group": "own"}]
+    b = Builder(Bucket(UNIT), Lower())
+    wholes = [b.unshard(b.input(f"s{i}", 2), route((8,), f"w{i}", **how)) for i, how in enumerate(different)]
+    parts = [b.reduce_grad(b.input(f"g{i}", 8), route((8,), f"w{i}", **how)) for i, how in enumerate(different)]
+    b.text(*wholes, *parts)
+    launches = [str(n.target) for n in b.graph.nodes if "all_gather" in str(n.target)]
+    assert len(launches) == 2
+    assert sum("reduce_scatter" in str(n.target) for n in b.graph.nodes) == 4
+
+
+def test_divisors():
+    assert ir.reduction_for(torch.float32, 8, sum_only=True) == ir.Reduction(1.0, "sum", 8)
+    assert ir.reduction_for(torch.float32, 8, 8.0) == ir.Reduction(1.0, "avg", 1.0)
+    assert ir.reduction_for(torch.bfloat16, 8, 3.0) == ir.Reduction(1.0, "sum", 3.0)
+    assert ir.reduction_for(torch.float32, 1, 3.0) == ir.Reduction(3.0, "sum", 1.0)
+    half = ir.reduction_for(torch.float16, 8, 64.0)
+    assert half.op == "sum" and half.pre_divide * half.post_divide == 64.0 and half.pre_divide == 8.0
+
+
 def test_users_of_an_early_reduction_move_behind_its_bucket():
     b = Builder(Normalize(), Bucket(UNIT), Lower())
     first = b.reduce_grad(b.input("g1", 8), route((8,), "w"))
