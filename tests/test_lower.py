@@ -125,7 +125,9 @@ class UsersOwn(expecttest.TestCase):
         b = Builder(Bucket(UNIT), Lower())
         whole = b.unshard(b.input("s", 2), route((8,), "w", gather_comm="0"))
         part = b.reduce_grad(b.input("g", 8), route((8,), "w", reduce_comm="1", reduce_hook="2", reduce_group="own"))
-        self.assertExpectedInline(b.text(whole, part), """\
+        self.assertExpectedInline(
+            b.text(whole, part),
+            """\
 reshape_default = reshape(s, [-1]) [2] float32
 custom_all_gather_default = custom_all_gather(reshape_default, 4, shard, 0) [8] float32
 wait_tensor_default = wait_tensor(custom_all_gather_default) [8] float32
@@ -138,13 +140,16 @@ wait_tensor_default_1 = wait_tensor(custom_reduce_scatter_default) [2] float32
 reshape_default_5 = reshape(wait_tensor_default_1, [-1]) [2] float32
 reduce_hook_default = reduce_hook(reshape_default_5, 2) [2] float32
 reshape_default_6 = reshape(reduce_hook_default, [1, -1]) [1, 2] float32
-reshape_default_7 = reshape(reshape_default_6, [2]) [2] float32""")
+reshape_default_7 = reshape(reshape_default_6, [2]) [2] float32""",
+        )
 
     def test_shards_on_another_device(self):
         b = Builder(Bucket(UNIT), Lower())
         whole = b.unshard(b.input("s", 2), route((8,), "w", device="meta"))
         part = b.reduce_grad(whole, route((8,), "w", device="meta"))
-        self.assertExpectedInline(b.text(part), """\
+        self.assertExpectedInline(
+            b.text(part),
+            """\
 device_put_default = device_put(s, meta) [2] float32
 reshape_default = reshape(device_put_default, [-1]) [2] float32
 all_gather_into_tensor_default = all_gather_into_tensor(reshape_default, 4, shard) [8] float32
@@ -157,7 +162,8 @@ reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_4, avg, 4,
 wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default) [2] float32
 reshape_default_5 = reshape(wait_tensor_default_1, [1, -1]) [1, 2] float32
 reshape_default_6 = reshape(reshape_default_5, [2]) [2] float32
-device_put_default_1 = device_put(reshape_default_6, cpu) [2] float32""")
+device_put_default_1 = device_put(reshape_default_6, cpu) [2] float32""",
+        )
 
 
 def test_what_does_not_share_a_collective():

@@ -31,11 +31,14 @@ class SmallerGroup(expecttest.TestCase):
     def test_backward_gathers_what_forward_left(self):
         b = Builder(Reshard())
         whole = b.unshard(b.input("s", 2), route((7,), "w", **smaller))
-        self.assertExpectedInline(b.text(b.call(add, whole, whole)), """\
+        self.assertExpectedInline(
+            b.text(b.call(add, whole, whole)),
+            """\
 unshard_default = unshard(s, w) [7] float32
 take_shard_default = take_shard(unshard_default, 0, 2, small) [4] float32
 unshard_default_1 = unshard(take_shard_default, w) [7] float32
-add_tensor = add(unshard_default_1, unshard_default_1) [7] float32""")
+add_tensor = add(unshard_default_1, unshard_default_1) [7] float32""",
+        )
         once = str(b.graph)
         Reshard()(b.graph)
         assert str(b.graph) == once
@@ -46,9 +49,12 @@ add_tensor = add(unshard_default_1, unshard_default_1) [7] float32""")
     def test_forward_does_not_gather_twice(self):
         b = Builder(Reshard(), Normalize())
         whole = b.unshard(b.input("s", 2), route((7,), "w", **smaller))
-        self.assertExpectedInline(b.text(b.call(add, whole, whole)), """\
+        self.assertExpectedInline(
+            b.text(b.call(add, whole, whole)),
+            """\
 unshard_default = unshard(s, w) [7] float32
-add_tensor = add(unshard_default, unshard_default) [7] float32""")
+add_tensor = add(unshard_default, unshard_default) [7] float32""",
+        )
 
 
 def test_what_an_extension_makes_of_its_gathers_is_made_again_in_backward():

@@ -17,6 +17,7 @@ from fsdp_compiled import (
     fully_shard,
 )
 from fsdp_compiled.param import ShardedState
+from fsdp_compiled.testing import MLPStack
 from tests.graphs import record
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
@@ -169,17 +170,23 @@ def _step(call, data, mesh):
     return loss
 
 
-@each_mode
+@pytest.mark.parametrize(("mode", "hybrid"), [(mode, False) for mode in MODES] + [("eager", True), ("full", True)])
 @on_ranks(4)
-def test_on_top_of_tensor_parallelism(mode):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+def test_on_top_of_tensor_parallelism(mode, hybrid):
+    if hybrid:
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "shard", "tp"))
+        data_parallel = mesh["dp", "shard"]
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        data_parallel = mesh["dp"]
     alone, model = Parallel(), Parallel()
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     whole = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
-    call = shard(model, mode, mesh=mesh["dp"])
+    call = shard(model, mode, mesh=data_parallel)
     weight = model.blocks[0][0].weight
-    assert weight.to_local().shape == (3, 10) and weight.device_mesh.mesh_dim_names == ("dp", "tp")
+    assert weight.to_local().shape == (6 if hybrid else 3, 10)
+    assert weight.device_mesh.mesh_dim_names == mesh.mesh_dim_names
     assert_close(full_params(model), whole)
     for data in batches(2, 8, 10):
         square_loss(alone, data).backward()
@@ -240,3 +247,20 @@ def test_pinning_needs_an_accelerator():
     with pytest.raises(RuntimeError, match="accelerator|CUDA|pin"):
         fully_shard(MLP(), offload_policy=CPUOffloadPolicy())
 
+
+@eager_and_full
+@on_ranks(4)
+def test_sequence_parallelism(mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(MLPStack(4, with_seq_parallel=True))
+    alone, model = models
+    model.parallelize(mesh["tp"], mesh["dp"], False)
+    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    data = batches(1, 4, 6, 4)[0]
+    alone(data).square().mean().backward()
+    mine = _rows(data, mesh["dp"])
+    call(mine).to_local().square().sum().div(mine.numel()).backward()
+    assert_close(full_grads(model), full_grads(alone))
