@@ -1,11 +1,11 @@
-"""Tensor subclasses that send something else than their values: int8 with a scale per row, and a wrapper of two parts."""
+"""Tensor subclasses that send something else than their values: int8 rows with a scale each."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from int8_all_gather import gather_int8, quantise
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from tests.graphs import record, target_name
@@ -16,62 +16,10 @@ GATHER = "all_gather_into_tensor"
 each_mode = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
-class Int8Gathered(torch.Tensor):
-    """A float weight whose all-gather carries int8 rows and one fp32 scale per row."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device, requires_grad=False
-        )
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __tensor_flatten__(self):
-        return ["inner"], None
-
-    @staticmethod
-    def __tensor_unflatten__(parts, context, size, stride):
-        return Int8Gathered(parts["inner"])
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args, kwargs = pytree.tree_map_only(Int8Gathered, lambda t: t.inner, (args, kwargs or {}))
-        out = func(*args, **kwargs)
-        keeps = {
-            torch.ops.aten.detach.default,
-            torch.ops.aten.clone.default,
-            torch.ops.aten.slice.Tensor,
-            torch.ops.aten.new_zeros.default,
-            torch.ops.aten.view.default,
-            torch.ops.aten._to_copy.default,
-            torch.ops.aten.as_strided.default,
-            torch.ops.aten.split.Tensor,
-        }
-        if func in keeps:
-            return pytree.tree_map_only(torch.Tensor, Int8Gathered, out)
-        return out
-
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        assert mesh.size() == 2 and isinstance(module, nn.Linear) and mp_policy.reduce_dtype is None
-        rows = self.inner
-        scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-        return (torch.round(rows / scale).to(torch.int8), scale), tuple(outer_size)
-
-    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
-        rows, scale = outputs
-        whole = (rows.to(torch.float32) * scale)[: metadata[0]].to(param_dtype)
-        if out is not None:
-            out.copy_(whole)
-            return None
-        return whole, (whole,)
-
-
 def quantised(weight):
     """The values that arrive."""
-    scale = weight.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-    return torch.round(weight / scale).to(torch.int8).to(torch.float32) * scale
+    rows, scales = quantise(weight)
+    return rows.to(torch.float32) * scales
 
 
 class Net(nn.Module):
@@ -81,8 +29,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.extended = extended
         if extended:
-            for block in self.blocks:
-                block.weight = nn.Parameter(Int8Gathered(block.weight.detach().clone()))
+            gather_int8(self)
 
     def forward(self, x):
         for block in self.blocks:
@@ -116,7 +63,7 @@ def test_an_int8_all_gather(mode):
             optimizer.step()
             optimizer.zero_grad()
     weight = model.blocks[0].weight
-    torch.testing.assert_close(full(weight._local_tensor.inner), my_part(alone.blocks[0].weight.detach()))
+    torch.testing.assert_close(full(weight._local_tensor.values), my_part(alone.blocks[0].weight.detach()))
     if recorder is not None:
         forward, backward = recorder.only("forward", after=True), recorder.only("backward", after=True)
         for graph in (forward, backward):

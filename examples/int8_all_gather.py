@@ -1,0 +1,141 @@
+"""Sends linear weights as int8 rows with a scale each, a quarter of the bytes of fp32, by a tensor subclass.
+
+    torchrun --nproc-per-node 2 examples/int8_all_gather.py
+
+Trains one small model with and one without on the same random tokens, and prints the losses and what the all-gathers
+of a compiled step carry. ``--compile`` trains in that graph too. Weights, gradients and optimizer stay fp32; forward and backward see the
+rounded weights, and the gradient passes the rounding unchanged.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import Config, Llama
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
+
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.inspect import capture
+
+aten = torch.ops.aten
+
+
+class Int8Gathered(Tensor):
+    """A matrix whose all-gather carries int8 rows and one fp32 scale per row; all else sees its values."""
+
+    # What makes another of the kind: sharding, copies and the optimizer's views of it.
+    _KEEP = (
+        aten.detach.default,
+        aten.clone.default,
+        aten.slice.Tensor,
+        aten.new_zeros.default,
+        aten.view.default,
+        aten._to_copy.default,
+    )
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> Int8Gathered:
+        return Tensor._make_wrapper_subclass(
+            cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+        )
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["values"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], context: None, size: Any, stride: Any) -> Int8Gathered:
+        return Int8Gathered(parts["values"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(Int8Gathered, lambda tensor: tensor.values, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return tree_map_only(Tensor, Int8Gathered, out) if func in cls._KEEP else out
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: Sequence[int],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, Tensor], torch.Size]:
+        """Return what this rank sends, and the shape of the whole."""
+        return quantise(self.values), outer_size
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, Tensor], size: torch.Size, dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """Return the whole matrix in ``dtype`` and what holds its memory, or fill ``out``."""
+        rows, scales = outputs
+        whole = (rows.to(torch.float32) * scales)[: size[0]].to(dtype)
+        if out is not None:
+            out.copy_(whole)
+            return None
+        return whole, (whole,)
+
+
+def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (int8 rows, fp32 scales ``[rows, 1]``) for an fp32 matrix: rows times scales are about the values."""
+    scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
+    return torch.round(rows / scales).to(torch.int8), scales
+
+
+def gather_int8(model: nn.Module) -> None:
+    """Let every linear weight below ``model`` travel as int8; call it before ``fully_shard``."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight = nn.Parameter(Int8Gathered(module.weight.detach()))
+
+
+def train(int8: bool, args: argparse.Namespace) -> tuple[list[float], int]:
+    """Return the losses, and the bytes that the all-gathers of one step carry."""
+    config = Config(vocab=256, width=64, layers=1, heads=2, kv_heads=2, hidden=192, max_seq=64)
+    model = Llama(config)
+    model.init_weights(seed=0)
+    if int8:
+        gather_int8(model.blocks)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    call = torch.compile(model, fullgraph=True) if args.compile else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    batch = torch.randint(config.vocab, (2, 65), generator=generator)
+    losses = []
+    for _ in range(args.steps):
+        loss = call(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    graphs = capture(model, batch[:, :-1], batch[:, 1:]).graphs
+    return losses, sum(c.bytes for graph in graphs for c in graph.collectives if c.kind == "all_gather")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--compile", action="store_true")
+    args = parser.parse_args()
+    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
+    for int8 in (False, True):
+        losses, sent = train(int8, args)
+        if dist.get_rank() == 0:
+            kind = "int8" if int8 else "fp32"
+            print(f"{kind}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {sent} bytes gathered a step")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
