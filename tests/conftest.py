@@ -7,7 +7,17 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 
+from .parity_plugin import ParityPlugin
 from .ranks import close_pool
+
+
+def pytest_addoption(parser):
+    parser.addoption("--write-parity", action="store_true", help="write tests/PARITY.md from this run's results")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "row(*names, mode=None): features that the test shows to work, see parity.py")
+    config.pluginmanager.register(ParityPlugin(config))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -22,6 +23,7 @@ class Recorder:
     after: list[tuple[str, fx.Graph]] = field(default_factory=list)
     dynamo_graphs: int = 0
     options: dict[str, Any] = field(default_factory=dict)
+    lower: bool = True  # False: run graphs as they are before the post-grad passes, and compile no code
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
         self.dynamo_graphs += 1
@@ -31,6 +33,8 @@ class Recorder:
     def _inner(self, gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         self.before.append((kind, copy.deepcopy(gm.graph)))
+        if not self.lower:
+            return make_boxed_func(gm.forward)
         compiled = compile_fx_inner(gm, example_inputs, **kwargs)
         self.after.append((kind, gm.graph))
         return compiled
@@ -42,10 +46,10 @@ class Recorder:
 
 
 def record(
-    model: nn.Module, schedule: SchedulePolicy | None = None, **kwargs: Any
+    model: nn.Module, schedule: SchedulePolicy | None = None, lower: bool = True, **kwargs: Any
 ) -> tuple[Callable[..., Any], Recorder]:
     torch._dynamo.reset()
-    recorder = Recorder(options=options(schedule) if schedule else {})
+    recorder = Recorder(options=options(schedule) if schedule else {}, lower=lower)
     return torch.compile(model, backend=recorder, fullgraph=True, **kwargs), recorder
 
 

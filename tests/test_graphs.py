@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
 from tests.graphs import Recorder, outputs, record, sequence, target_name
+from tests.parity import row
 from tests.training import llama, shard, token_batches
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -43,6 +44,7 @@ def _graphs(model, *args, schedule=None):
     return recorder
 
 
+@row("reshard", mode="full")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_what_forward_saves_for_backward(reshard):
     model = Net()
@@ -62,6 +64,7 @@ def test_what_forward_saves_for_backward(reshard):
     assert len(sequence(backward, "reduce_grad")) == 4
 
 
+@row("reshard", mode="full")
 def test_the_default_keeps_the_roots_parameters_and_reshards_the_rest():
     model = Net()
     shard(model, "eager")
@@ -140,6 +143,7 @@ class Recomputed(Net):
         return self.last(x)
 
 
+@row("activation checkpointing", mode="full")
 @pytest.mark.parametrize("reshard", [True, False])
 def test_activation_checkpointing_gathers_each_parameter_once_in_backward(reshard):
     model = Recomputed()
@@ -148,6 +152,7 @@ def test_activation_checkpointing_gathers_each_parameter_once_in_backward(reshar
     assert len(sequence(recorder.only("backward"), "unshard")) == (3 if reshard else 0)
 
 
+@row("tied and shared", mode="full")
 def test_a_parameter_read_twice_is_gathered_once():
     class Twice(nn.Module):
         def __init__(self) -> None:

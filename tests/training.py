@@ -125,3 +125,41 @@ def train(
         optimizer.zero_grad()
         losses.append(mean_over_ranks(loss) if sharded else loss.item())
     return losses
+
+
+def train_replicas(
+    model: nn.Module, call: Callable[..., Tensor], data: Tensor, loss_of: Callable[..., Tensor], lr: float = 0.1
+) -> list[float]:
+    """Train an unsharded model on this rank's part, averaging gradients by hand: what sharding must not change.
+
+    Unlike one process with the whole batch, it has each rank's own batch statistics and low-precision rounding.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    losses = []
+    for batch in data:
+        loss = loss_of(call, my_part(batch))
+        loss.backward()
+        for param in model.parameters():
+            if param.grad is not None:
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    return losses
+
+
+def assert_trains_like_replicas(
+    model: nn.Module,
+    call: Callable[..., Tensor],
+    alone: nn.Module,
+    data: Tensor,
+    call_alone: Callable[..., Tensor] | None = None,
+    rtol: float = 1e-5,
+) -> None:
+    """Train a sharded model and replicas of ``alone`` with SGD; compare losses, parameters and buffers."""
+    want = train_replicas(alone, call_alone or alone, data, square_loss)
+    got = train(model, call, data, square_loss)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=rtol, atol=0)
+    assert_close(full_params(model), full_params(alone), rtol=rtol)
+    assert_close(dict(model.named_buffers()), dict(alone.named_buffers()), rtol=rtol)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import fully_shard
+from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
     MLP,
@@ -42,6 +43,7 @@ class Tied(nn.Module):
         return self.last(self.first(self.first(x).relu()).relu())
 
 
+@row("accumulation", "tied and shared")
 @eager_and_full
 @on_ranks(2)
 def test_accumulation_of_a_parameter_that_is_read_often(mode):
@@ -55,6 +57,7 @@ def test_accumulation_of_a_parameter_that_is_read_often(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@row("accumulation")
 @each_mode
 @on_ranks(2)
 def test_two_forwards_before_one_backward_after_a_stored_gradient(mode):
@@ -69,6 +72,7 @@ def test_two_forwards_before_one_backward_after_a_stored_gradient(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@row("accumulation")
 @each_mode
 @on_ranks(2)
 def test_sync_set_between_forward_and_backward(mode):
@@ -96,6 +100,7 @@ class Sometimes(MLP):
         return self.blocks[2](x) if extra else x
 
 
+@row("accumulation", "ignored and unused")
 @each_mode
 @on_ranks(2)
 def test_a_unit_that_only_the_stored_micro_batch_used(mode):
@@ -132,6 +137,7 @@ class Block(nn.Module):
         return Output(self.linear(state.hidden).tanh(), state.step)
 
 
+@row("module kinds")
 @each_mode
 @on_ranks(2)
 def test_dataclasses_between_units(mode):
@@ -169,6 +175,7 @@ def _same_step(model, call, alone):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@row("methods", mode="eager")
 @pytest.mark.parametrize("then", ["eager", "full"])
 @on_ranks(2)
 def test_an_exception_in_forward_leaves_nothing_behind(then):
@@ -185,6 +192,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(then):
     _same_step(model, torch.compile(model) if then == "full" else model, alone)
 
 
+@row("methods", mode="eager")
 @pytest.mark.parametrize("ask", [True, False])
 @on_ranks(2)
 def test_an_exception_in_backward_leaves_nothing_behind(ask):
@@ -205,6 +213,7 @@ def test_an_exception_in_backward_leaves_nothing_behind(ask):
     _same_step(model, model, alone)
 
 
+@row("switching", "optimizers and evaluation", mode="full")
 @on_ranks(2)
 def test_what_eager_left_unsharded_does_not_grow_old_while_compiled_steps_train():
     alone, model = MLP(), MLP()
@@ -244,6 +253,7 @@ class Chunked(nn.Module):
         return sum(square.square().mean() for part in hidden.chunk(2) for square in [head(part)]) / 2
 
 
+@row("module kinds")
 @eager_and_full
 @on_ranks(2)
 def test_a_member_of_a_list_unit_that_runs_outside_the_model(mode):
@@ -262,6 +272,7 @@ def test_a_member_of_a_list_unit_that_runs_outside_the_model(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@row("state dict", "tied and shared")
 @eager_and_full
 @on_ranks(2)
 def test_loading_shared_parameters_with_assign(mode):
@@ -274,6 +285,7 @@ def test_loading_shared_parameters_with_assign(mode):
     torch.testing.assert_close(full(model.state_dict()["last.weight"]), alone.last.weight.detach())
 
 
+@row("accumulation", "mixed precision")
 @each_mode
 @on_ranks(2)
 def test_a_stored_gradient_survives_a_conversion(mode):

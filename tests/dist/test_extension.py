@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from tests.graphs import record, target_name
+from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import batches, full, full_grads, mean_over_ranks, my_part
 
@@ -42,6 +43,7 @@ def through(weight):
     return weight + (quantised(weight.detach()) - weight.detach())
 
 
+@row("tensor-subclass extensions")
 @each_mode
 @on_ranks(2)
 def test_an_int8_all_gather(mode):

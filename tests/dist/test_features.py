@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fsdp_compiled.state import states_below
+from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MLP,
@@ -41,6 +42,7 @@ def _assert_trains_like_one_process(model, call, alone, data=None, call_alone=No
     assert_close(full_params(model), full_params(alone))
 
 
+@row("uneven shards")
 @each_mode
 @on_ranks(4)
 def test_uneven_first_dimensions_and_empty_shards(mode):
@@ -52,6 +54,7 @@ def test_uneven_first_dimensions_and_empty_shards(mode):
     _assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
 
 
+@row("module kinds")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_blocks_without_an_outer_unit(mode):
@@ -66,6 +69,7 @@ def test_blocks_without_an_outer_unit(mode):
     assert_close(got, want)
 
 
+@row("module kinds")
 @each_mode
 @on_ranks(2)
 def test_nested_units(mode):
@@ -79,6 +83,7 @@ def test_nested_units(mode):
     _assert_trains_like_one_process(model, call, alone)
 
 
+@row("meshes")
 @each_mode
 @on_ranks(4)
 def test_hybrid_sharding(mode):
@@ -89,6 +94,7 @@ def test_hybrid_sharding(mode):
     _assert_trains_like_one_process(model, call, alone)
 
 
+@row("shard_placement_fn")
 @each_mode
 @on_ranks(2)
 def test_another_shard_dimension(mode):
@@ -101,6 +107,7 @@ def test_another_shard_dimension(mode):
     _assert_trains_like_one_process(model, call, alone)
 
 
+@row("reshard")
 @each_mode
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
@@ -110,6 +117,7 @@ def test_reshard_after_forward(mode, reshard):
     _assert_trains_like_one_process(model, call, alone)
 
 
+@row("accumulation")
 @each_mode
 @on_ranks(2)
 def test_accumulation_without_sync(mode):
@@ -132,6 +140,7 @@ def test_accumulation_without_sync(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@row("accumulation")
 @each_mode
 @on_ranks(2)
 def test_accumulation_with_a_reduction_each_time(mode):
@@ -143,6 +152,7 @@ def test_accumulation_with_a_reduction_each_time(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@row("accumulation")
 @each_mode
 @on_ranks(2)
 def test_accumulation_when_forwards_come_before_backwards(mode):
@@ -172,6 +182,7 @@ def test_accumulation_when_forwards_come_before_backwards(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@row("accumulation", "mixed precision")
 @each_mode
 @on_ranks(2)
 def test_accumulation_in_fp32_of_bf16_gradients(mode):
@@ -190,7 +201,8 @@ def test_accumulation_in_fp32_of_bf16_gradients(mode):
     assert_close(full_grads(model), full_grads(alone), rtol=5e-2)
 
 
-@each_mode
+@row("mixed precision")
+@pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_mixed_precision_policy_fields(mode):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64)
@@ -210,7 +222,8 @@ def test_mixed_precision_policy_fields(mode):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-@each_mode
+@row("mixed precision")
+@pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_inputs_stay_as_they_are_without_cast_forward_inputs(mode):
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
@@ -221,7 +234,8 @@ def test_inputs_stay_as_they_are_without_cast_forward_inputs(mode):
         call(torch.ones(2, 4))
 
 
-@each_mode
+@row("mixed precision")
+@pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_fp16_reduction_does_not_overflow(mode):
     model = nn.Linear(4, 2, bias=False)
@@ -231,6 +245,7 @@ def test_fp16_reduction_does_not_overflow(mode):
     torch.testing.assert_close(full(model.weight.grad), torch.full((2, 4), 40000.0), rtol=1e-3, atol=0)
 
 
+@row("mixed original dtypes")
 @each_mode
 @on_ranks(2)
 def test_different_original_dtypes_in_one_unit(mode):
@@ -249,6 +264,7 @@ def test_different_original_dtypes_in_one_unit(mode):
     assert model.blocks[0][2].weight.dtype == torch.float64
 
 
+@row("frozen and LoRA")
 @each_mode
 @on_ranks(2)
 def test_frozen_at_first_and_unfrozen_later(mode):
@@ -277,6 +293,7 @@ class _Tied(MLP):
         self.blocks[1][3] = self.blocks[0][3]
 
 
+@row("tied and shared")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_parameters_and_modules_shared_inside_a_unit(mode):
@@ -287,6 +304,7 @@ def test_parameters_and_modules_shared_inside_a_unit(mode):
     _assert_trains_like_one_process(model, call, alone)
 
 
+@row("ignored and unused")
 @each_mode
 @on_ranks(2)
 def test_ignored_parameters_are_left_alone(mode):
@@ -309,6 +327,7 @@ class _Checkpointed(MLP):
         return x
 
 
+@row("activation checkpointing")
 @each_mode
 @on_ranks(2)
 def test_activation_checkpointing(mode):
@@ -317,6 +336,7 @@ def test_activation_checkpointing(mode):
     _assert_trains_like_one_process(model, call, alone)
 
 
+@row("module kinds")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_list_units_some_of_whose_modules_do_not_run(mode):
@@ -360,6 +380,7 @@ def test_meta_device_initialisation(mode):
     _assert_trains_like_one_process(model, call, alone)
 
 
+@row("state dict")
 @each_mode
 @on_ranks(2)
 def test_state_dict_goes_round(mode):
@@ -382,6 +403,7 @@ def test_state_dict_goes_round(mode):
     assert train(third, third_call, data, square_loss) == want
 
 
+@row("mixed precision")
 @each_mode
 @on_ranks(2)
 def test_conversion_to_another_dtype_after_sharding(mode):
@@ -393,6 +415,7 @@ def test_conversion_to_another_dtype_after_sharding(mode):
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
+@row("switching", mode=("eager", "full"))
 @on_ranks(2)
 def test_eager_then_compiled_then_eager():
     alone, model = MLP(), MLP()
@@ -404,6 +427,7 @@ def test_eager_then_compiled_then_eager():
             square_loss(model, my_part(data[0]))
 
 
+@row("optimizers and evaluation")
 @each_mode
 @on_ranks(2)
 def test_evaluation_between_steps(mode):
@@ -416,6 +440,7 @@ def test_evaluation_between_steps(mode):
         _assert_trains_like_one_process(model, call, alone)
 
 
+@row("switching", mode="eager")
 @on_ranks(2)
 def test_uncompiled_pieces_of_a_compiled_unit_gather_by_themselves():
     class Opaque(MLP):
@@ -434,6 +459,7 @@ def test_uncompiled_pieces_of_a_compiled_unit_gather_by_themselves():
     _assert_trains_like_one_process(model, torch.compile(model), alone)
 
 
+@row("methods", mode="eager")
 @on_ranks(2)
 def test_unshard_reshard_and_the_handle():
     model = MLP()
@@ -454,6 +480,7 @@ def test_unshard_reshard_and_the_handle():
     torch.testing.assert_close(block[3].bias, MLP().blocks[0][3].bias)
 
 
+@row("methods", mode="eager")
 @on_ranks(2)
 def test_explicit_prefetch_lists():
     alone, model = MLP(layers=3), MLP(layers=3)
@@ -467,6 +494,7 @@ def test_explicit_prefetch_lists():
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+@row("methods")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_a_registered_forward_method(mode):
@@ -489,6 +517,7 @@ def test_a_registered_forward_method(mode):
     _assert_trains_like_one_process(model, call, alone, call_alone=alone.encode)
 
 
+@row("uneven shards")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(1)
 def test_a_world_of_one_rank_communicates_nothing(mode):

@@ -7,6 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from fsdp_compiled import fully_shard
+from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import assert_close, full_grads, mean_over_ranks, my_part
 
@@ -35,6 +36,7 @@ def _step(call, optimizer, tokens):
     return loss
 
 
+@row("Hugging Face models")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_llama_for_causal_lm(mode):

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled.optim import step_on_shards
+from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import MLP, batches, full, full_params, my_part, shard, square_loss
 
@@ -109,6 +110,7 @@ def _assert_same(model, optimizer, other, other_optimizer):
             _assert_same_value(values[key], value)
 
 
+@row("optimizers and evaluation", mode="eager")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @on_ranks(2)
 def test_steps_and_states_are_those_of_dtensors(name):
@@ -124,6 +126,7 @@ def test_steps_and_states_are_those_of_dtensors(name):
     assert [name for name in after if torch.equal(before[name], after[name])] == ["shift"]
 
 
+@row("optimizers and evaluation", mode="eager")
 @pytest.mark.parametrize("name", NOT_FOR_DTENSORS)
 @on_ranks(2)
 def test_optimizers_that_dtensors_do_not_support(name):
@@ -153,6 +156,7 @@ def test_parameters_of_torch_fsdp():
     _assert_same(model, optimizer, other, other_optimizer)
 
 
+@row("optimizers and evaluation", mode="eager")
 @on_ranks(4)
 def test_replicas_step_alike():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -163,6 +167,7 @@ def test_replicas_step_alike():
     _assert_same(model, optimizer, other, other_optimizer)
 
 
+@row("optimizers and evaluation", mode="full")
 @on_ranks(2)
 def test_a_compiled_model():
     model, other = _odd(), _odd()
@@ -178,6 +183,7 @@ def test_a_compiled_model():
     _assert_same(model, optimizer, other, other_optimizer)
 
 
+@row("state dict", "optimizers and evaluation", mode="eager")
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused", "adagrad", "sgd-momentum"])
 @on_ranks(2)
 def test_state_dicts_go_both_ways(name):
@@ -201,6 +207,7 @@ def test_state_dicts_go_both_ways(name):
     _assert_same(trained, optimizer, *resumed[1])
 
 
+@row("state dict", mode="eager")
 @on_ranks(2)
 def test_distributed_checkpoint_state_dicts():
     model, other = _odd(), _odd()
@@ -223,6 +230,7 @@ def test_distributed_checkpoint_state_dicts():
     _assert_same(fresh, fresh_optimizer, other, other_optimizer)
 
 
+@row("optimizers and evaluation", mode="eager")
 @pytest.mark.parametrize("first", ["scheduler", "shards"])
 @on_ranks(2)
 def test_learning_rate_schedulers(first):
@@ -241,6 +249,7 @@ def test_learning_rate_schedulers(first):
     _assert_same(model, optimizer, other, other_optimizer)
 
 
+@row("optimizers and evaluation", mode="eager")
 @on_ranks(2)
 def test_gradients_are_clipped_by_their_whole_norm():
     norms, pairs = [], []
@@ -258,6 +267,7 @@ def test_gradients_are_clipped_by_their_whole_norm():
     _assert_same(*pairs[0], *pairs[1])
 
 
+@row("optimizers and evaluation", mode="eager")
 @pytest.mark.parametrize("name", ["adamw", "adamw-fused"])
 @on_ranks(2)
 def test_gradient_scaler_skips_overflows(name):
@@ -279,6 +289,7 @@ def test_gradient_scaler_skips_overflows(name):
     assert optimizer.state[model.gain]["step"].item() == 2
 
 
+@row("optimizers and evaluation", mode="eager")
 @on_ranks(2)
 def test_closures_see_dtensors_and_may_run_often():
     class Twice(optim.SGD):
@@ -308,6 +319,7 @@ def test_closures_see_dtensors_and_may_run_often():
     _assert_same(*pairs[0], *pairs[1])
 
 
+@row("optimizers and evaluation", mode="eager")
 @on_ranks(2)
 def test_parameters_added_later():
     pairs = []
@@ -322,6 +334,7 @@ def test_parameters_added_later():
     _assert_same(*pairs[0], *pairs[1])
 
 
+@row("optimizers and evaluation", mode="eager")
 @on_ranks(2)
 def test_storage_replaced_between_steps():
     pairs = []

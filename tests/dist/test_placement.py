@@ -19,6 +19,7 @@ from fsdp_compiled import (
 from fsdp_compiled.param import ShardedState
 from fsdp_compiled.testing import MLPStack
 from tests.graphs import record
+from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MLP,
@@ -46,6 +47,7 @@ def _assert_trains_like_one_process(model, call, alone, data=None):
     assert_close(full_params(model), full_params(alone))
 
 
+@row("reshard")
 @each_mode
 @on_ranks(4)
 def test_reshard_to_a_smaller_group(mode):
@@ -61,6 +63,7 @@ def test_reshard_to_a_smaller_group(mode):
         assert param.state is ShardedState.SHARDED
 
 
+@row("reshard", mode="full")
 @on_ranks(4)
 def test_backward_gathers_over_the_smaller_group():
     model = MLP(hidden=9)
@@ -78,6 +81,7 @@ def test_backward_gathers_over_the_smaller_group():
     assert model.scale is not None and model._fsdp_params["scale"].route.post_forward_world == 0
 
 
+@row("meshes")
 @each_mode
 @on_ranks(2)
 def test_replicas_only(mode):
@@ -88,6 +92,7 @@ def test_replicas_only(mode):
     _assert_trains_like_one_process(model, call, alone)
 
 
+@row("shard_placement_fn")
 @eager_and_full
 @on_ranks(4)
 def test_a_mesh_of_its_own_for_some_parameters(mode):
@@ -124,6 +129,7 @@ class Tied(nn.Module):
         return x @ self.again
 
 
+@row("tied and shared")
 @each_mode
 @on_ranks(2)
 def test_parameters_tied_across_units(mode):
@@ -170,6 +176,7 @@ def _step(call, data, mesh):
     return loss
 
 
+@row("tensor parallel")
 @pytest.mark.parametrize(("mode", "hybrid"), [(mode, False) for mode in MODES] + [("eager", True), ("full", True)])
 @on_ranks(4)
 def test_on_top_of_tensor_parallelism(mode, hybrid):
@@ -199,6 +206,7 @@ def test_on_top_of_tensor_parallelism(mode, hybrid):
     assert_close(full_params(model), full_params(alone))
 
 
+@row("meshes")
 @eager_and_full
 @on_ranks(4)
 def test_named_dimensions_of_a_full_mesh(mode):
@@ -232,6 +240,7 @@ def test_named_dimensions_of_a_full_mesh(mode):
             each.zero_grad()
 
 
+@row("CPU offload")
 @each_mode
 @on_ranks(2)
 def test_shards_on_the_cpu(mode):
@@ -241,6 +250,7 @@ def test_shards_on_the_cpu(mode):
     assert {param.device.type for param in model.parameters()} == {"cpu"}
 
 
+@row("CPU offload", mode="eager")
 @on_ranks(2)
 def test_pinning_needs_an_accelerator():
     if torch.accelerator.is_available():

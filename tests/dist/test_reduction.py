@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import AllGather, ReduceScatter, fully_shard
+from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import MLP, assert_close, batches, full_grads, my_part, shard, square_loss
 
@@ -28,6 +29,7 @@ def _alone(data, scale=1.0):
     return full_grads(alone)
 
 
+@row("gradient division")
 @eager_and_full
 @on_ranks(2)
 def test_divisors_and_sums(mode):
@@ -47,6 +49,7 @@ def test_divisors_and_sums(mode):
     assert_close(got, {name: (summed if name == "scale" else divided)[name] for name in got})
 
 
+@row("accumulation", "meshes")
 @eager_and_full
 @on_ranks(4)
 def test_micro_batches_that_reduce_over_the_shards_only(mode):
@@ -94,6 +97,7 @@ class Scatter(ReduceScatter):
         dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group)  # done at once: no work
 
 
+@row("custom communication")
 @eager_and_full
 @on_ranks(2)
 def test_the_users_own_collectives_and_hook(mode):
@@ -117,6 +121,7 @@ def test_the_users_own_collectives_and_hook(mode):
     assert sum(scatter.sizes) == 2 * sum(seen) == 2 * sharded
 
 
+@row("custom communication")
 @eager_and_full
 @on_ranks(2)
 def test_a_separate_group_for_reduce_scatters(mode):
@@ -132,6 +137,7 @@ def test_a_separate_group_for_reduce_scatters(mode):
     assert_close(_grads(model, call, data), _alone(data))
 
 
+@row("ignored and unused")
 @eager_and_full
 @on_ranks(2)
 def test_unused_parameters_get_zeros_if_asked(mode):
@@ -161,6 +167,7 @@ def test_several_reductions_under_way():
     assert model._get_fsdp_state()._context.comm.max_reducing == 3
 
 
+@row("accumulation", mode="eager")
 @on_ranks(2)
 def test_a_backward_that_is_not_the_last():
     first, second = batches(2, 8, 10)
@@ -173,6 +180,7 @@ def test_a_backward_that_is_not_the_last():
     assert_close(full_grads(model), full_grads(alone))
 
 
+@row("methods", mode="eager")
 @on_ranks(2)
 def test_models_that_share_what_is_under_way():
     from fsdp_compiled import share_comm_ctx

@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
 from fsdp_compiled.inspect import capture
+from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MLP,
@@ -35,6 +36,7 @@ SCHEDULES = {
 }
 
 
+@row("training", mode="full")
 @pytest.mark.parametrize("name", ["unit", "small bound", "caps", "kept"])
 @on_ranks(2)
 def test_training_with_a_schedule(name):
@@ -49,6 +51,7 @@ def test_training_with_a_schedule(name):
     assert_close(full_params(model), full_params(one))
 
 
+@row("meshes", mode="full")
 @on_ranks(4)
 def test_hsdp_with_a_schedule():
     one = MLP()
@@ -101,12 +104,14 @@ def _check_that_no_bit_changes(**kwargs):
             assert torch.equal(found[name], expected), f"{schedule}: {name}"
 
 
+@row("training", mode="full")
 @on_ranks(2)
 def test_the_passes_do_not_change_a_bit_in_fp32():
     """Two terms add to the same sum in either order, so that on two ranks nothing may differ."""
     _check_that_no_bit_changes()
 
 
+@row("meshes", mode="full")
 @on_ranks(4)
 def test_hsdp_does_not_change_a_bit_in_fp32():
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -141,11 +146,13 @@ def _check_all_ranks_agree(schedule):
     assert all(graph.peak_unsharded_bytes <= graph.bound_bytes for graph in captured.graphs)
 
 
+@row("uneven shards", mode="full")
 @on_ranks(3)
 def test_3_ranks_produce_the_same_graphs_and_reports():
     _check_all_ranks_agree(SchedulePolicy(in_flight_bytes=600))
 
 
+@row("uneven shards", mode="full")
 @on_ranks(4)
 def test_4_ranks_produce_the_same_graphs_and_reports():
     _check_all_ranks_agree(SchedulePolicy(bucket="unit"))

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compiled import MixedPrecisionPolicy
+from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MODES,
@@ -76,18 +77,21 @@ def _assert_agree(modes, rtol, reference, **kwargs):
         assert_close(grads, want_grads, rtol=max(rtol, 1e-5))
 
 
+@row("training", mode=MODES)
 @on_ranks(2)
 def test_twenty_adamw_steps_on_2_ranks():
     reference = _adamw("one process")
     _assert_agree(["fsdp2", *MODES, "broken"], 1e-5, reference)
 
 
+@row("training", mode=MODES)
 @on_ranks(4)
 def test_twenty_adamw_steps_on_4_ranks():
     reference = _adamw("one process")
     _assert_agree(["fsdp2", *MODES, "broken"], 1e-5, reference)
 
 
+@row("mixed precision", mode=MODES)
 @on_ranks(2)
 def test_twenty_adamw_steps_with_bf16_parameters_and_fp32_reduce():
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -99,6 +103,7 @@ def test_twenty_adamw_steps_with_bf16_parameters_and_fp32_reduce():
         assert_close(our_grads, grads, rtol=3e-2)  # single bf16 gradients: 2 ** -8 and rounding in other orders
 
 
+@row("training")
 @pytest.mark.parametrize("mode", MODES)
 @on_ranks(2)
 def test_sgd_sees_the_gradients_of_the_mean_loss(mode):
