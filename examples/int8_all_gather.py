@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 examples/int8_all_gather.py
 
 Trains one small model with and one without on the same random tokens, and prints the losses and what the all-gathers
-of a compiled step carry. ``--compile`` trains in that graph too. Weights, gradients and optimizer stay fp32; forward and backward see the
-rounded weights, and the gradient passes the rounding unchanged.
+of a compiled step carry. ``--compile`` trains in that graph too. Weights, gradients and optimizer stay fp32; forward
+and backward see the rounded weights, and the gradient passes the rounding unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Int8Gathered(Tensor):
     )
 
     @staticmethod
-    def __new__(cls, values: Tensor) -> Int8Gathered:
+    def __new__(cls: type[Int8Gathered], values: Tensor) -> Int8Gathered:
         return Tensor._make_wrapper_subclass(
             cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
         )
@@ -133,7 +133,7 @@ def main() -> None:
         losses, sent = train(int8, args)
         if dist.get_rank() == 0:
             kind = "int8" if int8 else "fp32"
-            print(f"{kind}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, {sent} bytes gathered a step")
+            print(f"{kind}: loss {losses[0]:.6f} -> {losses[-1]:.6f}, {sent} bytes gathered a step")
     dist.destroy_process_group()
 
 

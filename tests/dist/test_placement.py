@@ -255,7 +255,7 @@ def test_shards_on_the_cpu(mode):
 def test_pinning_needs_an_accelerator():
     if torch.accelerator.is_available():
         return
-    with pytest.raises(RuntimeError, match="accelerator|CUDA|pin"):
+    with pytest.raises(RuntimeError, match="accelerator|CUDA|NVIDIA|pin"):
         fully_shard(MLP(), offload_policy=CPUOffloadPolicy())
 
 
