@@ -111,7 +111,7 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: Unit) -> None:
         module.__dict__["_fsdp_params"] = dict(params)
         module.__dict__["_fsdp_units"] = (unit,)
         module.register_state_dict_pre_hook(_reshard_units)
-        module.register_load_state_dict_pre_hook(_reshard_units)
+        module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_relink_after_load)
     names = tuple(module.__dict__["_fsdp_params"])
     rebase(module, add=(ShardedModule,), names=names)
@@ -186,6 +186,15 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
 def _reshard_units(module: ShardedModule, *_: object) -> None:
     for unit in module._fsdp_units:
         unit.reshard()
+
+
+def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, metadata: Any, *_: object) -> None:
+    """Refuse what cannot be assigned before any of it is: a module further out would not hear of it."""
+    _reshard_units(module)
+    if metadata.get("assign_to_params_buffers"):
+        for name, param in module._fsdp_params.items():
+            if prefix + name in state:
+                param.check_replacement(state[prefix + name])
 
 
 def _relink_after_load(module: ShardedModule, _: object) -> None:

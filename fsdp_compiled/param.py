@@ -147,7 +147,7 @@ class FSDPParam:
         if self.state is ShardedState.UNSHARDED or current is None:
             raise FSDPError(f"{self.name}: relinked while {self.state}")
         try:
-            self._check_replacement(current)
+            self.check_replacement(current)
         except (TypeError, ValueError):
             self._register(self.sharded_param)
             raise
@@ -168,7 +168,8 @@ class FSDPParam:
         if partial is not None:
             self.store_partial(partial.to(self.device))
 
-    def _check_replacement(self, current: Tensor) -> None:
+    def check_replacement(self, current: Tensor) -> None:
+        """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""
         if not isinstance(current, DTensor):
             raise TypeError(
                 f"{self.name}: expected a sharded DTensor, got a {type(current).__name__}; assign a DTensor with "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -100,12 +100,15 @@ class Route:
 
     def args(self) -> tuple[Any, ...]:
         """Return the fields as operator arguments."""
-        return (list(self.shape), *astuple(self)[1:])
+        return (list(self.shape), *(getattr(self, name) for name in _ROUTE_FIELDS[1:]))
 
     @classmethod
     def from_args(cls, args: Sequence[Any]) -> Route:
         """Read back what :meth:`args` wrote."""
         return cls(tuple(args[0]), *args[1:])
+
+
+_ROUTE_FIELDS = tuple(field.name for field in fields(Route))
 
 
 @dataclass(frozen=True)

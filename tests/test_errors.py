@@ -295,6 +295,20 @@ def test_loading_a_plain_tensor_in_place_of_a_shard():
     assert isinstance(model.layers[0].weight, DTensor)
 
 
+def test_a_refused_assignment_leaves_every_parameter_sharded():
+    model = Model()
+    model.gain = nn.Parameter(torch.ones(8))
+    fully_shard(model)
+    before = dict(model.named_parameters())
+    state = {name: torch.zeros(value.shape) for name, value in model.state_dict().items()}
+    with pytest.raises(TypeError, match=r"gain: expected a sharded DTensor, got a Tensor; assign a DTensor"):
+        model.load_state_dict(state, assign=True)
+    other = {f"layers.1.{name}": value for name, value in fully_shard(nn.Linear(8, 4)).state_dict().items()}
+    with pytest.raises(ValueError, match=r"layers\.1\.weight: expected shape \(8, 6\) with .* got \(4, 8\)"):
+        model.load_state_dict(other, strict=False, assign=True)
+    assert all(param is before[name] for name, param in model.named_parameters())
+
+
 def test_slicing_a_sharded_sequential_gives_a_plain_one():
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)))
     assert isinstance(model, FSDPModule)

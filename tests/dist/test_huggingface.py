@@ -1,63 +1,83 @@
-"""An unmodified Hugging Face model: fully_shard per layer and on the model, nothing else."""
+"""Unmodified Hugging Face models: fully_shard per layer and on the model, nothing else."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-
-from fsdp_compiled import fully_shard
-from tests.parity import row
-from tests.ranks import on_ranks
-from tests.training import assert_close, full_grads, mean_over_ranks, my_part
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
+from fsdp_compiled.passes import ir
+from tests import huggingface
+from tests.parity import row
+from tests.ranks import on_ranks, same_on_ranks
+from tests.training import assert_close, full_grads, full_params, mean_over_ranks, my_part
 
-def _model():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=67,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-    )
-    return LlamaForCausalLM(config)
+eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
-def _step(call, optimizer, tokens):
-    loss = call(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    return loss
-
-
-@row("Hugging Face models")
-@pytest.mark.parametrize("mode", ["eager", "full"])
-@on_ranks(2)
-def test_llama_for_causal_lm(mode):
-    alone, model = _model(), _model()
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+def _assert_trains_like_one_process(name, mode):
+    alone, model = huggingface.build(name), huggingface.build(name, sharded=True)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
     torch._dynamo.utils.counters.clear()
     counter = CompileCounterWithBackend("inductor")
     call = torch.compile(model, backend=counter, fullgraph=True) if mode == "full" else model
-    generator = torch.Generator().manual_seed(0)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
-    for _ in range(3):
-        tokens = torch.randint(67, (4, 16), generator=generator)
-        losses = []
-        for m, batch, optimizer in zip((alone, call), (tokens, my_part(tokens)), optimizers, strict=True):
-            losses.append(_step(m, optimizer, batch))
+    for tokens in huggingface.token_batches(3):
+        losses = [huggingface.loss(alone, tokens), huggingface.loss(call, my_part(tokens))]
+        for loss in losses:
+            loss.backward()
         torch.testing.assert_close(mean_over_ranks(losses[1]), losses[0].item(), rtol=1e-5, atol=0)
         assert_close(full_grads(model), full_grads(alone))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    assert_close(full_params(model), full_params(alone))
     assert counter.frame_count == (1 if mode == "full" else 0)
     assert not torch._dynamo.utils.counters["graph_break"]
+    return model
+
+
+@row("Hugging Face models")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "bert"])
+@eager_and_full
+@on_ranks(2)
+def test_trains_like_one_process(name, mode):
+    model = _assert_trains_like_one_process(name, mode)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == (name in ("gemma", "bert"))
+
+
+@row("Hugging Face models", "frozen and LoRA")
+@eager_and_full
+@on_ranks(2)
+def test_lora_trains_and_reduces_the_adapters_alone(mode):
+    pytest.importorskip("peft")
+    before = full_params(huggingface.build("lora"))
+    model = _assert_trains_like_one_process("lora", mode)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert len(trained) == 2 * 2 * 3 and all(".lora_" in name for name in trained)
+    after = full_params(model)
+    assert trained == {name for name, value in before.items() if not torch.equal(value, after[name])}
+    if mode == "full":
+        reduced = _reduced_in_backward(model)
+        assert sorted(reduced) == sorted(trained)
+        same_on_ranks(reduced)
+
+
+def _reduced_in_backward(model):
+    """Names of the parameters whose gradients the backward graph reduces."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    call = torch.compile(model, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    huggingface.loss(call, my_part(huggingface.token_batches(1)[0])).backward()
+    _, backward = graphs
+    return [ir.route_of(node).param for node in backward.nodes if ir.is_reduce_grad(node)]

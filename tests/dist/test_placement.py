@@ -152,17 +152,20 @@ def test_parameters_tied_across_units(mode):
 class Parallel(nn.Module):
     """Two blocks for tensor parallelism, and a norm that stays plain or replicated."""
 
-    def __init__(self) -> None:
+    def __init__(self, mesh=None) -> None:
         super().__init__()
+        self.mesh = mesh  # if parameters are DTensors on a full mesh, and so must activations be
         torch.manual_seed(2)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 10)) for _ in range(2)
         )
 
     def forward(self, x):
+        if self.mesh is not None:
+            x = DTensor.from_local(x, self.mesh, [Replicate(), Replicate()], run_check=False)
         for block in self.blocks:
             x = x + block(x)
-        return x
+        return x if self.mesh is None else x.redistribute(placements=[Replicate(), Replicate()]).to_local()
 
 
 def _rows(batch, mesh):
@@ -211,7 +214,7 @@ def test_on_top_of_tensor_parallelism(mode, hybrid):
 @on_ranks(4)
 def test_named_dimensions_of_a_full_mesh(mode):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    alone, model = Parallel(), Parallel()
+    alone, model = Parallel(), Parallel(mesh)
     plans = {"0": Shard(0), "2": Shard(1)}
     for block in model.blocks:
         for name, layer in block.named_children():
@@ -219,16 +222,6 @@ def test_named_dimensions_of_a_full_mesh(mode):
                 here = Replicate() if name == "2" and key == "bias" else plans[name]
                 setattr(layer, key, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate(), here])))
 
-    def inputs(module, args):
-        (x,) = args
-        return (DTensor.from_local(x, mesh, [Replicate(), Replicate()], run_check=False),)
-
-    def outputs(module, args, out):
-        return out.redistribute(placements=[Replicate(), Replicate()]).to_local()
-
-    for block in model.blocks:
-        block.register_forward_pre_hook(inputs)
-        block.register_forward_hook(outputs)
     call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     assert model.blocks[0][0].weight.device_mesh == mesh
     for data in batches(2, 8, 10):

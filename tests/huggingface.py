@@ -1,0 +1,79 @@
+"""Tiny, unmodified Hugging Face models, made from configs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from fsdp_compiled import fully_shard
+
+VOCAB = 67
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 32,
+}
+DECODER = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def _llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER))
+
+
+def _qwen3() -> nn.Module:
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**DECODER, head_dim=8))
+
+
+def _gemma() -> nn.Module:
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**DECODER, head_dim=8))
+
+
+def _bert() -> nn.Module:
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT))
+
+
+def _llama_with_lora() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    # Without init_lora_weights=False the adapters add nothing at first, and half of their gradients are zero.
+    config = LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(_llama(), config)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "gemma": _gemma,
+    "bert": _bert,
+    "lora": _llama_with_lora,
+}
+
+
+def build(name: str, sharded: bool = False) -> Any:
+    """The model with always the same weights; sharded per layer and as a whole, and nothing else."""
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    if sharded:
+        (layers,) = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+        for layer in layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def loss(call: Callable[..., Any], tokens: Tensor) -> Tensor:
+    """The model's own loss; a masked model is to guess the tokens it sees."""
+    return call(input_ids=tokens, labels=tokens).loss
+
+
+def token_batches(steps: int) -> Tensor:
+    """``[steps, 4, 16]``, the same on every rank."""
+    return torch.randint(3, VOCAB, (steps, 4, 16), generator=torch.Generator().manual_seed(0))
