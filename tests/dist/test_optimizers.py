@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -113,7 +114,8 @@ def test_compiled_optimizers(mode):
     call = shard(model, mode)
     make = OPTIMIZERS["adamw-foreach"]
     optimizers = [make(m.parameters()) for m in (alone, model)]
-    step = torch.compile(optimizers[1].step)
+    counter = CompileCounterWithBackend("inductor")
+    step = torch.compile(optimizers[1].step, backend=counter)
     for x in batches(*DATA):
         _backward(alone, call, x)
         optimizers[0].step()
@@ -121,6 +123,7 @@ def test_compiled_optimizers(mode):
         for optimizer in optimizers:
             optimizer.zero_grad()
     assert_close(full_params(model), full_params(alone), rtol=1e-4)
+    assert counter.frame_count == 1  # and not one per step
 
 
 SCHEDULERS = {
