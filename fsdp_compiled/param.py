@@ -208,8 +208,11 @@ class FSDPParam:
     def publish(self) -> None:
         """Write what a traced read needs into constants; call it after any change of name or policy."""
         self.route = self._route()
-        self.route_args = self.route.args()
-        self.partial_route_args = replace(self.route, sink_is_sharded=True).args()
+        self.route_text = self.route.encode()
+        self.partial_route_text = replace(self.route, sink_is_sharded=True).encode()
+        self.input_route_text = replace(self.route, follows_shard=True).encode()
+        reduces = self.status.reduce_grads and self.status.all_reduce_grads
+        self.is_plain = reduces and self.extension is None and self.outer is None
 
     def _route(self) -> Route:
         info, status, (dtype, reduce_dtype) = self.placement.mesh_info, self.status, self.dtypes
@@ -247,37 +250,32 @@ class FSDPParam:
         self.publish()
 
     def gathered(self) -> Tensor:
-        """Return the unsharded parameter as a function of the shard; Dynamo traces this."""
+        """Return the unsharded parameter as a function of the shard; Dynamo traces this.
+
+        Every attribute read here is a guard of every step, so that the common case reads few.
+        """
+        if self.is_plain and self.sharded_param.requires_grad:
+            return collectives.unshard(self.leaf, None, self.route_text)
         if self.extension is not None:
             return self._gathered_by_extension(self.extension)
-        if not self.sharded_param.requires_grad:
-            local = collectives.unshard(self.leaf.detach(), None, self.route_args)
-        else:
-            local = collectives.unshard(self.leaf, *self._sink_and_route())
+        local = collectives.unshard(*self._leaf_sink_and_route())
         return local if self.outer is None else self.outer.wrap(local)
 
     def _gathered_by_extension(self, extension: AllGatherExtension) -> Tensor:
         sent, metadata = extension.split()
-        outputs = [
-            collectives.unshard(each, None, self._route_of_input(each).args()).view(-1, *each.shape[1:])
-            for each in sent
-        ]
+        outputs = [collectives.unshard(each, None, self.input_route_text).view(-1, *each.shape[1:]) for each in sent]
         whole, _ = extension.join(outputs, metadata)
+        return collectives.with_gradient(whole, *self._leaf_sink_and_route())
+
+    def _leaf_sink_and_route(self) -> tuple[Tensor, Tensor | None, str]:
+        """Return the leaf, where its gradient goes if not to itself, and how."""
         if not self.sharded_param.requires_grad:
-            return collectives.with_gradient(whole, self.leaf.detach(), None, self.route_args)
-        return collectives.with_gradient(whole, self.leaf, *self._sink_and_route())
-
-    def _sink_and_route(self) -> tuple[Tensor | None, tuple[object, ...]]:
-        """Return where the gradient goes, if not to the leaf, and how."""
+            return self.leaf.detach(), None, self.route_text
         if not self.status.reduce_grads and self._pending is not None:
-            return self._pending.leaf, self.route_args
+            return self.leaf, self._pending.leaf, self.route_text
         if not self.status.all_reduce_grads and self._partial is not None:
-            return self._partial.leaf, self.partial_route_args
-        return None, self.route_args
-
-    def _route_of_input(self, each: Tensor) -> Route:
-        shape = (each.shape[0] * self.layout.world, *each.shape[1:])
-        return replace(self.route, shape=shape, dim=0, dtype=each.dtype, grad_dtype=each.dtype)
+            return self.leaf, self._partial.leaf, self.partial_route_text
+        return self.leaf, None, self.route_text
 
     # ---- gradients ----
 
@@ -361,8 +359,8 @@ class FSDPParam:
         if self.extension is None:
             return [self.shard], [self.layout], self.route
         sent = list(self.extension.launch())
-        routes = [self._route_of_input(each) for each in sent]
-        return sent, [ShardLayout(route.shape, 0, self.layout.world) for route in routes], self.route
+        whole = replace(self.route, follows_shard=True)
+        return sent, [ShardLayout(whole.for_shard(each).shape, 0, self.layout.world) for each in sent], self.route
 
     def allocate(self, layouts: Sequence[ShardLayout], dtypes: Sequence[torch.dtype]) -> Sequence[Tensor]:
         """Give the all-gather outputs memory and return them, see :class:`Unsharded`."""

@@ -134,6 +134,7 @@ class FSDPState:
             setattr(self.status, name, value)
         for param in self.params:
             param.prepare_to_store()
+        self.publish()
 
     def set_max_reducing(self, count: int) -> None:
         """Let reductions of ``count`` units be under way at a time."""

@@ -6,40 +6,36 @@ process groups or schedules.
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
 NAMESPACE = "fsdp_compiled"
-_ROUTE_SCHEMA = (
-    "int[] shape, int dim, ScalarType dtype, ScalarType reduce_dtype, ScalarType grad_dtype, bool reshard, "
-    "str unit, str param, str shard_group, int shard_world, str replicate_group, int replicate_world, "
-    "str reduce_group, float pre_divide, str op, float post_divide, str post_forward_group, int post_forward_world, "
-    "str gather_comm, str reduce_comm, str reduce_hook, bool sink_is_sharded, str device"
-)
-UNSHARD_SCHEMA = f"unshard(Tensor shard, Tensor? sink, {_ROUTE_SCHEMA}) -> Tensor"
-REDUCE_GRAD_SCHEMA = f"reduce_grad(Tensor grad, {_ROUTE_SCHEMA}) -> Tensor"
+UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? sink, str route) -> Tensor"
+REDUCE_GRAD_SCHEMA = "reduce_grad(Tensor grad, str route) -> Tensor"
 CUSTOM_ALL_GATHER_SCHEMA = "custom_all_gather(Tensor row, int world, str group, str comm) -> Tensor"
 CUSTOM_REDUCE_SCATTER_SCHEMA = "custom_reduce_scatter(Tensor rows, str op, int world, str group, str comm) -> Tensor"
 REDUCE_HOOK_SCHEMA = "reduce_hook(Tensor row, str hook) -> Tensor"
-WITH_GRADIENT_SCHEMA = f"with_gradient(Tensor whole, Tensor leaf, Tensor? sink, {_ROUTE_SCHEMA}) -> Tensor"
+WITH_GRADIENT_SCHEMA = "with_gradient(Tensor whole, Tensor leaf, Tensor? sink, str route) -> Tensor"
 TAKE_SHARD_SCHEMA = "take_shard(Tensor whole, int dim, int world, str group) -> Tensor"
 # In the meta of opaque nodes their Ticket, of emitted ones their Bundle; needed no longer than one compilation.
 _TICKET, _MARK = "fsdp_compiled_ticket", "fsdp_compiled"
 _C10D = "_c10d_functional"
-_TENSORS_BEFORE_ROUTE = {"unshard": 2, "reduce_grad": 1, "with_gradient": 3}
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where one parameter travels and in which dtypes: the constant arguments of both operators, in order.
+    """Where one parameter travels and in which dtypes: the constant argument of our operators.
 
-    Identity and policy travel in arguments rather than in ``node.meta`` because arguments survive every graph
-    rewrite and enter the compile-cache keys; meta does neither.
+    Identity and policy travel in an argument rather than in ``node.meta`` because arguments survive every graph
+    rewrite and enter the compile-cache keys; meta does neither. They travel as one text, see :meth:`encode`,
+    because Dynamo guards every constant that a parameter's read takes, in every step.
     """
 
     shape: tuple[int, ...]  # of the unsharded parameter
@@ -65,6 +61,7 @@ class Route:
     reduce_hook: str = ""
     sink_is_sharded: bool = False  # the gradient stops before the replicas, see collectives.ops.unshard
     device: str = ""  # type of the device of compute, where the shard lives on another one
+    follows_shard: bool = False  # shape and dtype are those of whatever shard is given, as with extensions
 
     @property
     def scatter_group(self) -> str:
@@ -98,17 +95,25 @@ class Route:
             reduce_hook="",
         )
 
-    def args(self) -> tuple[Any, ...]:
-        """Return the fields as operator arguments."""
-        return (list(self.shape), *(getattr(self, name) for name in _ROUTE_FIELDS[1:]))
+    def for_shard(self, shard: torch.Tensor) -> Route:
+        """Return the way of this ``shard``."""
+        if not self.follows_shard:
+            return self
+        shape = (shard.shape[0] * self.shard_world, *shard.shape[1:])
+        return replace(self, shape=shape, dim=0, dtype=shard.dtype, grad_dtype=shard.dtype, follows_shard=False)
 
-    @classmethod
-    def from_args(cls, args: Sequence[Any]) -> Route:
-        """Read back what :meth:`args` wrote."""
-        return cls(tuple(args[0]), *args[1:])
+    def encode(self) -> str:
+        """Return the fields that differ from their defaults as JSON, the operators' argument."""
+        written = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return json.dumps(written, default=lambda dtype: str(dtype).removeprefix("torch."))
 
-
-_ROUTE_FIELDS = tuple(field.name for field in fields(Route))
+    @staticmethod
+    @cache
+    def decode(text: str) -> Route:
+        """Read back what :meth:`encode` wrote."""
+        read = json.loads(text)
+        dtypes = {name: getattr(torch, value) for name, value in read.items() if name.endswith("dtype")}
+        return Route(**{**read, **dtypes, "shape": tuple(read["shape"])})
 
 
 @dataclass(frozen=True)
@@ -207,9 +212,8 @@ def has_ours(graph: fx.Graph) -> bool:
 
 
 def route_of(node: fx.Node) -> Route:
-    """Return the constant arguments of an ``unshard``, ``reduce_grad`` or ``with_gradient`` node."""
-    name = str(node.target).split(".")[1]
-    return Route.from_args(node.args[_TENSORS_BEFORE_ROUTE[name] :])
+    """Return the way of an ``unshard``, ``reduce_grad`` or ``with_gradient`` node."""
+    return Route.decode(str(node.args[-1])).for_shard(value_of(source_of(node)))
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -276,12 +280,12 @@ class Emitter:
 
 def emit_reduce_grad(emit: Emitter, grad: fx.Node, route: Route) -> fx.Node:
     """Insert a reduction of ``grad`` and return its node."""
-    return emit(torch.ops.fsdp_compiled.reduce_grad.default, grad, *route.args())
+    return emit(torch.ops.fsdp_compiled.reduce_grad.default, grad, route.encode())
 
 
 def emit_unshard(emit: Emitter, shard: fx.Node, route: Route) -> fx.Node:
     """Insert a gather of ``shard``, without a gradient, and return its node."""
-    return emit(torch.ops.fsdp_compiled.unshard.default, shard, None, *route.args())
+    return emit(torch.ops.fsdp_compiled.unshard.default, shard, None, route.encode())
 
 
 def emit_all_gather(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:

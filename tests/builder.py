@@ -60,10 +60,10 @@ class Builder:
         return node
 
     def unshard(self, shard, route):
-        return self.op("unshard", (shard, None, *route.args()))
+        return self.op("unshard", (shard, None, route.encode()))
 
     def reduce_grad(self, grad, route):
-        return self.op("reduce_grad", (grad, *route.args()))
+        return self.op("reduce_grad", (grad, route.encode()))
 
     def call(self, op, *args):
         """Append an operator that is not ours."""

@@ -12,17 +12,17 @@ from tests.ranks import on_ranks
 
 
 def _route(shape, world, group, dim=0, dtype=torch.float32, reduce_dtype=torch.float32):
-    return Route(shape, dim, dtype, reduce_dtype, torch.float32, True, "unit", "weight", group, world, "", 1).args()
+    return Route(shape, dim, dtype, reduce_dtype, torch.float32, True, "unit", "weight", group, world, "", 1).encode()
 
 
 @pytest.mark.parametrize("shape", [(6,), (4, 3)])
 def test_opcheck(shape):
     route = _route(shape, 1, "")
     shard = torch.randn(shape, requires_grad=True)
-    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, None, *route))
+    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, None, route))
     sink = torch.randn(shape, requires_grad=True)
-    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, sink, *route))
-    opcheck(torch.ops.fsdp_compiled.reduce_grad.default, (torch.randn(shape), *route))
+    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, sink, route))
+    opcheck(torch.ops.fsdp_compiled.reduce_grad.default, (torch.randn(shape), route))
 
 
 def test_fake_shapes_and_dtypes():

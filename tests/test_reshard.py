@@ -61,7 +61,7 @@ def test_what_an_extension_makes_of_its_gathers_is_made_again_in_backward():
     b = Builder(Reshard())
     gathered = b.unshard(b.input("s", 2), route((8,), "w"))
     product = b.call(torch.ops.aten.mul.Tensor, gathered, gathered)
-    whole = b.op("with_gradient", (product, b.input("leaf", 2), None, *route((8,), "w").args()))
+    whole = b.op("with_gradient", (product, b.input("leaf", 2), None, route((8,), "w").encode()))
     b.text(b.call(add, whole, whole))
     assert [node.name for node in b.graph.nodes if node.op == "call_function"] == [
         "unshard_default",

@@ -26,52 +26,52 @@ _library.define(ir.TAKE_SHARD_SCHEMA)
 _library.define(ir.WITH_GRADIENT_SCHEMA)
 
 
-def unshard(shard: Tensor, sink: Tensor | None, route: tuple[Any, ...]) -> Tensor:
+def unshard(shard: Tensor, sink: Tensor | None, route: str) -> Tensor:
     """Gather one parameter; its gradient comes back to ``shard`` averaged over the ranks.
 
     Args:
         shard: this rank's padded shard, in its original dtype.
         sink: if given, the gradient goes to this leaf in ``route.reduce_dtype`` instead: unsharded and not
             reduced, or (``route.sink_is_sharded``) as a padded shard, reduced over the shards only.
-        route: :meth:`Route.args`.
+        route: :meth:`Route.encode`.
 
     Returns:
         The unsharded parameter, ``route.shape`` in ``route.dtype``.
     """
-    return torch.ops.fsdp_compiled.unshard(shard, sink, *route)
+    return torch.ops.fsdp_compiled.unshard(shard, sink, route)
 
 
-def reduce_grad(grad: Tensor, route: tuple[Any, ...]) -> Tensor:
+def reduce_grad(grad: Tensor, route: str) -> Tensor:
     """Average an unsharded gradient over the ranks.
 
     Args:
         grad: ``route.shape``, any floating-point dtype.
-        route: :meth:`Route.args`.
+        route: :meth:`Route.encode`.
 
     Returns:
         This rank's padded shard of the mean, in ``route.grad_dtype``.
     """
-    return torch.ops.fsdp_compiled.reduce_grad(grad, *route)
+    return torch.ops.fsdp_compiled.reduce_grad(grad, route)
 
 
-def with_gradient(whole: Tensor, leaf: Tensor, sink: Tensor | None, route: tuple[Any, ...]) -> Tensor:
+def with_gradient(whole: Tensor, leaf: Tensor, sink: Tensor | None, route: str) -> Tensor:
     """Return ``whole``, an unsharded parameter that was gathered some other way, with the gradient of ``unshard``.
 
     Args:
         whole: ``route.shape``.
         leaf: gets the reduced gradient, unless there is a sink.
         sink: see :func:`unshard`.
-        route: :meth:`Route.args`.
+        route: :meth:`Route.encode`.
     """
-    return torch.ops.fsdp_compiled.with_gradient(whole, leaf, sink, *route)
+    return torch.ops.fsdp_compiled.with_gradient(whole, leaf, sink, route)
 
 
 def _layout(route: Route) -> ShardLayout:
     return ShardLayout(route.shape, route.dim, route.shard_world)
 
 
-def _unshard(shard: Tensor, sink: Tensor | None, *args: Any) -> Tensor:
-    route = Route.from_args(args)
+def _unshard(shard: Tensor, sink: Tensor | None, text: str) -> Tensor:
+    route = Route.decode(text).for_shard(shard)
     layout = _layout(route)
     gather = launch_gather([shard], [layout], route)
     flat = shard.new_empty(layout.world * layout.shard_numel, dtype=route.dtype, device=route.device or shard.device)
@@ -79,8 +79,8 @@ def _unshard(shard: Tensor, sink: Tensor | None, *args: Any) -> Tensor:
     return flat[: layout.numel].view(layout.shape)
 
 
-def _unshard_fake(shard: Tensor, sink: Tensor | None, *args: Any) -> Tensor:
-    route = Route.from_args(args)
+def _unshard_fake(shard: Tensor, sink: Tensor | None, text: str) -> Tensor:
+    route = Route.decode(text).for_shard(shard)
     if shard.device.type == "meta":
         raise RuntimeError(meta_parameter(route.param))
     return shard.new_empty(route.shape, dtype=route.dtype, device=route.device or shard.device)
@@ -94,8 +94,8 @@ def meta_parameter(name: str) -> str:
     )
 
 
-def _reduce_grad(grad: Tensor, *args: Any) -> Tensor:
-    route = Route.from_args(args)
+def _reduce_grad(grad: Tensor, text: str) -> Tensor:
+    route = Route.decode(text)
     pending = launch_reduction([grad], [_layout(route)], route)
     (reduced,) = pending.wait([route.grad_dtype])
     # An operator's result must not share storage with its input, as it would where nothing is communicated.
@@ -104,26 +104,24 @@ def _reduce_grad(grad: Tensor, *args: Any) -> Tensor:
     return reduced.clone() if route.shard_world * route.replicate_world == 1 else reduced
 
 
-def _reduce_grad_fake(grad: Tensor, *args: Any) -> Tensor:
-    route = Route.from_args(args)
+def _reduce_grad_fake(grad: Tensor, text: str) -> Tensor:
+    route = Route.decode(text)
     device = "cpu" if route.device else grad.device
     return grad.new_empty(_layout(route).shard_shape, dtype=route.grad_dtype, device=device)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, sink, *args = inputs
+    _, sink, ctx.route = inputs
     ctx.has_sink = sink is not None
-    ctx.route = tuple(args)
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    none_for_args = (None,) * len(ctx.route)
     if not ctx.has_sink:
-        return (reduce_grad(grad, ctx.route), None, *none_for_args)
-    route = Route.from_args(ctx.route)
+        return reduce_grad(grad, ctx.route), None, None
+    route = Route.decode(ctx.route)
     if route.sink_is_sharded:
-        return (None, reduce_grad(grad, route.over_shards_only().args()), *none_for_args)
-    return (None, grad.to(route.reduce_dtype), *none_for_args)
+        return None, reduce_grad(grad, route.over_shards_only().encode()), None
+    return None, grad.to(route.reduce_dtype), None
 
 
 def _take_shard(whole: Tensor, dim: int, world: int, group: str) -> Tensor:
