@@ -12,11 +12,14 @@ from .ranks import close_pool
 
 
 def pytest_addoption(parser):
+    parser.addoption("--inductor", action="store_true", help="generate code for every compiled model; takes long")
     parser.addoption("--write-parity", action="store_true", help="write tests/PARITY.md from this run's results")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "row(*names, mode=None): features that the test shows to work, see parity.py")
+    if config.getoption("--inductor"):
+        os.environ["FSDP_COMPILED_TESTS_WITH_INDUCTOR"] = "1"
     config.pluginmanager.register(ParityPlugin(config))
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from model import Config, Llama
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
 from torch.distributed.tensor import DTensor
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, passes
+from fsdp_compiled.passes.policy import DEFAULT
 
+INDUCTOR = "FSDP_COMPILED_TESTS_WITH_INDUCTOR"  # set by --inductor, for the ranks' processes
 MODES = ("eager", "regional", "full")
 TINY = Config(vocab=61, width=32, layers=2, heads=4, kv_heads=2, hidden=48, max_seq=16)
 
@@ -51,7 +56,28 @@ def shard(model: nn.Module, mode: str, **kwargs: Any) -> Callable[..., Any]:
         else:
             fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
-    return torch.compile(model, fullgraph=True) if mode == "full" else model
+    return compiled(model) if mode == "full" else model
+
+
+def compiled(call: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
+    """``torch.compile``, but with --inductor only through Inductor's code generation, which takes most of the time.
+
+    Without it the graphs, after Inductor's partitioner and our passes, run as they are.
+    """
+    if os.environ.get(INDUCTOR):
+        return torch.compile(call, fullgraph=fullgraph)
+    return torch.compile(call, fullgraph=fullgraph, backend=_without_codegen)
+
+
+def _without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+    return compile_fx(gm, inputs, inner_compile=_run_passes, config_patches={"force_disable_caches": True})
+
+
+def _run_passes(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+    for run in passes.post_grad(DEFAULT):
+        run(gm.graph)
+    gm.recompile()
+    return make_boxed_func(gm.forward)
 
 
 def my_part(batch: Tensor) -> Tensor:

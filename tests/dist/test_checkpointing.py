@@ -15,7 +15,7 @@ from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
 from tests.graphs import record, sequence
 from tests.parity import row
 from tests.ranks import on_ranks
-from tests.training import assert_trains_like_replicas, batches, my_part, square_loss
+from tests.training import compiled, assert_trains_like_replicas, batches, my_part, square_loss
 
 
 class Block(nn.Module):
@@ -135,5 +135,5 @@ def test_compiled_steps_train_as_without(how, options, mode):
     options = OPTIONS[options]
     alone, _ = _checkpointed(how, options)
     model = _sharded(how, options, mode)
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     assert_trains_like_replicas(model, call, alone, batches(3, 4, 6))

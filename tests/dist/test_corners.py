@@ -12,6 +12,7 @@ from fsdp_compiled import fully_shard
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
+    compiled,
     MLP,
     MODES,
     assert_close,
@@ -48,7 +49,7 @@ class Tied(nn.Module):
 @on_ranks(2)
 def test_accumulation_of_a_parameter_that_is_read_often(mode):
     alone, model = Tied(), fully_shard(Tied())
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     data = batches(4, 8, 10)
     for index, x in enumerate(data):
         square_loss(alone, x).backward()
@@ -189,7 +190,7 @@ def test_an_exception_in_forward_leaves_nothing_behind(then):
         for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
             mine.mul_(0.5)
             other.mul_(0.5)
-    _same_step(model, torch.compile(model) if then == "full" else model, alone)
+    _same_step(model, compiled(model, fullgraph=False) if then == "full" else model, alone)
 
 
 @row("methods", mode="eager")
@@ -265,7 +266,7 @@ def test_a_member_of_a_list_unit_that_runs_outside_the_model(mode):
     assert not model.head._get_fsdp_state().status.hooked
     call, head = model, model.head
     if mode == "full":
-        call = torch.compile(model, fullgraph=True)
+        call = compiled(model)
     for x in batches(2, 8, 10):
         alone.loss(alone, alone.head, x).backward()
         model.loss(call, head, my_part(x)).backward()
@@ -279,7 +280,7 @@ def test_loading_shared_parameters_with_assign(mode):
     alone, model = Tied(), fully_shard(Tied())
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     assert model.last.weight is model.first.weight
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     train(model, call, batches(2, 8, 10), square_loss)
     train(alone, alone, batches(2, 8, 10), square_loss, sharded=False)
     torch.testing.assert_close(full(model.state_dict()["last.weight"]), alone.last.weight.detach())

@@ -17,6 +17,7 @@ from fsdp_compiled.state import states_below
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
+    compiled,
     MLP,
     MODES,
     assert_close,
@@ -61,7 +62,7 @@ def test_blocks_without_an_outer_unit(mode):
     alone, model = MLP(), MLP()
     for block in model.blocks:
         fully_shard(block)
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     square_loss(alone, batches(1, 8, 10)[0]).backward()
     square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
     got, want = full_grads(model), full_grads(alone)
@@ -212,7 +213,7 @@ def test_mixed_precision_policy_fields(mode):
         fully_shard(block, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     fully_shard(model, mp_policy=policy)
     model.blocks[0][0].register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     x = my_part(batches(1, 8, 10)[0])
     out = call(x)
     assert out.dtype == torch.float64
@@ -229,7 +230,7 @@ def test_inputs_stay_as_they_are_without_cast_forward_inputs(mode):
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
     model = nn.Linear(4, 4)
     fully_shard(model, mp_policy=policy)
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     with pytest.raises(Exception, match="(?i)dtype|double"):
         call(torch.ones(2, 4))
 
@@ -240,7 +241,7 @@ def test_inputs_stay_as_they_are_without_cast_forward_inputs(mode):
 def test_fp16_reduction_does_not_overflow(mode):
     model = nn.Linear(4, 2, bias=False)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     (call(torch.full((1, 4), 200.0)) * 200).sum().backward()  # 40000 on each rank; their sum exceeds 65504
     torch.testing.assert_close(full(model.weight.grad), torch.full((2, 4), 40000.0), rtol=1e-3, atol=0)
 
@@ -300,7 +301,7 @@ def test_parameters_and_modules_shared_inside_a_unit(mode):
     alone, model = _Tied(), _Tied()
     fully_shard(model)
     assert model.blocks[1][0].weight is model.blocks[0][0].weight
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     _assert_trains_like_one_process(model, call, alone)
 
 
@@ -355,7 +356,7 @@ def test_list_units_some_of_whose_modules_do_not_run(mode):
     alone, model = Model(), Model()
     assert fully_shard(list(model.parts.values())) == list(model.parts.values())
     fully_shard(model)
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     _assert_trains_like_one_process(model, call, alone)
     assert model.parts["never"].weight.grad is None
 
@@ -456,7 +457,7 @@ def test_uncompiled_pieces_of_a_compiled_unit_gather_by_themselves():
 
     alone, model = Opaque(), Opaque()
     fully_shard(model)  # one unit, part of whose modules run outside every graph and hook
-    _assert_trains_like_one_process(model, torch.compile(model), alone)
+    _assert_trains_like_one_process(model, compiled(model, fullgraph=False), alone)
 
 
 @row("methods", mode="eager")
@@ -513,7 +514,7 @@ def test_a_registered_forward_method(mode):
     register_fsdp_forward_method(nn.Linear(1, 1), "no_such_method_but_not_sharded_either")
     with pytest.raises(ValueError, match="FSDPEncoder: expected a method 'decode', found none"):
         register_fsdp_forward_method(model, "decode")
-    call = torch.compile(model.encode, fullgraph=True) if mode == "full" else model.encode
+    call = compiled(model.encode) if mode == "full" else model.encode
     _assert_trains_like_one_process(model, call, alone, call_alone=alone.encode)
 
 

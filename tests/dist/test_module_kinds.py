@@ -18,6 +18,7 @@ from tests.graphs import record, sequence
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
+    compiled,
     MODES,
     assert_close,
     assert_trains_like_replicas,
@@ -50,7 +51,9 @@ class Small(nn.Module):
 
 
 def _compiled(model, mode, **kwargs):
-    return torch.compile(model, fullgraph=True, **kwargs) if mode == "full" else model
+    if mode != "full":
+        return model
+    return torch.compile(model, fullgraph=True, **kwargs) if kwargs else compiled(model)
 
 
 class Chunked(nn.Module):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
-from tests.training import MLP, MODES, assert_close, batches, full, full_params, my_part, shard, square_loss
+from tests.training import compiled, MLP, MODES, assert_close, batches, full, full_params, my_part, shard, square_loss
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
@@ -192,7 +192,7 @@ def test_generation_between_steps(mode):
     from tests import huggingface
 
     alone, model = huggingface.build("llama").train(), huggingface.build("llama", sharded=True).train()
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     optimizers = [optim.SGD(m.parameters(), lr=0.5) for m in (alone, model)]
     told = []
 

@@ -22,6 +22,7 @@ from tests.graphs import record
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
+    compiled,
     MLP,
     MODES,
     assert_close,
@@ -262,7 +263,7 @@ def test_sequence_parallelism(mode):
         models.append(MLPStack(4, with_seq_parallel=True))
     alone, model = models
     model.parallelize(mesh["tp"], mesh["dp"], False)
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     data = batches(1, 4, 6, 4)[0]
     alone(data).square().mean().backward()
     mine = _rows(data, mesh["dp"])

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compiled import AllGather, ReduceScatter, fully_shard
 from tests.parity import row
 from tests.ranks import on_ranks
-from tests.training import MLP, assert_close, batches, full_grads, my_part, shard, square_loss
+from tests.training import compiled, MLP, assert_close, batches, full_grads, my_part, shard, square_loss
 
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 
@@ -229,7 +229,7 @@ def test_a_unit_whose_backward_reads_no_parameter(mode):
     for unit in (model.embed, model.head, model):
         fully_shard(unit, reshard_after_forward=True)
     model.embed.set_unshard_in_backward(False)
-    call = torch.compile(model, fullgraph=True) if mode == "full" else model
+    call = compiled(model) if mode == "full" else model
     call(my_part(tokens)).square().mean().backward()
     assert_close(full_grads(model), full_grads(alone))
     with pytest.raises(TypeError, match="unshard_in_backward: expected True or False"):

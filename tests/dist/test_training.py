@@ -40,6 +40,9 @@ def _contender(mode, **kwargs):
         _break_graph(model.blocks[1].ffn)
         shard(model, "eager", **kwargs)
         return model, torch.compile(model)
+    if mode == "full":
+        shard(model, "eager", **kwargs)
+        return model, torch.compile(model, fullgraph=True)
     return model, shard(model, mode, **kwargs)
 
 
