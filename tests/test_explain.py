@@ -86,7 +86,7 @@ embed: list of 2 modules, gathered before the first of them runs
 embed: 5% of what is gathered is padding: dimensions do not divide by 4 ranks
 embed: in one full graph, keep_unsharded_bytes keeps 1 parameter, norm.weight (128 B)
 blocks.0: reshard_after_forward=False
-blocks.0: different dtypes: 2 all-gathers in an uncompiled forward
+blocks.0: different dtypes, meshes or sharing: 2 all-gathers in an uncompiled forward
 blocks.0: set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again
 blocks.0: set_reshard_after_backward(False): stays unsharded after an uncompiled backward
 blocks.1: inside another unit: freed by default, so that only units in use take memory
@@ -179,3 +179,28 @@ def test_mistakes():
         explain("model")
     with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got str"):
         explain(_sharded(llama()), "unit")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_options_that_change_what_travels():
+    from fsdp_compiled import CPUOffloadPolicy
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+    model[2].weight = model[0].weight
+    offload = CPUOffloadPolicy(pin_memory=False)
+    fully_shard(model[0], reshard_after_forward=2, offload_policy=offload)
+    fully_shard(model[1], offload_policy=offload)
+    fully_shard(model, offload_policy=offload)
+    model[0].set_gradient_divide_factor(3)
+    model[0].set_all_reduce_hook(lambda row: None)
+    model[1].set_requires_all_reduce(False)
+    text = str(explain(model))
+    for note in (
+        "kept from forward sharded over 2 ranks, where backward gathers it",
+        "shared with other units: gathered for each of them",
+        "CPUOffloadPolicy: shards and gradients live on the CPU",
+        "set_gradient_divide_factor: sums of gradients are divided by 3",
+        "set_all_reduce_hook: the user's function sees reduced gradients",
+        "set_requires_all_reduce(False): gradients stay reduced over the shards only",
+    ):
+        assert note in " ".join(text.split()), note

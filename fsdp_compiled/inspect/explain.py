@@ -209,11 +209,12 @@ def _notes(state: FSDPState, unit: str, kept: Sequence[FSDPParam]) -> Iterator[s
     elif frozen:
         yield f"no gradient for {_within(frozen, unit)}: gathered, never reduced"
     if len(state.groups) > 1:
-        yield f"different dtypes: {len(state.groups)} all-gathers in an uncompiled forward"
+        yield f"different dtypes, meshes or sharing: {len(state.groups)} all-gathers in an uncompiled forward"
     if info.shard_world == 1:
         yield "sharded over one rank: nothing is sent to gather it"
     if info.replicate_world > 1 and len(frozen) < len(params):
         yield f"gradients are reduced over {info.shard_world} shards, then over {info.replicate_world} replicas"
+    yield from _options(state, unit)
     if not state.status.reduce_grads:
         yield "set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again"
     if not state.status.reshard_after_backward:
@@ -226,6 +227,29 @@ def _notes(state: FSDPState, unit: str, kept: Sequence[FSDPParam]) -> Iterator[s
     if kept:
         size = figures.size(sum(map(_gather_bytes, kept)))
         yield f"in one full graph, keep_unsharded_bytes keeps {_within(kept, unit)} ({size})"
+
+
+def _options(state: FSDPState, unit: str) -> Iterator[str]:
+    """What the user asked of this unit beyond plain sharding."""
+    status, params = state.status, state.params
+    if status.reshard_after_forward and status.post_forward_mesh is not None:
+        yield f"kept from forward sharded over {status.post_forward_mesh.shard_world} ranks, where backward gathers it"
+    if lent := [param for param in params if param.is_lent]:
+        yield f"{_within(lent, unit)} shared with other units: gathered for each of them"
+    if extended := [param for param in params if param.extension is not None]:
+        yield f"all-gather extension of {_within(extended, unit)}: sends what fsdp_pre_all_gather returns"
+    if parallel := [param for param in params if param.outer is not None]:
+        yield f"{_within(parallel, unit)} also sharded by other parallelism: bytes are those of this rank's part"
+    if any(param.placement.offload is not None for param in params):
+        yield "CPUOffloadPolicy: shards and gradients live on the CPU"
+    if status.divide_factor is not None:
+        yield f"set_gradient_divide_factor: sums of gradients are divided by {status.divide_factor:g}"
+    if status.gather_comm or status.reduce_comm:
+        yield "set_custom_all_gather or set_custom_reduce_scatter: the user's own communication, an opaque node"
+    if status.reduce_hook:
+        yield "set_all_reduce_hook: the user's function sees reduced gradients"
+    if status.reduce_grads and not status.all_reduce_grads:
+        yield "set_requires_all_reduce(False): gradients stay reduced over the shards only, until it is on again"
 
 
 def _within(params: Sequence[FSDPParam], unit: str) -> str:
