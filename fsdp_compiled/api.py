@@ -16,6 +16,7 @@ from .arguments import (
     check_device,
     check_options,
     check_shared,
+    check_smaller_groups,
     check_whole_units_below,
     checked_modules,
     checked_reshard,
@@ -91,6 +92,8 @@ def fully_shard(
     for name, taken, _ in found.shared:
         check_shared(name, taken, plan.default)
     check_whole_units_below(modules)
+    if not isinstance(reshard, bool | None):
+        check_smaller_groups(found.own)
 
     _move_to_device(modules, mesh_info.device, ignored_params or set())
     status = UnitStatus(new_unit_name(modules), reshard_after_forward=bool(reshard))

@@ -157,6 +157,16 @@ def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter])
     return found
 
 
+def check_smaller_groups(found: Sequence[tuple[str, nn.Parameter, ParamModuleInfo]]) -> None:
+    """Raise NotImplementedError for a parameter that cannot be kept sharded over a smaller group after forward."""
+    for name, param, _ in found:
+        if is_extended(local_of(param.detach())):
+            raise NotImplementedError(
+                f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
+                "extension; use True or False"
+            )
+
+
 def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
     """Raise ValueError unless a unit that shares another's parameter means to shard it the same way."""
     for what, there, here in (

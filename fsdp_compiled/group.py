@@ -140,7 +140,7 @@ class FSDPParamGroup:
     @torch.no_grad()
     def launch_replica_reduce(self) -> None:
         """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
-        if not self.status.all_reduce_grads:
+        if not self.status.all_reduce_grads or not self.status.has_stored:
             return
         parts = [(param, part) for param in self.params if (part := param.take_partial()) is not None]
         if parts:

@@ -211,6 +211,9 @@ class FSDPParam:
         self.route_text = self.route.encode()
         self.partial_route_text = replace(self.route, sink_is_sharded=True).encode()
         self.input_route_text = replace(self.route, follows_shard=True).encode()
+        self._choose_read()
+
+    def _choose_read(self) -> None:
         reduces = self.status.reduce_grads and self.status.all_reduce_grads
         self.is_plain = reduces and self.extension is None and self.outer is None
 
@@ -281,6 +284,7 @@ class FSDPParam:
 
     def prepare_to_store(self) -> None:
         """Make the leaves that take gradients while they are not reduced wholly."""
+        self._choose_read()
         if not self.leaf.requires_grad:
             return
         dtype, device, landed = self.dtypes[1], self.placement.device, self.status.on_landing

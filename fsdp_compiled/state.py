@@ -132,9 +132,9 @@ class FSDPState:
             self._context.recover()
         for name, value in changes.items():
             setattr(self.status, name, value)
+        self.status.has_stored |= not (self.status.reduce_grads and self.status.all_reduce_grads)
         for param in self.params:
             param.prepare_to_store()
-        self.publish()
 
     def set_max_reducing(self, count: int) -> None:
         """Let reductions of ``count`` units be under way at a time."""
@@ -321,8 +321,12 @@ class FSDPState:
         """Whether gradients wait to be reduced, or zeros are to take part in their place."""
         if not self.status.reduce_grads:
             return False
-        unused = self.status.reduce_unused and self.training_state is TrainingState.IDLE and not self._landed
-        return unused or any(group.has_gradients for group in self.groups)
+        if self.training_state is TrainingState.IDLE:
+            if self.status.reduce_unused and not self._landed:
+                return True
+            if not self.status.has_stored:
+                return False
+        return any(group.has_gradients for group in self.groups)
 
     def end_backward(self) -> None:
         """Return to idle; a gather prefetched for a unit that backward did not reach is dropped."""

@@ -28,6 +28,7 @@ class UnitStatus:
         unshard_in_backward: whether backward gathers at all.
         reduce_grads: whether backward reduces gradients, or accumulates them unsharded.
         all_reduce_grads: whether it also reduces them over replicas, or accumulates what the shards reduced.
+        has_stored: whether either of these was ever off, so that gradients may wait.
         reduce_unused: whether parameters without a gradient take part in the reduction, with zeros.
         divide_factor: what sums of gradients are divided by; None for the number of ranks.
         sum_only: whether reductions must not use an averaging collective.
@@ -43,6 +44,7 @@ class UnitStatus:
     unshard_in_backward: bool = True
     reduce_grads: bool = True
     all_reduce_grads: bool = True
+    has_stored: bool = False
     reduce_unused: bool = False
     divide_factor: float | None = None
     sum_only: bool = False
