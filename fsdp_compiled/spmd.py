@@ -5,14 +5,16 @@ It knows DTensor specs and mesh dimensions; it must not know modules or collecti
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0: DTensor(local, spec) costs a few microseconds where the public
 # DTensor.from_local costs ten times that for every gradient of every step.
@@ -20,6 +22,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .mesh import DataParallelMeshInfo
+
+_TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -43,9 +47,19 @@ class OuterParallelism:
     def wrap(self, local: Tensor) -> DTensor:
         """Return the unsharded parameter, differentiable, from its local tensor; Dynamo traces this."""
         spec = self.spec
-        return DTensor.from_local(
-            local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-        )
+        whole: dict[str, Any] = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
+        if self.dp_dims:
+            if not _TAKES_GRAD_PLACEMENTS:
+                raise NotImplementedError(
+                    "dp_mesh_dims: compiling a model whose parameters are DTensors on the full mesh needs torch 2.13"
+                )
+            whole["grad_placements"] = self._grad_placements
+        return DTensor.from_local(local, spec.mesh, spec.placements, **whole)
+
+    @property
+    def _grad_placements(self) -> list[Placement]:
+        """Those of the parameter, but for what each data-parallel rank computes of its own rows."""
+        return [Partial() if dim in self.dp_dims else want for dim, want in enumerate(self.spec.placements)]
 
     def leaf(self, local: Tensor) -> DTensor:
         """Return a DTensor that shares memory with ``local`` and is no function of it."""

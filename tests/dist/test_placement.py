@@ -163,10 +163,10 @@ class Parallel(nn.Module):
 
     def forward(self, x):
         if self.mesh is not None:
-            x = DTensor.from_local(x, self.mesh, [Replicate(), Replicate()], run_check=False)
+            x = DTensor.from_local(x, self.mesh, [Shard(0), Replicate()], run_check=False)
         for block in self.blocks:
             x = x + block(x)
-        return x if self.mesh is None else x.redistribute(placements=[Replicate(), Replicate()]).to_local()
+        return x if self.mesh is None else x.redistribute(placements=[Shard(0), Replicate()]).to_local()
 
 
 def _rows(batch, mesh):
@@ -214,7 +214,9 @@ def test_on_top_of_tensor_parallelism(mode, hybrid):
 @eager_and_full
 @on_ranks(4)
 def test_named_dimensions_of_a_full_mesh(mode):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if mode == "full" and torch.__version__ < "2.13":
+        pytest.skip("compiled, it is refused there")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))  # see test_on_top_of_tensor_parallelism
     alone, model = Parallel(), Parallel(mesh)
     plans = {"0": Shard(0), "2": Shard(1)}
     for block in model.blocks:
@@ -223,11 +225,11 @@ def test_named_dimensions_of_a_full_mesh(mode):
                 here = Replicate() if name == "2" and key == "bias" else plans[name]
                 setattr(layer, key, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate(), here])))
 
-    call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
     assert model.blocks[0][0].weight.device_mesh == mesh
     for data in batches(2, 8, 10):
         square_loss(alone, data).backward()
-        _step(call, data, mesh["dp"])
+        _step(call, data, mesh["data"])
         assert_close(full_grads(model), full_grads(alone))
         for each in (alone, model):
             torch.optim.SGD(each.parameters(), lr=0.1).step()
