@@ -76,6 +76,8 @@ def _without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
 def _run_passes(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
     for run in passes.post_grad(DEFAULT):
         run(gm.graph)
+    for node in gm.graph.nodes:
+        node.meta.clear()  # fake values hold weak references on parameters, which then cannot be converted
     gm.recompile()
     return make_boxed_func(gm.forward)
 

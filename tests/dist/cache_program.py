@@ -17,7 +17,8 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
     model = Model(width=9, hidden=5)  # uneven: ranks hold different lengths
-    call = shard(model, "full")
+    shard(model, "eager")
+    call = torch.compile(model, fullgraph=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for batch in batches(2, 8, 9):
