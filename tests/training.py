@@ -48,23 +48,24 @@ class MLP(nn.Module):
         return x
 
 
-def shard(model: nn.Module, mode: str, **kwargs: Any) -> Callable[..., Any]:
-    """Shard every block and the model; return what to call."""
+def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) -> Callable[..., Any]:
+    """Shard every block and the model; return what to call. For ``inductor`` see :func:`compiled`."""
     for block in model.blocks:
         if mode == "regional":
             fully_shard_with_compiled_compute(block, **kwargs)
         else:
             fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
-    return compiled(model) if mode == "full" else model
+    return compiled(model, inductor=inductor) if mode == "full" else model
 
 
-def compiled(call: Callable[..., Any], fullgraph: bool = True) -> Callable[..., Any]:
-    """``torch.compile``, but with --inductor only through Inductor's code generation, which takes most of the time.
+def compiled(call: Callable[..., Any], fullgraph: bool = True, inductor: bool = False) -> Callable[..., Any]:
+    """``torch.compile``; only with ``inductor`` or --inductor through code generation, which takes most of the time.
 
-    Without it the graphs, after Inductor's partitioner and our passes, run as they are.
+    Else the graphs, after Inductor's partitioner and our passes, run as they are. Such a backend holds weak
+    references on parameters, which then cannot be swapped for others of another dtype.
     """
-    if os.environ.get(INDUCTOR):
+    if inductor or os.environ.get(INDUCTOR):
         return torch.compile(call, fullgraph=fullgraph)
     return torch.compile(call, fullgraph=fullgraph, backend=_without_codegen)
 
@@ -76,8 +77,6 @@ def _without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
 def _run_passes(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
     for run in passes.post_grad(DEFAULT):
         run(gm.graph)
-    for node in gm.graph.nodes:
-        node.meta.clear()  # fake values hold weak references on parameters, which then cannot be converted
     gm.recompile()
     return make_boxed_func(gm.forward)
 

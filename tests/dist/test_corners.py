@@ -291,7 +291,7 @@ def test_loading_shared_parameters_with_assign(mode):
 @on_ranks(2)
 def test_a_stored_gradient_survives_a_conversion(mode):
     alone, model = MLP().double(), MLP()
-    call = shard(model, mode)
+    call = shard(model, mode, inductor=True)
     first, second = batches(2, 8, 10)
     model.set_requires_gradient_sync(False)
     square_loss(call, my_part(first)).backward()

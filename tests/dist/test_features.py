@@ -366,7 +366,7 @@ def test_list_units_some_of_whose_modules_do_not_run(mode):
 def test_meta_device_initialisation(mode):
     with torch.device("meta"):
         model = MLP()
-    call = shard(model, mode)
+    call = shard(model, mode, inductor=True)
     with pytest.raises(Exception, match=r"expected a parameter with storage.*to_empty"):
         call(torch.ones(2, 10))
     torch._dynamo.reset()
@@ -409,7 +409,7 @@ def test_state_dict_goes_round(mode):
 @on_ranks(2)
 def test_conversion_to_another_dtype_after_sharding(mode):
     alone, model = MLP(width=9, hidden=5).double(), MLP(width=9, hidden=5)
-    call = shard(model, mode)
+    call = shard(model, mode, inductor=True)
     call(batches(1, 8, 9)[0])
     model.double()
     _assert_trains_like_one_process(model, call, alone, batches(3, 8, 9).double())
