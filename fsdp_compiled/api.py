@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +30,7 @@ from .module import FSDPModule, make_fsdp_module
 from .owner import own
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .state import FSDPState, new_unit_name, state_of, states_below, units_of
+from .state import FSDPState, new_unit_name, states_below, unit_state, units_of
 from .unit import UnitStatus
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
@@ -112,19 +112,7 @@ def fully_shard(
     return module
 
 
-def _unit_state(module: nn.Module) -> FSDPState:
-    """Return the state of the unit that ``module`` was given to ``fully_shard`` for.
-
-    Raises:
-        ValueError: it was given to none.
-    """
-    state = state_of(module)
-    if state is None:
-        raise ValueError(f"{type(module).__name__}: expected a module given to fully_shard, got one without state")
-    return state
-
-
-fully_shard.state = _unit_state  # type: ignore[attr-defined]
+fully_shard.state = unit_state  # type: ignore[attr-defined]
 
 
 def fully_shard_with_compiled_compute(
@@ -194,12 +182,7 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def _take_over(modules: Sequence[nn.Module], state: FSDPState) -> None:
-    owned: dict[nn.Module, dict[str, FSDPParam]] = {}
-    for param in state.params:
-        for module, name in param.info.places():
-            owned.setdefault(module, {})[name] = param
-    for module, params in owned.items():
-        own(module, params, state)
+    _own(((place, param) for param in state.params for place in param.info.places()), state)
     for module in modules:
         make_fsdp_module(module, state)
 
@@ -208,11 +191,16 @@ def _borrow(state: FSDPState, param: FSDPParam, places: Sequence[tuple[nn.Module
     """Share a parameter of another unit with modules of this one."""
     (lender,) = [unit for unit in units_of(param.info.module) if param in unit.params]
     state.borrow(lender, param, places)
+    _own(((place, param) for place in places), state)
+
+
+def _own(params: Iterable[tuple[tuple[nn.Module, str], FSDPParam]], state: FSDPState) -> None:
+    """Make modules read parameters of ``state`` at these places, all of a module's at once."""
     owned: dict[nn.Module, dict[str, FSDPParam]] = {}
-    for module, name in places:
+    for (module, name), param in params:
         owned.setdefault(module, {})[name] = param
-    for module, params in owned.items():
-        own(module, params, state)
+    for module, by_name in owned.items():
+        own(module, by_name, state)
 
 
 def _adopt_units_below(modules: Sequence[nn.Module], state: FSDPState) -> None:

@@ -54,8 +54,7 @@ class AllGatherExtension:
         mesh: of the shards.
         module: that holds the parameter.
         mp_policy: of its unit.
-        outer_size: shape of the whole parameter.
-        outer_stride: its strides.
+        outer: shape and strides of the whole parameter.
         dtype: of compute.
     """
 

@@ -100,7 +100,7 @@ class FSDPParamGroup:
             if gather.pending is not None:
                 gather.pending.drop()
         self._gathers = []
-        if any(user.hooked for user in self.params[0].users):
+        if self.params[0].is_hooked:
             return  # a unit that shares these parameters is using them
         for param in self.params:
             if param.state is not ShardedState.SHARDED:
@@ -111,7 +111,7 @@ class FSDPParamGroup:
         """As :meth:`reshard`, but keep shards over the smaller group if there is one."""
         if self.status.post_forward_mesh is None or not self.is_unsharded:
             self.reshard()
-        elif not any(user.hooked for user in self.params[0].users):
+        elif not self.params[0].is_hooked:
             for param in self.params:
                 param.to_sharded_post_forward()
 
@@ -193,7 +193,7 @@ def group_params(params: Sequence[FSDPParam], status: UnitStatus) -> list[FSDPPa
     groups: dict[Hashable, list[FSDPParam]] = {}
     for param in params:
         info = param.placement.mesh_info
-        shared = param if len(param.users) > 1 else None
+        shared = param if param.is_lent else None
         key = (info.shard_group, info.replicate_group, info.shard_world, param.leaf.dtype, *param.dtypes, shared)
         groups.setdefault(key, []).append(param)
     return [FSDPParamGroup(members, status) for members in groups.values()]

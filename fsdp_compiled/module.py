@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .collectives import AllGather, ReduceScatter
 from .owner import TracedCall, rebase, with_code_of_its_own
 from .policy import require_bool
-from .state import FSDPState, state_of, states_below
+from .state import FSDPState, states_below, unit_state
 
 
 class UnshardHandle:
@@ -46,7 +46,7 @@ class FSDPModule:
         Args:
             args: given to ``torch.compile``, as are ``kwargs``.
         """
-        if not _state(self).is_root:
+        if not unit_state(self).is_root:
             super().compile(*args, **kwargs)  # type: ignore[misc]
             return
         # Dynamo begins at the first frame outside torch's own module code, so this one brings the hooks in.
@@ -63,7 +63,7 @@ class FSDPModule:
             TypeError: ``async_op`` is no bool.
         """
         require_bool("async_op", async_op)
-        state = _state(self)
+        state = unit_state(self)
         state.launch_unshard()
         if async_op:
             return UnshardHandle(state)
@@ -72,7 +72,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free this unit's unsharded parameters and register the sharded ones."""
-        _state(self).reshard()
+        unit_state(self).reshard()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Reduce gradients in backward (True), or accumulate them unsharded in ``reduce_dtype`` (False).
@@ -116,7 +116,7 @@ class FSDPModule:
             TypeError: not a list.
             ValueError: one of them was not given to ``fully_shard``.
         """
-        _state(self).forward_prefetch = _states_of("set_modules_to_forward_prefetch", modules)
+        unit_state(self).forward_prefetch = _states_of("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Start gathering these modules' units when this one's backward begins. Graphs are not affected.
@@ -127,7 +127,7 @@ class FSDPModule:
             TypeError: not a list.
             ValueError: one of them was not given to ``fully_shard``.
         """
-        _state(self).backward_prefetch = _states_of("set_modules_to_backward_prefetch", modules)
+        unit_state(self).backward_prefetch = _states_of("set_modules_to_backward_prefetch", modules)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Reduce gradients over replicas too (True), or over the shard group only and accumulate that (False).
@@ -149,7 +149,7 @@ class FSDPModule:
             TypeError: not a bool.
         """
         require_bool("is_last_backward", is_last_backward)
-        _state(self)._lazy_init().is_last_backward = is_last_backward
+        unit_state(self)._lazy_init().is_last_backward = is_last_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Gather this unit in an uncompiled backward (True), or not, since its backward reads no parameter (False).
@@ -160,7 +160,7 @@ class FSDPModule:
             TypeError: not a bool.
         """
         require_bool("unshard_in_backward", unshard_in_backward)
-        _state(self).status.unshard_in_backward = unshard_in_backward
+        unit_state(self).status.unshard_in_backward = unshard_in_backward
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` rather than by the number of ranks.
@@ -175,7 +175,7 @@ class FSDPModule:
             raise TypeError(f"factor: expected a number, got {factor!r} of {type(factor).__name__}")
         if not factor > 0:
             raise ValueError(f"factor: expected a positive number, got {factor}; gradients are divided by it")
-        _state(self).configure(divide_factor=float(factor))
+        unit_state(self).configure(divide_factor=float(factor))
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """Do what :meth:`set_gradient_divide_factor` does, under its older name."""
@@ -188,7 +188,7 @@ class FSDPModule:
             TypeError: not a bool.
         """
         require_bool("enable", enable)
-        _state(self).configure(sum_only=enable)
+        unit_state(self).configure(sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Let trainable parameters that a backward does not reach get gradients of zeros (True) or none (False).
@@ -237,7 +237,7 @@ class FSDPModule:
         Raises:
             TypeError: not an AllGather.
         """
-        _state(self).set_gather_comm(_checked("comm", comm, AllGather))
+        unit_state(self).set_gather_comm(_checked("comm", comm, AllGather))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over shards by ``comm``, in graphs too, where it is an opaque node.
@@ -245,7 +245,7 @@ class FSDPModule:
         Raises:
             TypeError: not a ReduceScatter.
         """
-        _state(self).set_reduce_comm(_checked("comm", comm, ReduceScatter))
+        unit_state(self).set_reduce_comm(_checked("comm", comm, ReduceScatter))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` on each reduced, flat, not yet divided gradient row of this unit, which it may change.
@@ -261,7 +261,7 @@ class FSDPModule:
             raise TypeError(f"hook: expected a function, got {hook!r}")
         if stream is not None:
             raise NotImplementedError("FSDPModule.set_all_reduce_hook: stream is not implemented yet")
-        _state(self).set_reduce_hook(hook)
+        unit_state(self).set_reduce_hook(hook)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next uncompiled forward wait for ``event`` before it gathers.
@@ -271,7 +271,7 @@ class FSDPModule:
         """
         if not hasattr(event, "wait"):
             raise TypeError(f"event: expected a torch.Event, got {event!r}")
-        _state(self)._lazy_init().post_optim_event = event
+        unit_state(self)._lazy_init().post_optim_event = event
 
     def reset_iter_state(self) -> None:
         """Return to the state between two steps after an exception in forward or backward.
@@ -283,7 +283,7 @@ class FSDPModule:
         Raises:
             RuntimeError: this is not the outermost unit.
         """
-        state = _state(self)
+        state = unit_state(self)
         if not state.is_root:
             raise RuntimeError(
                 f"reset_iter_state: expected the outermost unit, got {state.status.name}; "
@@ -296,7 +296,7 @@ class FSDPModule:
         require_bool("async_op", async_op)
 
     def _get_fsdp_state(self) -> FSDPState:
-        return _state(self)
+        return unit_state(self)
 
 
 def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -349,15 +349,8 @@ def _checked(name: str, value: Any, kind: type) -> Any:
     return value
 
 
-def _state(module: FSDPModule) -> FSDPState:
-    state = state_of(module)  # type: ignore[arg-type]
-    if state is None:
-        raise ValueError(f"{type(module).__name__}: expected a module given to fully_shard, got one without state")
-    return state
-
-
 def _states(module: FSDPModule, recurse: bool) -> list[FSDPState]:
-    return states_below([module]) if recurse else [_state(module)]  # type: ignore[list-item]
+    return states_below([module]) if recurse else [unit_state(module)]  # type: ignore[list-item]
 
 
 def _states_of(method: str, modules: Sequence[FSDPModule]) -> list[FSDPState]:
@@ -368,4 +361,4 @@ def _states_of(method: str, modules: Sequence[FSDPModule]) -> list[FSDPState]:
             raise ValueError(
                 f"{method}: expected modules given to fully_shard, got {type(module).__name__}; shard it first"
             )
-    return [_state(module) for module in modules]
+    return [unit_state(module) for module in modules]

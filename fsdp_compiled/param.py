@@ -287,11 +287,13 @@ class FSDPParam:
         self._choose_read()
         if not self.leaf.requires_grad:
             return
-        dtype, device, landed = self.dtypes[1], self.placement.device, self.status.on_landing
         if self._pending is None and not self.status.reduce_grads:
-            self._pending = PendingGrad(self.layout.shape, dtype, device, landed)
+            self._pending = self._new_pending(self.layout.shape, self.placement.device)
         if self._partial is None and not self.status.all_reduce_grads:
-            self._partial = PendingGrad(self.layout.shard_shape, dtype, device, landed)
+            self._partial = self._new_pending(self.layout.shard_shape, self.placement.device)
+
+    def _new_pending(self, shape: Sequence[int], device: torch.device) -> PendingGrad:
+        return PendingGrad(shape, self.dtypes[1], device, self.status.on_landing)
 
     @property
     def has_unsharded_grad(self) -> bool:
@@ -311,13 +313,13 @@ class FSDPParam:
     def store(self, grad: Tensor) -> None:
         """Add an unsharded gradient to the pending one."""
         if self._pending is None:
-            self._pending = PendingGrad(self.layout.shape, self.dtypes[1], grad.device, self.status.on_landing)
+            self._pending = self._new_pending(self.layout.shape, grad.device)
         self._pending.add(grad)
 
     def store_partial(self, grad: Tensor) -> None:
         """Add a padded gradient that only the shard group has reduced."""
         if self._partial is None:
-            self._partial = PendingGrad(self.layout.shard_shape, self.dtypes[1], grad.device, self.status.on_landing)
+            self._partial = self._new_pending(self.layout.shard_shape, grad.device)
         self._partial.add(grad)
 
     def take_pending(self) -> Tensor | None:

@@ -410,6 +410,18 @@ def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get("_fsdp_state")
 
 
+def unit_state(module: Any) -> FSDPState:
+    """Return the state of the unit that ``module`` was given to ``fully_shard`` for.
+
+    Raises:
+        ValueError: it was given to none.
+    """
+    state = state_of(module)
+    if state is None:
+        raise ValueError(f"{type(module).__name__}: expected a module given to fully_shard, got one without state")
+    return state
+
+
 def states_below(modules: Sequence[nn.Module]) -> list[FSDPState]:
     """Return the states of ``modules`` and of everything below them, outermost first."""
     found = {id(s): s for root in modules for m in root.modules() if (s := state_of(m)) is not None}

@@ -19,7 +19,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "row(*names, mode=None): features that the test shows to work, see parity.py")
     if config.getoption("--inductor"):
-        os.environ["FSDP_COMPILED_TESTS_WITH_INDUCTOR"] = "1"
+        from .training import INDUCTOR
+
+        os.environ[INDUCTOR] = "1"
     config.pluginmanager.register(ParityPlugin(config))
 
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, passes
 from fsdp_compiled.passes.policy import DEFAULT
+from tests.ranks import same_on_ranks
 
 INDUCTOR = "FSDP_COMPILED_TESTS_WITH_INDUCTOR"  # set by --inductor, for the ranks' processes
 MODES = ("eager", "regional", "full")
@@ -174,6 +175,22 @@ def train_replicas(
         optimizer.zero_grad()
         losses.append(mean_over_ranks(loss))
     return losses
+
+
+def assert_trains_like_one_process(
+    model: nn.Module,
+    call: Callable[..., Any],
+    alone: nn.Module,
+    data: Tensor | None = None,
+    call_alone: Callable[..., Any] | None = None,
+) -> None:
+    """Train both with SGD and compare losses and parameters; by default three steps of ``[8, 10]``."""
+    data = batches(3, 8, 10) if data is None else data
+    want = train(alone, call_alone or alone, data, square_loss, sharded=False)
+    got = train(model, call, data, square_loss)
+    same_on_ranks(got)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+    assert_close(full_params(model), full_params(alone))
 
 
 def assert_trains_like_replicas(

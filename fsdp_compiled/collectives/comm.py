@@ -125,17 +125,24 @@ def reduce_hook(row: Tensor, hook: str) -> Tensor:
     return out
 
 
-library = torch.library.Library(ir.NAMESPACE, "FRAGMENT")
-for _schema, _run, _fake in (
-    (ir.CUSTOM_ALL_GATHER_SCHEMA, all_gather, lambda row, world, *_: row.new_empty(world * row.numel())),
-    (
-        ir.CUSTOM_REDUCE_SCATTER_SCHEMA,
-        reduce_scatter,
-        lambda rows, _, world, *__: rows.new_empty(rows.numel() // world),
-    ),
-    (ir.REDUCE_HOOK_SCHEMA, reduce_hook, lambda row, _: torch.empty_like(row)),
-):
-    library.define(_schema)
-    _name = _schema.split("(")[0]
-    library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{ir.NAMESPACE}::{_name}", _fake, lib=library)
+_library = torch.library.Library(ir.NAMESPACE, "DEF")
+
+
+def define(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+    """Define an operator of ours."""
+    _library.define(schema)
+    name = schema.split("(")[0]
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{ir.NAMESPACE}::{name}", fake, lib=_library)
+
+
+def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Give an operator of ours its autograd formula."""
+    torch.library.register_autograd(f"{ir.NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+
+
+define(ir.CUSTOM_ALL_GATHER_SCHEMA, all_gather, lambda row, world, *_: row.new_empty(world * row.numel()))
+define(
+    ir.CUSTOM_REDUCE_SCATTER_SCHEMA, reduce_scatter, lambda rows, _, world, *__: rows.new_empty(rows.numel() // world)
+)
+define(ir.REDUCE_HOOK_SCHEMA, reduce_hook, lambda row, _: torch.empty_like(row))

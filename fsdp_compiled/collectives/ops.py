@@ -1,7 +1,9 @@
-"""The two operators that tracing leaves in a graph: ``unshard`` and its backward ``reduce_grad``.
+"""The operators that tracing and the joint pass leave in a graph: ``unshard`` and its backward ``reduce_grad``.
 
-Each has a schema, a fake, an autograd formula and an implementation by the same launch and wait that the eager
-hooks use, so a graph that meets no pass still computes the right thing, one parameter at a time.
+``take_shard`` cuts an unsharded parameter for a smaller group; ``with_gradient`` gives the gradient of ``unshard`` to
+a parameter that an all-gather extension made. Each has a schema, a fake, an autograd formula and an implementation
+by the same launch and wait that the eager hooks use, so a graph that meets no pass still computes the right thing,
+one parameter at a time.
 """
 
 from __future__ import annotations
@@ -16,14 +18,8 @@ from ..layout import ShardLayout
 from ..passes import ir
 from ..passes.ir import Route
 from . import reference
-from .comm import process_group
+from .comm import define, differentiate, process_group
 from .launch import launch_gather, launch_reduction
-
-_library = torch.library.Library(ir.NAMESPACE, "DEF")
-_library.define(ir.UNSHARD_SCHEMA)
-_library.define(ir.REDUCE_GRAD_SCHEMA)
-_library.define(ir.TAKE_SHARD_SCHEMA)
-_library.define(ir.WITH_GRADIENT_SCHEMA)
 
 
 def unshard(shard: Tensor, sink: Tensor | None, route: str) -> Tensor:
@@ -98,9 +94,9 @@ def _reduce_grad(grad: Tensor, text: str) -> Tensor:
     route = Route.decode(text)
     pending = launch_reduction([grad], [_layout(route)], route)
     (reduced,) = pending.wait([route.grad_dtype])
-    # An operator's result must not share storage with its input, as it would where nothing is communicated.
     if route.device:
         reduced = reduced.to("cpu")
+    # An operator's result must not share storage with its input, as it would where nothing is communicated.
     return reduced.clone() if route.shard_world * route.replicate_world == 1 else reduced
 
 
@@ -133,20 +129,13 @@ def _take_shard_fake(whole: Tensor, dim: int, world: int, group: str) -> Tensor:
     return whole.new_empty(ShardLayout(tuple(whole.shape), dim, world).shard_shape)
 
 
-for _name, _run, _fake in (
-    ("unshard", _unshard, _unshard_fake),
-    ("reduce_grad", _reduce_grad, _reduce_grad_fake),
-    ("take_shard", _take_shard, _take_shard_fake),
-    ("with_gradient", lambda whole, *_: whole.clone(), lambda whole, *_: torch.empty_like(whole)),
-):
-    _library.impl(_name, _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{ir.NAMESPACE}::{_name}", _fake, lib=_library)
-torch.library.register_autograd(
-    f"{ir.NAMESPACE}::unshard", _unshard_backward, setup_context=_save_for_backward, lib=_library
-)
-torch.library.register_autograd(
-    f"{ir.NAMESPACE}::with_gradient",
+define(ir.UNSHARD_SCHEMA, _unshard, _unshard_fake)
+define(ir.REDUCE_GRAD_SCHEMA, _reduce_grad, _reduce_grad_fake)
+define(ir.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
+define(ir.WITH_GRADIENT_SCHEMA, lambda whole, *_: whole.clone(), lambda whole, *_: torch.empty_like(whole))
+differentiate("unshard", _unshard_backward, _save_for_backward)
+differentiate(
+    "with_gradient",
     lambda ctx, grad: (None, *_unshard_backward(ctx, grad)),
-    setup_context=lambda ctx, inputs, output: _save_for_backward(ctx, inputs[1:], output),
-    lib=_library,
+    lambda ctx, inputs, output: _save_for_backward(ctx, inputs[1:], output),
 )

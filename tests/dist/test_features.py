@@ -21,6 +21,7 @@ from tests.training import (
     MLP,
     MODES,
     assert_close,
+    assert_trains_like_one_process,
     batches,
     full,
     full_grads,
@@ -34,15 +35,6 @@ from tests.training import (
 each_mode = pytest.mark.parametrize("mode", MODES)
 
 
-def _assert_trains_like_one_process(model, call, alone, data=None, call_alone=None):
-    data = batches(3, 8, 10) if data is None else data
-    want = train(alone, call_alone or alone, data, square_loss, sharded=False)
-    got = train(model, call, data, square_loss)
-    same_on_ranks(got)
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
-    assert_close(full_params(model), full_params(alone))
-
-
 @row("uneven shards")
 @each_mode
 @on_ranks(4)
@@ -52,7 +44,7 @@ def test_uneven_first_dimensions_and_empty_shards(mode):
     lengths = [None] * 4
     dist.all_gather_object(lengths, model.blocks[0][0].weight.to_local().shape[0])
     assert lengths == [2, 2, 1, 0]
-    _assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
 
 
 @row("module kinds")
@@ -81,7 +73,7 @@ def test_nested_units(mode):
     call = shard(model, mode)
     assert model.blocks[1][0]._get_fsdp_state().status.name.endswith(".blocks.1.0")
     assert model.blocks[1][0]._fsdp_params["weight"].name == "blocks.1.0.weight"
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 @row("meshes")
@@ -92,7 +84,7 @@ def test_hybrid_sharding(mode):
     alone, model = MLP(), MLP()
     call = shard(model, mode, mesh=mesh)
     assert model.scale.placements == (Replicate(), Shard(0))
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 @row("shard_placement_fn")
@@ -105,7 +97,7 @@ def test_another_shard_dimension(mode):
     alone, model = MLP(), MLP()
     call = shard(model, mode, shard_placement_fn=last)
     assert model.blocks[0][0].weight.placements == (Shard(1),)
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 @row("reshard")
@@ -115,7 +107,7 @@ def test_another_shard_dimension(mode):
 def test_reshard_after_forward(mode, reshard):
     alone, model = MLP(), MLP()
     call = shard(model, mode, reshard_after_forward=reshard)
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 @row("accumulation")
@@ -260,7 +252,7 @@ def test_different_original_dtypes_in_one_unit(mode):
 
     alone, model = build(), build()
     call = shard(model, mode)
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
     assert model.blocks[0][2].weight.grad is None
     assert model.blocks[0][2].weight.dtype == torch.float64
 
@@ -275,11 +267,11 @@ def test_frozen_at_first_and_unfrozen_later(mode):
         m.scale.requires_grad = False
     call = shard(model, mode)
     data = batches(3, 8, 10)
-    _assert_trains_like_one_process(model, call, alone, data)
+    assert_trains_like_one_process(model, call, alone, data)
     for m in (alone, model):
         for param in m.parameters():
             param.requires_grad = True
-    _assert_trains_like_one_process(model, call, alone, data)
+    assert_trains_like_one_process(model, call, alone, data)
     for m in (alone, model):
         m.blocks[1].requires_grad_(False)
     square_loss(call, my_part(data[0])).backward()
@@ -302,7 +294,7 @@ def test_parameters_and_modules_shared_inside_a_unit(mode):
     fully_shard(model)
     assert model.blocks[1][0].weight is model.blocks[0][0].weight
     call = compiled(model) if mode == "full" else model
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 @row("ignored and unused")
@@ -334,7 +326,7 @@ class _Checkpointed(MLP):
 def test_activation_checkpointing(mode):
     alone, model = _Checkpointed(), _Checkpointed()
     call = shard(model, mode)
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 @row("module kinds")
@@ -357,7 +349,7 @@ def test_list_units_some_of_whose_modules_do_not_run(mode):
     assert fully_shard(list(model.parts.values())) == list(model.parts.values())
     fully_shard(model)
     call = compiled(model) if mode == "full" else model
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
     assert model.parts["never"].weight.grad is None
 
 
@@ -378,7 +370,7 @@ def test_meta_device_initialisation(mode):
         local = param.to_local()
         with torch.no_grad():
             local.copy_(whole.chunk(2)[dist.get_rank()])
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 @row("state dict")
@@ -412,7 +404,7 @@ def test_conversion_to_another_dtype_after_sharding(mode):
     call = shard(model, mode, inductor=True)
     call(batches(1, 8, 9)[0])
     model.double()
-    _assert_trains_like_one_process(model, call, alone, batches(3, 8, 9).double())
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 9).double())
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
@@ -423,7 +415,7 @@ def test_eager_then_compiled_then_eager():
     call = shard(model, "full")
     data = batches(3, 8, 10)
     for turn in (model, call, model, call):
-        _assert_trains_like_one_process(model, turn, alone, data)
+        assert_trains_like_one_process(model, turn, alone, data)
         with torch.no_grad():  # leaves the root unsharded: the next training step must not use old values
             square_loss(model, my_part(data[0]))
 
@@ -438,7 +430,7 @@ def test_evaluation_between_steps(mode):
     for context in (torch.inference_mode, torch.no_grad, torch.inference_mode):
         with context():
             torch.testing.assert_close(call(x), alone(x))
-        _assert_trains_like_one_process(model, call, alone)
+        assert_trains_like_one_process(model, call, alone)
 
 
 @row("switching", mode="eager")
@@ -457,7 +449,7 @@ def test_uncompiled_pieces_of_a_compiled_unit_gather_by_themselves():
 
     alone, model = Opaque(), Opaque()
     fully_shard(model)  # one unit, part of whose modules run outside every graph and hook
-    _assert_trains_like_one_process(model, compiled(model, fullgraph=False), alone)
+    assert_trains_like_one_process(model, compiled(model, fullgraph=False), alone)
 
 
 @row("methods", mode="eager")
@@ -491,7 +483,7 @@ def test_explicit_prefetch_lists():
     first.set_modules_to_forward_prefetch([second, third])
     third.set_modules_to_backward_prefetch([second, first])
     second.set_modules_to_backward_prefetch([])
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -515,7 +507,7 @@ def test_a_registered_forward_method(mode):
     with pytest.raises(ValueError, match="FSDPEncoder: expected a method 'decode', found none"):
         register_fsdp_forward_method(model, "decode")
     call = compiled(model.encode) if mode == "full" else model.encode
-    _assert_trains_like_one_process(model, call, alone, call_alone=alone.encode)
+    assert_trains_like_one_process(model, call, alone, call_alone=alone.encode)
 
 
 @row("uneven shards")
@@ -524,4 +516,4 @@ def test_a_registered_forward_method(mode):
 def test_a_world_of_one_rank_communicates_nothing(mode):
     alone, model = MLP(), MLP()
     call = shard(model, mode)
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)

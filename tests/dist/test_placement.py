@@ -26,6 +26,7 @@ from tests.training import (
     MLP,
     MODES,
     assert_close,
+    assert_trains_like_one_process,
     batches,
     full_grads,
     full_params,
@@ -39,22 +40,13 @@ each_mode = pytest.mark.parametrize("mode", MODES)
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
-def _assert_trains_like_one_process(model, call, alone, data=None):
-    data = batches(2, 8, 10) if data is None else data
-    want = train(alone, alone, data, square_loss, sharded=False)
-    got = train(model, call, data, square_loss)
-    same_on_ranks(got)
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
-    assert_close(full_params(model), full_params(alone))
-
-
 @row("reshard")
 @each_mode
 @on_ranks(4)
 def test_reshard_to_a_smaller_group(mode):
     alone, model = MLP(hidden=9), MLP(hidden=9)  # uneven over 4 and over 2
     call = shard(model, mode, reshard_after_forward=2)
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
     if mode != "full":
         loss = square_loss(call, my_part(batches(1, 8, 10)[0]))
         param = model.blocks[0][0]._fsdp_params["weight"]
@@ -90,7 +82,7 @@ def test_replicas_only(mode):
     alone, model = MLP(), MLP()
     call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="replicate"))
     assert model.scale.placements == (Replicate(),)
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 @row("shard_placement_fn")
@@ -109,7 +101,7 @@ def test_a_mesh_of_its_own_for_some_parameters(mode):
     call = shard(model, mode, shard_placement_fn=choose)
     assert model.blocks[0][0].weight.placements == (Replicate(), Shard(1))
     assert model.blocks[0][0].bias.placements == (Shard(0),)
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
 
 
 class Tied(nn.Module):
@@ -139,7 +131,7 @@ def test_parameters_tied_across_units(mode):
     assert model.blocks[0].weight is model.blocks[2].weight is model.again
     assert len(list(model.parameters())) == len(list(alone.parameters()))
     assert model.state_dict().keys() == alone.state_dict().keys()
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
     model.set_requires_gradient_sync(False)
     first, second = batches(2, 8, 10)
     square_loss(call, my_part(first)).backward()
@@ -242,7 +234,7 @@ def test_named_dimensions_of_a_full_mesh(mode):
 def test_shards_on_the_cpu(mode):
     alone, model = MLP(), MLP()
     call = shard(model, mode, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    _assert_trains_like_one_process(model, call, alone)
+    assert_trains_like_one_process(model, call, alone)
     assert {param.device.type for param in model.parameters()} == {"cpu"}
 
 
