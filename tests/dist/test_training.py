@@ -91,7 +91,7 @@ def test_twenty_adamw_steps_on_2_ranks():
 @on_ranks(4)
 def test_twenty_adamw_steps_on_4_ranks():
     reference = _adamw("one process")
-    _assert_agree(["fsdp2", *MODES, "broken"], 1e-5, reference)
+    _assert_agree(MODES, 1e-5, reference)
 
 
 @row("mixed precision", mode=MODES)
