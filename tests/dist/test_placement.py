@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unittest
+
 import pytest
 import torch
 from torch import nn
@@ -149,9 +151,7 @@ class Parallel(nn.Module):
         super().__init__()
         self.mesh = mesh  # if parameters are DTensors on a full mesh, and so must activations be
         torch.manual_seed(2)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 10)) for _ in range(2)
-        )
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 10)) for _ in range(2))
 
     def forward(self, x):
         if self.mesh is not None:
@@ -185,7 +185,9 @@ def test_on_top_of_tensor_parallelism(mode, hybrid):
         data_parallel = mesh["dp"]
     alone, model = Parallel(), Parallel()
     for block in model.blocks:
-        parallelize_module(block, mesh["tensor" if hybrid else "tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        parallelize_module(
+            block, mesh["tensor" if hybrid else "tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
     whole = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
     call = shard(model, mode, mesh=data_parallel)
     weight = model.blocks[0][0].weight
@@ -207,7 +209,7 @@ def test_on_top_of_tensor_parallelism(mode, hybrid):
 @on_ranks(4)
 def test_named_dimensions_of_a_full_mesh(mode):
     if mode == "full" and torch.__version__ < "2.13":
-        pytest.skip("compiled, it is refused there")
+        raise unittest.SkipTest("compiled, it is refused there")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))  # see test_on_top_of_tensor_parallelism
     alone, model = Parallel(), Parallel(mesh)
     plans = {"0": Shard(0), "2": Shard(1)}
