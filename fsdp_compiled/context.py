@@ -67,6 +67,31 @@ class FSDPCommContext:
                 group.drop_reduce()
 
 
+@dataclass
+class ForwardOrder:
+    """The order in which units begin their forward, which the next one is expected to repeat.
+
+    Args:
+        expected: the last forward's order.
+        begun: this forward's so far.
+    """
+
+    expected: list[FSDPState] = field(default_factory=list)
+    begun: list[FSDPState] = field(default_factory=list)
+    _holds: bool = True
+
+    def restart(self) -> None:
+        """Begin another forward."""
+        self.expected, self.begun, self._holds = self.begun, [], True
+
+    def enter(self, state: FSDPState) -> FSDPState | None:
+        """Note that a unit's forward begins; return the unit expected next, if the order has held so far."""
+        place = len(self.begun)
+        self.begun.append(state)
+        self._holds &= place < len(self.expected) and self.expected[place] is state
+        return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
+
+
 @dataclass(eq=False)
 class FSDPStateContext:
     """What the units below one root share.
@@ -74,6 +99,8 @@ class FSDPStateContext:
     Args:
         states: the root's unit and all below it, outermost first.
         comm: communication under way.
+        forward_order: what a forward gathers ahead of its use.
+        ahead: the unit whose gather was started by that order and has not been used.
         post_forward_order: units whose forward ended in this step and whose backward is to come.
         callback_queued: the autograd engine will call ``finish_backward`` when this backward ends.
         is_last_backward: whether that call waits for all reductions, or leaves them to a later backward.
@@ -82,6 +109,8 @@ class FSDPStateContext:
 
     states: list[FSDPState]
     comm: FSDPCommContext = field(default_factory=FSDPCommContext)
+    forward_order: ForwardOrder = field(default_factory=ForwardOrder)
+    ahead: FSDPState | None = None
     post_forward_order: list[FSDPState] = field(default_factory=list)
     callback_queued: bool = False
     is_last_backward: bool = True
@@ -91,9 +120,24 @@ class FSDPStateContext:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
         if self.is_last_backward:
             self.post_forward_order.clear()
+        self.forward_order.restart()
+        self._drop_ahead()
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
             self.post_optim_event = None
+
+    def enter_forward(self, state: FSDPState) -> None:
+        """Start gathering the unit that is expected after ``state``, whose own parameters are there."""
+        if self.ahead is not state:
+            self._drop_ahead()
+        self.ahead = self.forward_order.enter(state)
+        if self.ahead is not None:
+            self.ahead.launch_unshard()
+
+    def _drop_ahead(self) -> None:
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and not ahead.status.hooked:
+            ahead.drop_unshard()
 
     def queue_finish(self) -> None:
         """Have the autograd engine call ``finish_backward`` when the backward under way ends."""
@@ -134,6 +178,7 @@ class FSDPStateContext:
         for state in self.states:
             state.reset(drop_pending)
         self.post_forward_order.clear()
+        self.forward_order, self.ahead = ForwardOrder(), None
         self.callback_queued = False
 
     def recover(self) -> None:

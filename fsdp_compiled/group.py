@@ -5,15 +5,15 @@ It knows the order of one group's operations; it must not know modules' hooks or
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from .collectives import (
-    PendingGather,
-    PendingReduction,
+    Pending,
     launch_gather,
     launch_reduction,
     launch_replica_reduction,
@@ -32,11 +32,26 @@ class _Gather:
     params: list[tuple[FSDPParam, int]] = field(default_factory=list)  # and which of its outputs
     shards: list[Tensor] = field(default_factory=list)
     layouts: list[ShardLayout] = field(default_factory=list)
-    pending: PendingGather | None = None
+    pending: Pending[None] | None = None
 
-    def launch(self) -> None:
-        self.pending = launch_gather(self.shards, self.layouts, self.route)
-        self.shards.clear()
+    def launch(self, outputs: Callable[[], dict[FSDPParam, Sequence[Tensor]]]) -> None:
+        shards, self.shards = self.shards, []
+        self.pending = launch_gather(
+            shards, self.layouts, self.route, lambda: [outputs()[param][number] for param, number in self.params]
+        )
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Gradients under way, all the way or over the shard group only."""
+
+    params: list[FSDPParam]
+    pending: Pending[list[Tensor]]
+    is_whole: bool
 
 
 @dataclass(eq=False)
@@ -51,7 +66,7 @@ class FSDPParamGroup:
     params: Sequence[FSDPParam]
     status: UnitStatus
     _gathers: list[_Gather] = field(default_factory=list, repr=False)
-    _reductions: list[tuple[list[FSDPParam], PendingReduction]] = field(default_factory=list, repr=False)
+    _reductions: list[_Reduction] = field(default_factory=list, repr=False)
 
     @property
     def is_unsharded(self) -> bool:
@@ -62,10 +77,12 @@ class FSDPParamGroup:
         """Start the group's all-gather unless it is unsharded or under way."""
         if self.is_unsharded or self._gathers:
             return
-        with torch.no_grad():
-            self._gathers = self._new_gathers()
-            for gather in self._gathers:
-                gather.launch()
+        # Memory first allocated under inference_mode could never take part in training.
+        with torch.inference_mode(False), torch.no_grad():
+            self._gathers = gathers = self._new_gathers()
+            outputs = cache(lambda: {param: param.allocate(*_outputs_of(param, gathers)) for param in self.params})
+            for gather in gathers:
+                gather.launch(outputs)
 
     def _new_gathers(self) -> list[_Gather]:
         """Return one collective per dtype that is sent; only all-gather extensions send several."""
@@ -85,26 +102,29 @@ class FSDPParamGroup:
         if not self._gathers:
             return
         gathers, self._gathers = self._gathers, []
-        # Memory first allocated under inference_mode could never take part in training.
         with torch.inference_mode(False), torch.no_grad():
-            outputs = {param: param.allocate(*_outputs_of(param, gathers)) for param in self.params}
             for gather in gathers:
-                assert gather.pending is not None
-                gather.pending.wait([outputs[param][number] for param, number in gather.params])
+                gather.wait()
             for param in self.params:
                 param.to_unsharded()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
-        for gather in self._gathers:
-            if gather.pending is not None:
-                gather.pending.drop()
-        self._gathers = []
+        self.drop_unshard()
         if self.params[0].is_hooked:
             return  # a unit that shares these parameters is using them
         for param in self.params:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
+
+    def drop_unshard(self) -> None:
+        """Let an all-gather under way land nowhere."""
+        gathers, self._gathers = self._gathers, []
+        with torch.inference_mode(False), torch.no_grad():
+            for gather in gathers:
+                gather.wait()
+        for param in self.params if gathers else ():
+            param.free_unsharded()
 
     @torch.no_grad()
     def reshard_post_forward(self) -> None:
@@ -132,10 +152,15 @@ class FSDPParamGroup:
         ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
         if not ready:
             return
-        params = [param for param, _ in ready]
-        route = params[0].route if self.status.all_reduce_grads else params[0].route.over_shards_only()
-        pending = launch_reduction([grad for _, grad in ready], [param.layout for param in params], route)
-        self._reductions.append((params, pending))
+        params, grads = [param for param, _ in ready], [grad for _, grad in ready]
+        layouts = [param.layout for param in params]
+        if self.status.all_reduce_grads:
+            dtypes, carried = [param.leaf.dtype for param in params], [param.take_partial() for param in params]
+            pending = launch_reduction(grads, layouts, params[0].route, dtypes, carried)
+        else:
+            route = params[0].route.over_shards_only()
+            pending = launch_reduction(grads, layouts, route, [param.dtypes[1] for param in params])
+        self._reductions.append(_Reduction(params, pending, self.status.all_reduce_grads))
 
     @torch.no_grad()
     def launch_replica_reduce(self) -> None:
@@ -147,26 +172,24 @@ class FSDPParamGroup:
             params = [param for param, _ in parts]
             layouts = [param.layout for param in params]
             pending = launch_replica_reduction([part for _, part in parts], layouts, params[0].route)
-            self._reductions.append((params, pending))
+            self._reductions.append(_Reduction(params, pending, is_whole=True))
 
     @torch.no_grad()
     def wait_reduce(self) -> None:
         """Finish the reductions and add the results to the sharded parameters' gradients."""
         reductions, self._reductions = self._reductions, []
-        for params, pending in reductions:
-            if self.status.all_reduce_grads:
-                carried = [param.take_partial() for param in params]
-                for param, grad in zip(params, pending.wait([p.leaf.dtype for p in params], carried), strict=True):
+        for reduction in reductions:
+            for param, grad in zip(reduction.params, reduction.pending.wait(), strict=True):
+                if reduction.is_whole:
                     param.land(grad)
-            else:
-                for param, grad in zip(params, pending.wait([p.dtypes[1] for p in params]), strict=True):
+                else:
                     param.store_partial(grad.clone())
 
     def drop_reduce(self) -> None:
         """Wait for the reductions under way and forget their results."""
-        for params, pending in self._reductions:
-            pending.wait([param.leaf.dtype for param in params])
-        self._reductions = []
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            reduction.pending.wait()
 
     def _total_gradient(self, param: FSDPParam) -> Tensor | None:
         grad, pending = param.take_unsharded_grad(), param.take_pending()

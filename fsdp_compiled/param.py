@@ -390,6 +390,11 @@ class FSDPParam:
         self._post_forward = None
         self.state = ShardedState.UNSHARDED
 
+    def free_unsharded(self) -> None:
+        """Free what was allocated for a gather that nobody wants, unless the parameter is unsharded."""
+        if self._unsharded is not None and self.state is not ShardedState.UNSHARDED:
+            self._unsharded.free()
+
     def to_sharded(self) -> None:
         """Register the sharded parameter and free all other memory."""
         self._register(self.sharded_param)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code  # see owner.py
 
 from .cast import cast_floating, map_tensors, tensors_in
-from .collectives import AllGather, Comm, Hook, ReduceScatter, register
+from .collectives import AllGather, Comm, Hook, ReduceScatter, register, streams
 from .collectives.ops import meta_parameter
 from .context import FSDPStateContext, TrainingState
 from .group import FSDPParamGroup, group_params
@@ -183,6 +183,11 @@ class FSDPState:
         self.launch_unshard()
         self.wait_unshard()
 
+    def drop_unshard(self) -> None:
+        """Forget all-gathers under way."""
+        for group in self.groups:
+            group.drop_unshard()
+
     def reshard(self) -> None:
         """Free the unsharded parameters; the hooks' claim on them ends."""
         self.status.hooked = False
@@ -225,6 +230,8 @@ class FSDPState:
         self.status.hooked = True
         for state in self.forward_prefetch:
             state.launch_unshard()
+        if not self.forward_prefetch and streams.streams_of(self.device) is not None:
+            context.enter_forward(self)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

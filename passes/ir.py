@@ -24,6 +24,13 @@ CUSTOM_REDUCE_SCATTER_SCHEMA = "custom_reduce_scatter(Tensor rows, str op, int w
 REDUCE_HOOK_SCHEMA = "reduce_hook(Tensor row, str hook) -> Tensor"
 WITH_GRADIENT_SCHEMA = "with_gradient(Tensor whole, Tensor leaf, Tensor? sink, str route) -> Tensor"
 TAKE_SHARD_SCHEMA = "take_shard(Tensor whole, int dim, int world, str group) -> Tensor"
+LAUNCH_GATHER_SCHEMA = "launch_gather(Tensor[] shards, str[] routes) -> Tensor"
+COPY_IN_SHARDS_SCHEMA = "copy_in_shards(Tensor[] shards, Tensor(a!) row) -> ()"
+COPY_OUT_GATHERED_SCHEMA = "copy_out_gathered(Tensor rows, Tensor(a!)[] outs, int[] dims) -> ()"
+COPY_IN_GRADIENTS_SCHEMA = (
+    "copy_in_gradients(Tensor[] grads, int[] dims, int world, ScalarType dtype, float divisor) -> Tensor"
+)
+COPY_OUT_REDUCED_SCHEMA = "copy_out_reduced(Tensor row, Tensor(a!)[] outs, float divisor, bool accumulate) -> ()"
 # In the meta of opaque nodes their Ticket, of emitted ones their Bundle; needed no longer than one compilation.
 _TICKET, _MARK = "fsdp_compiled_ticket", "fsdp_compiled"
 _C10D = "_c10d_functional"
@@ -298,6 +305,21 @@ def emit_all_gather(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
     return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
 
 
+def emit_launch_gather(emit: Emitter, bucket: Sequence[fx.Node]) -> fx.Node:
+    """Insert the launch of a gather that leaves the compute stream with its copies, and the wait; return the wait."""
+    shards, texts = [source_of(node) for node in bucket], [str(node.args[-1]) for node in bucket]
+    launch = emit(torch.ops.fsdp_compiled.launch_gather.default, shards, texts)
+    return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
+
+
+def emit_copy_in_gradients(emit: Emitter, bucket: Sequence[fx.Node]) -> fx.Node:
+    """Insert the copy-in of a bucket's gradients by one kernel, ``[world, row length]``, divided already."""
+    route = route_of(bucket[0])
+    grads, dims = [source_of(node) for node in bucket], [route_of(node).dim for node in bucket]
+    how = (dims, route.shard_world, route.reduce_dtype, route.pre_divide)
+    return emit(torch.ops.fsdp_compiled.copy_in_gradients.default, grads, *how)
+
+
 def emit_reduce_scatter(emit: Emitter, rows: fx.Node, route: Route) -> fx.Node:
     """Insert the launch and the wait of a reduce-scatter of 1-D ``rows`` and return the wait."""
     place = (route.op, route.shard_world, route.scatter_group)
@@ -355,7 +377,14 @@ def _is_ours(node: fx.Node, names: Sequence[str]) -> bool:
 
 def is_gather_launch(node: fx.Node) -> bool:
     """Tell whether ``node`` starts an all-gather of ours."""
-    return _is_ours(node, [f"{_C10D}.all_gather_into_tensor", f"{NAMESPACE}.custom_all_gather"])
+    return leaves_compute(node) or _is_ours(
+        node, [f"{_C10D}.all_gather_into_tensor", f"{NAMESPACE}.custom_all_gather"]
+    )
+
+
+def leaves_compute(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts an all-gather of ours that takes its copies along to a side stream."""
+    return _is_ours(node, [f"{NAMESPACE}.launch_gather"])
 
 
 def is_scatter_launch(node: fx.Node) -> bool:
@@ -378,6 +407,8 @@ def group_of(launch: fx.Node) -> tuple[str, int]:
     bundle = bundle_of(launch)
     assert bundle is not None
     world = bundle.replicate_world if is_all_reduce_launch(launch) else bundle.shard_world
+    if leaves_compute(launch):
+        return Route.decode(launch.args[1][0]).shard_group, world  # type: ignore[arg-type, index]
     return str(launch.args[3 if is_scatter_launch(launch) else 2]), world
 
 

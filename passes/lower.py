@@ -31,7 +31,8 @@ class Lower:
         d1 = reduce_grad(g1); d2 = reduce_grad(g2)
             ->  rows = cat(chunks(g1), chunks(g2)); d1, d2 = split(wait(reduce_scatter(rows)))
 
-    A node without a ticket travels alone.
+    A node without a ticket travels alone. On a GPU, the gather of parameters takes its copies along to a side stream
+    (``launch_gather``), and one kernel copies gradients in (``copy_in_gradients``).
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -70,12 +71,29 @@ def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> 
 def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = ir.Emitter(bucket[0], bundle)
     route = ir.route_of(bucket[0])
-    row = _concatenate(emit, [_flat(emit, _travelling(emit, node, route)) for node in bucket])
-    rows = _all_gather(emit, row, route)
-    pieces = _split_columns(emit, rows, [ir.value_of(ir.source_of(node)).numel() for node in bucket])
-    unsharded = [_join_chunks(emit, piece, ir.route_of(node)) for piece, node in zip(pieces, bucket, strict=True)]
+    sizes = [ir.value_of(ir.source_of(node)).numel() for node in bucket]
+    if has_streams(bucket[0]) and route.shard_world > 1 and all(_is_parameter(ir.source_of(node)) for node in bucket):
+        pieces = _split(
+            emit, ir.emit_launch_gather(emit, bucket), [size * route.shard_world for size in sizes], dim=0
+        )
+        join = _without_padding
+    else:
+        row = _concatenate(emit, [_flat(emit, _travelling(emit, node, route)) for node in bucket])
+        pieces = _split(emit, _all_gather(emit, row, route), sizes, dim=1)
+        join = _join_chunks
+    unsharded = [join(emit, piece, ir.route_of(node)) for piece, node in zip(pieces, bucket, strict=True)]
     for node, whole in zip(bucket, unsharded, strict=True):
         _replace(node, whole)
+
+
+def has_streams(node: fx.Node) -> bool:
+    """Tell whether copies may leave the compute stream where ``node`` computes."""
+    return ir.value_of(node).device.type == "cuda"
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    """Tell whether ``node`` is a parameter's shard, which outlives the step, by the name AOTAutograd gives it."""
+    return node.op == "placeholder" and str(node.target).startswith("primals")
 
 
 def _travelling(emit: ir.Emitter, node: fx.Node, route: ir.Route) -> fx.Node:
@@ -99,16 +117,17 @@ def _join_chunks(emit: ir.Emitter, piece: fx.Node, route: ir.Route) -> fx.Node:
         order = list(range(1, len(chunk) + 1))
         order.insert(route.dim, 0)
         piece = emit(aten.permute.default, piece, order)
-        return emit(aten.reshape.default, piece, list(route.shape))
-    rest = route.shape[1:]
-    padded = emit(aten.reshape.default, piece, [_padded_length(piece, rest), *rest])
-    if ir.value_of(padded).shape[0] == route.shape[0]:
+    return _without_padding(emit, piece, route)
+
+
+def _without_padding(emit: ir.Emitter, flat: fx.Node, route: ir.Route) -> fx.Node:
+    """Shape what is in row-major order but for padding along the sharded dimension."""
+    shape = list(route.shape)
+    shape[route.dim] = ir.value_of(flat).numel() // prod([*shape[: route.dim], *shape[route.dim + 1 :]])
+    padded = emit(aten.reshape.default, flat, shape)
+    if shape[route.dim] == route.shape[route.dim]:
         return padded
-    return emit(aten.slice.Tensor, padded, 0, 0, route.shape[0])
-
-
-def _padded_length(piece: fx.Node, rest: Sequence[int]) -> int:
-    return ir.value_of(piece).numel() // prod(rest)
+    return emit(aten.slice.Tensor, padded, route.dim, 0, route.shape[route.dim])
 
 
 # ---- reduce-scatter ----
@@ -117,19 +136,24 @@ def _padded_length(piece: fx.Node, rest: Sequence[int]) -> int:
 def _lower_reduction(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = ir.Emitter(bucket[-1].next, bundle)
     route = ir.route_of(bucket[0])
-    chunks = [
-        _split_chunks(emit, emit.cast(ir.source_of(node), route.reduce_dtype), ir.route_of(node)) for node in bucket
-    ]
-    sizes = [ir.value_of(chunk).shape[1] for chunk in chunks]
-    rows = _divide(emit, _concatenate(emit, chunks, dim=1), route.pre_divide)
+    rows = ir.emit_copy_in_gradients(emit, bucket) if has_streams(bucket[0]) else _copy_in(emit, bucket, route)
+    sizes = [ir.value_of(node).numel() for node in bucket]
     row = _divide(emit, _reduce(emit, rows, route), route.post_divide)
     shards = []
-    for node, piece in zip(bucket, _split_columns(emit, row, sizes), strict=True):
+    for node, piece in zip(bucket, _split(emit, row, sizes, dim=1), strict=True):
         shard = emit(aten.reshape.default, piece, list(ir.value_of(node).shape))
         shard = emit.cast(shard, ir.route_of(node).grad_dtype)
         shards.append(emit.put(shard, "cpu") if route.device else shard)
     for node, shard in zip(bucket, shards, strict=True):
         _replace(node, shard)
+
+
+def _copy_in(emit: ir.Emitter, bucket: Sequence[fx.Node], route: ir.Route) -> fx.Node:
+    """Return ``[world, row length]`` by operators that Inductor fuses with what makes the gradients."""
+    chunks = [
+        _split_chunks(emit, emit.cast(ir.source_of(node), route.reduce_dtype), ir.route_of(node)) for node in bucket
+    ]
+    return _divide(emit, _concatenate(emit, chunks, dim=1), route.pre_divide)
 
 
 def _split_chunks(emit: ir.Emitter, grad: fx.Node, route: ir.Route) -> fx.Node:
@@ -174,10 +198,10 @@ def _concatenate(emit: ir.Emitter, nodes: Sequence[fx.Node], dim: int = 0) -> fx
     return nodes[0] if len(nodes) == 1 else emit(aten.cat.default, list(nodes), dim)
 
 
-def _split_columns(emit: ir.Emitter, rows: fx.Node, sizes: Sequence[int]) -> list[fx.Node]:
+def _split(emit: ir.Emitter, rows: fx.Node, sizes: Sequence[int], dim: int) -> list[fx.Node]:
     if len(sizes) == 1:
         return [rows]
-    pieces = emit(aten.split_with_sizes.default, rows, list(sizes), 1)
+    pieces = emit(aten.split_with_sizes.default, rows, list(sizes), dim)
     return [emit.getitem(pieces, index) for index in range(len(sizes))]
 
 

@@ -142,17 +142,21 @@ def _gather(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Gather:
     (launch,) = flight.launches
     group, world = ir.group_of(launch)
     link, size = cluster.link(group, world), cost.size_bytes(launch)
-    copies = len(flight.bundle.params) > 1
+    us, pack_us, unpack_us = link.collective_us(size, world), 0.0, 0.0
+    if len(flight.bundle.params) > 1:
+        pack_us, unpack_us = cluster.copy_us(size // world), cluster.copy_us(size)
+    if ir.leaves_compute(launch):
+        us, pack_us, unpack_us = us + pack_us + unpack_us, 0.0, 0.0
     return Gather(
         bytes=size,
-        us=link.collective_us(size, world),
+        us=us,
         first=reads.first,
         last=reads.last,
         earliest=min(compute.after(flight.sources()), reads.first),
         kept_bytes=flight.bundle.kept_bytes,
         lane=cluster.lane(link),
-        pack_us=cluster.copy_us(size // world) if copies else 0.0,
-        unpack_us=cluster.copy_us(size) if copies else 0.0,
+        pack_us=pack_us,
+        unpack_us=unpack_us,
     )
 
 

@@ -114,8 +114,13 @@ def reduce_scatter(rows: Tensor, op: str, world: int, group: str, comm: str) -> 
 
 def _started(out: Tensor, work: dist.Work | None) -> Tensor:
     if work is not None:
-        _register_work(out, work)
+        register_work(out, work)
     return out
+
+
+def register_work(out: Tensor, work: dist.Work) -> None:
+    """Let ``_c10d_functional.wait_tensor(out)`` wait for ``work``."""
+    _register_work(out, work)
 
 
 def reduce_hook(row: Tensor, hook: str) -> Tensor:
@@ -128,7 +133,7 @@ def reduce_hook(row: Tensor, hook: str) -> Tensor:
 _library = torch.library.Library(ir.NAMESPACE, "DEF")
 
 
-def define(schema: str, run: Callable[..., Tensor], fake: Callable[..., Tensor]) -> None:
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator of ours."""
     _library.define(schema)
     name = schema.split("(")[0]

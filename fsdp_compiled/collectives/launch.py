@@ -1,99 +1,180 @@
-"""The two halves of a bucket's collective: launch returns a pending record, its ``wait`` the result.
+"""The two halves of a bucket's collective: launch returns work under way, its ``wait`` the result.
 
-It knows tensors, layouts and routes; it must not know parameters, units or who waits when.
+Hooks and graphs share it. On an accelerator, gathers run on one side stream with their copy-in and copy-out,
+reduce-scatters on a second and all-reduces over replicas on a third; only the copy-in of gradients, which are to be
+freed at once, stays on the compute stream. It knows tensors, layouts and routes; it must not know parameters, units
+or who waits when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..layout import ShardLayout
 from ..passes.ir import Route
-from . import comm, reference
+from . import comm, copies, streams
+from .streams import Pending
+
+GATHERS, SCATTERS, REPLICAS = "gathers", "scatters", "replicas"  # side streams
+_c10d = torch.ops._c10d_functional
 
 
-@dataclass(frozen=True)
-class PendingGather:
-    """An all-gather under way; it holds the buffer until :meth:`wait`."""
+def launch_gather(
+    shards: Sequence[Tensor],
+    layouts: Sequence[ShardLayout],
+    route: Route,
+    allocate: Callable[[], Sequence[Tensor]],
+) -> Pending[None]:
+    """Start gathering padded ``shards``, cast to ``route.dtype``, as one bucket over the route's shard group.
 
-    row: Tensor  # 1D
-    layouts: tuple[ShardLayout, ...]
+    One parameter that is sharded along its first dimension is gathered straight into place.
 
-    def wait(self, outs: Sequence[Tensor]) -> None:
-        """Wait, then copy the parameters out; see :func:`reference.unpack_gathered` for ``outs``."""
-        world = self.layouts[0].world
-        rows = _wait(self.row) if world > 1 else self.row
-        reference.unpack_gathered(rows.view(world, -1), self.layouts, outs)
+    Args:
+        shards: of this rank.
+        layouts: of the parameters.
+        route: of them all.
+        allocate: returns flat, contiguous tensors of ``world * shard_numel`` elements each, whose first ``numel``
+            become the parameter in row-major order. It is called when their memory is needed: now, or in
+            ``wait`` where copy-out is done then.
+    """
+    device = torch.device(route.device) if route.device else shards[0].device
+    in_place = is_in_place(layouts, route)
+    outs = list(allocate()) if in_place or streams.streams_of(device) else []
 
-    def drop(self) -> None:
-        """Wait, so that no collective is left behind, and copy nothing."""
-        if self.layouts[0].world > 1:
-            _wait(self.row)
+    def begin() -> Tensor | None:
+        sent = [shard.to(device, non_blocking=True) for shard in shards] if route.device else shards
+        if route.shard_world == 1:
+            _copy(sent, outs or allocate())
+            return None
+        return _start_gather(sent, route, outs[0] if in_place else None)
 
+    def finish(rows: Tensor | None) -> None:
+        if rows is None:
+            return
+        _c10d.wait_tensor(rows)
+        if not in_place:
+            wholes = [out.view(_padded(layout)) for out, layout in zip(outs or allocate(), layouts, strict=True)]
+            copies.copy_out_gathered(rows.view(route.shard_world, -1), wholes, [layout.dim for layout in layouts])
 
-def launch_gather(shards: Sequence[Tensor], layouts: Sequence[ShardLayout], route: Route) -> PendingGather:
-    """Start gathering padded ``shards``, cast to ``route.dtype``, as one bucket over the route's shard group."""
-    if route.device:
-        shards = [shard.to(route.device, non_blocking=True) for shard in shards]
-    row = reference.pack_shards(shards, route.dtype)
-    if route.gather_comm and route.shard_world > 1:
-        row = comm.all_gather(row, route.shard_world, route.shard_group, route.gather_comm)
-    elif route.shard_world > 1:
-        row = torch.ops._c10d_functional.all_gather_into_tensor(row, route.shard_world, route.shard_group)
-    return PendingGather(row, tuple(layouts))
-
-
-@dataclass(frozen=True)
-class PendingReduction:
-    """A reduce-scatter under way, or a row that is to be reduced over replicas only."""
-
-    row: Tensor  # 1D
-    layouts: tuple[ShardLayout, ...]
-    route: Route
-    is_scattered: bool = False  # nothing is under way: the row is this rank's already
-
-    def wait(self, dtypes: Sequence[torch.dtype], carried: Sequence[Tensor | None] = ()) -> list[Tensor]:
-        """Wait, reduce over replicas if there are any, and return the padded sharded gradients.
-
-        Args:
-            dtypes: of the results.
-            carried: what earlier reductions over the shard group left, added before the replicas are reduced.
-        """
-        row = self.row if self.is_scattered or self.route.shard_world == 1 else _wait(self.row)
-        if any(part is not None for part in carried):
-            row = row + _row_of(carried, self.layouts, row)
-        if self.route.replicate_world > 1:
-            launched = torch.ops._c10d_functional.all_reduce(row, self.route.op, self.route.replicate_group)
-            row = _wait(launched)
-        if self.route.reduce_hook:
-            row = comm.reduce_hook(row, self.route.reduce_hook)
-        if self.route.post_divide != 1.0:
-            row = row / self.route.post_divide
-        return reference.unpack_reduced(row, self.layouts, dtypes)
+    return streams.launch(GATHERS, device, begin, finish)
 
 
-def launch_reduction(grads: Sequence[Tensor], layouts: Sequence[ShardLayout], route: Route) -> PendingReduction:
-    """Start reducing unsharded ``grads`` in ``route.reduce_dtype`` as one bucket."""
-    row = reference.pack_gradients(grads, layouts, route.reduce_dtype).view(-1)
-    if route.pre_divide != 1.0:
-        row = row / route.pre_divide
-    place = (route.op, route.shard_world, route.scatter_group)
-    if route.reduce_comm and route.shard_world > 1:
-        row = comm.reduce_scatter(row, *place, route.reduce_comm)
-    elif route.shard_world > 1:
-        row = torch.ops._c10d_functional.reduce_scatter_tensor(row, *place)
-    return PendingReduction(row, tuple(layouts), route)
+def is_in_place(layouts: Sequence[ShardLayout], route: Route) -> bool:
+    """Tell whether the collective's output is the parameter, without a copy."""
+    return len(layouts) == 1 and layouts[0].dim == 0 and route.shard_world > 1 and not route.gather_comm
+
+
+def _start_gather(shards: Sequence[Tensor], route: Route, out: Tensor | None) -> Tensor:
+    numel, world = sum(shard.numel() for shard in shards), route.shard_world
+    if route.gather_comm:
+        row = shards[0].new_empty(numel, dtype=route.dtype)
+        copies.copy_in_shards(shards, row)
+        return comm.all_gather(row, world, route.shard_group, route.gather_comm)
+    rows = shards[0].new_empty(world * numel, dtype=route.dtype) if out is None else out
+    if len(shards) == 1 and shards[0].dtype == route.dtype:
+        row = shards[0].reshape(-1)
+    else:
+        row = rows.view(world, numel)[comm.process_group(route.shard_group).rank()]
+        copies.copy_in_shards(shards, row)
+    return _c10d.all_gather_into_tensor_out(row, world, route.shard_group, out=rows)
+
+
+def _copy(shards: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    torch._foreach_copy_(list(outs), [shard.reshape(-1) for shard in shards])
+
+
+def _padded(layout: ShardLayout) -> tuple[int, ...]:
+    return (*layout.shape[: layout.dim], layout.chunk * layout.world, *layout.shape[layout.dim + 1 :])
+
+
+def launch_reduction(
+    grads: Sequence[Tensor],
+    layouts: Sequence[ShardLayout],
+    route: Route,
+    dtypes: Sequence[torch.dtype],
+    carried: Sequence[Tensor | None] = (),
+) -> Pending[list[Tensor]]:
+    """Start reducing unsharded ``grads`` in ``route.reduce_dtype`` as one bucket.
+
+    Args:
+        grads: of the parameters' shapes.
+        layouts: of the parameters.
+        route: of them all.
+        dtypes: of the results.
+        carried: what earlier reductions over the shard group left, added before the replicas are reduced.
+
+    Returns:
+        Work that ends in the padded sharded gradients, which may share memory.
+    """
+    dims = [layout.dim for layout in layouts]
+    rows = copies.copy_in_gradients(grads, dims, route.shard_world, route.reduce_dtype, route.pre_divide)
+    follow = _following(layouts, route, dtypes, carried)
+
+    def begin() -> Tensor:
+        return _start_scatter(rows.view(-1), route)
+
+    if route.replicate_world == 1:
+        return streams.launch(
+            SCATTERS, rows.device, begin, lambda row: follow(_c10d.wait_tensor(row)), _to_host(route)
+        )
+    scattered = streams.launch(SCATTERS, rows.device, begin, _c10d.wait_tensor)
+    return scattered.then(REPLICAS, rows.device, follow, _to_host(route))
 
 
 def launch_replica_reduction(
     parts: Sequence[Tensor], layouts: Sequence[ShardLayout], route: Route
-) -> PendingReduction:
+) -> Pending[list[Tensor]]:
     """Start reducing over replicas what the shard group has reduced already: padded shards in reduce dtype."""
-    return PendingReduction(torch.cat([part.reshape(-1) for part in parts]), tuple(layouts), route, True)
+    row = parts[0].new_empty(sum(part.numel() for part in parts))
+    copies.copy_in_shards(parts, row)
+    follow = _following(layouts, route, [route.grad_dtype] * len(parts), ())
+    return streams.launch(REPLICAS, row.device, lambda: row, follow, _to_host(route))
+
+
+def _to_host(route: Route) -> bool:
+    return bool(route.device)
+
+
+def _start_scatter(rows: Tensor, route: Route) -> Tensor:
+    """Return this rank's row, to be waited for."""
+    if route.shard_world == 1:
+        return rows
+    place = (route.op, route.shard_world, route.scatter_group)
+    if route.reduce_comm:
+        return comm.reduce_scatter(rows, *place, route.reduce_comm)
+    return _c10d.reduce_scatter_tensor(rows, *place)
+
+
+def _following(
+    layouts: Sequence[ShardLayout], route: Route, dtypes: Sequence[torch.dtype], carried: Sequence[Tensor | None]
+) -> Callable[[Tensor], list[Tensor]]:
+    """Return what follows the reduction over the shard group: replicas, hook, division, copy-out."""
+
+    def follow(row: Tensor) -> list[Tensor]:
+        if any(part is not None for part in carried):
+            row = row + _row_of(carried, layouts, row)
+        if route.replicate_world > 1:
+            row = _c10d.wait_tensor(_c10d.all_reduce(row, route.op, route.replicate_group))
+        if route.reduce_hook:
+            row = comm.reduce_hook(row, route.reduce_hook)
+        outs = _copied_out(row, layouts, dtypes, route.post_divide)
+        return [out.to("cpu", non_blocking=True) for out in outs] if route.device else outs
+
+    return follow
+
+
+def _copied_out(
+    row: Tensor, layouts: Sequence[ShardLayout], dtypes: Sequence[torch.dtype], divisor: float
+) -> list[Tensor]:
+    if divisor == 1.0 and all(dtype == row.dtype for dtype in dtypes):
+        pieces = row.split([layout.shard_numel for layout in layouts])
+        return [piece.view(layout.shard_shape) for piece, layout in zip(pieces, layouts, strict=True)]
+    outs = [row.new_empty(layout.shard_shape, dtype=dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
+    copies.copy_out_reduced(row, outs, divisor, accumulate=False)
+    return outs
 
 
 def _row_of(parts: Sequence[Tensor | None], layouts: Sequence[ShardLayout], like: Tensor) -> Tensor:
@@ -102,7 +183,3 @@ def _row_of(parts: Sequence[Tensor | None], layouts: Sequence[ShardLayout], like
         for part, layout in zip(parts, layouts, strict=True)
     ]
     return torch.cat(pieces)
-
-
-def _wait(row: Tensor) -> Tensor:
-    return torch.ops._c10d_functional.wait_tensor(row)

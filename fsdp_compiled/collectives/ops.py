@@ -8,6 +8,7 @@ one parameter at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from torch import Tensor
 from ..layout import ShardLayout
 from ..passes import ir
 from ..passes.ir import Route
-from . import reference
-from .comm import define, differentiate, process_group
-from .launch import launch_gather, launch_reduction
+from . import reference, streams
+from .comm import define, differentiate, process_group, register_work
+from .launch import GATHERS, launch_gather, launch_reduction
 
 
 def unshard(shard: Tensor, sink: Tensor | None, route: str) -> Tensor:
@@ -69,10 +70,38 @@ def _layout(route: Route) -> ShardLayout:
 def _unshard(shard: Tensor, sink: Tensor | None, text: str) -> Tensor:
     route = Route.decode(text).for_shard(shard)
     layout = _layout(route)
-    gather = launch_gather([shard], [layout], route)
     flat = shard.new_empty(layout.world * layout.shard_numel, dtype=route.dtype, device=route.device or shard.device)
-    gather.wait([flat])
+    launch_gather([shard], [layout], route, lambda: [flat]).wait()
     return flat[: layout.numel].view(layout.shape)
+
+
+def _launch_gather(shards: Sequence[Tensor], texts: Sequence[str]) -> Tensor:
+    """Start a bucket's gather: all parameters one after the other, each padded to a multiple of the world.
+
+    ``_c10d_functional.wait_tensor`` waits for the result. The shards must outlive the wait without being held, as
+    parameters do. On the CPU nothing is left to wait for.
+    """
+    routes = _routes(shards, texts)
+    whole = _launch_gather_fake(shards, texts)
+    layouts = [_layout(route) for route in routes]
+    outs = whole.split([layout.world * layout.shard_numel for layout in layouts])
+    pending = launch_gather(shards, layouts, routes[0], lambda: outs)
+    side = streams.streams_of(whole.device)
+    if side is None:
+        pending.wait()
+    else:
+        register_work(whole, side.work(GATHERS))
+    return whole
+
+
+def _launch_gather_fake(shards: Sequence[Tensor], texts: Sequence[str]) -> Tensor:
+    routes = _routes(shards, texts)
+    numel = sum(route.shard_world * _layout(route).shard_numel for route in routes)
+    return shards[0].new_empty(numel, dtype=routes[0].dtype, device=routes[0].device or shards[0].device)
+
+
+def _routes(shards: Sequence[Tensor], texts: Sequence[str]) -> list[Route]:
+    return [Route.decode(text).for_shard(shard) for shard, text in zip(shards, texts, strict=True)]
 
 
 def _unshard_fake(shard: Tensor, sink: Tensor | None, text: str) -> Tensor:
@@ -92,10 +121,7 @@ def meta_parameter(name: str) -> str:
 
 def _reduce_grad(grad: Tensor, text: str) -> Tensor:
     route = Route.decode(text)
-    pending = launch_reduction([grad], [_layout(route)], route)
-    (reduced,) = pending.wait([route.grad_dtype])
-    if route.device:
-        reduced = reduced.to("cpu")
+    (reduced,) = launch_reduction([grad], [_layout(route)], route, [route.grad_dtype]).wait()
     # An operator's result must not share storage with its input, as it would where nothing is communicated.
     return reduced.clone() if route.shard_world * route.replicate_world == 1 else reduced
 
@@ -130,6 +156,7 @@ def _take_shard_fake(whole: Tensor, dim: int, world: int, group: str) -> Tensor:
 
 
 define(ir.UNSHARD_SCHEMA, _unshard, _unshard_fake)
+define(ir.LAUNCH_GATHER_SCHEMA, _launch_gather, _launch_gather_fake)
 define(ir.REDUCE_GRAD_SCHEMA, _reduce_grad, _reduce_grad_fake)
 define(ir.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
 define(ir.WITH_GRADIENT_SCHEMA, lambda whole, *_: whole.clone(), lambda whole, *_: torch.empty_like(whole))

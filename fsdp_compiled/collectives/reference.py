@@ -29,41 +29,63 @@ def padded_shard(local: Tensor, layout: ShardLayout) -> Tensor:
     return padded
 
 
-def pack_shards(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Copy padded shards, each of its layout's ``shard_shape``, into one row of ``dtype``."""
-    return torch.cat([shard.reshape(-1).to(dtype) for shard in shards])
-
-
-def unpack_gathered(rows: Tensor, layouts: Sequence[ShardLayout], outs: Sequence[Tensor]) -> None:
-    """Copy ``rows`` ``[world, row length]`` into the unsharded tensors, dropping no padding.
+def copy_in_shards(shards: Sequence[Tensor], row: Tensor) -> None:
+    """Copy padded shards into one row, cast to its dtype.
 
     Args:
-        rows: the gathered bucket.
-        layouts: of the parameters, in the order of the row.
-        outs: flat, contiguous, of ``world * shard_numel`` elements each; the first ``numel`` of them are the
-            parameter in row-major order.
+        shards: of this rank, any shapes and dtypes.
+        row: 1-D, of as many elements as all shards together; overwritten.
     """
-    pieces = rows.split([layout.shard_numel for layout in layouts], dim=1)
-    for piece, layout, out in zip(pieces, layouts, outs, strict=True):
-        if layout.dim == 0:
-            out.view(layout.world, -1).copy_(piece)
-        else:
-            chunks = piece.reshape(layout.world, *layout.shard_shape).movedim(0, layout.dim)
-            out.view(chunks.shape).copy_(chunks)
+    torch.cat([shard.reshape(-1).to(row.dtype) for shard in shards], out=row)
 
 
-def pack_gradients(grads: Sequence[Tensor], layouts: Sequence[ShardLayout], dtype: torch.dtype) -> Tensor:
-    """Copy unsharded gradients into ``[world, row length]`` of ``dtype``, padded with zeros."""
+def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
+    """Copy a gathered bucket into the unsharded tensors.
+
+    Args:
+        rows: ``[world, row length]``, every rank's row of padded shards.
+        outs: contiguous, padded to a multiple of ``world`` along the sharded dimension; overwritten.
+        dims: the sharded dimension of each.
+    """
+    world = rows.shape[0]
+    pieces = rows.split([out.numel() // world for out in outs], dim=1)
+    for piece, out, dim in zip(pieces, outs, dims, strict=True):
+        chunk = (*out.shape[:dim], out.shape[dim] // world, *out.shape[dim + 1 :])
+        chunks = piece.reshape(world, *chunk).movedim(0, dim)
+        out.view(chunks.shape).copy_(chunks)
+
+
+def copy_in_gradients(
+    grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
+) -> Tensor:
+    """Return the input of a reduce-scatter, ``[world, row length]``: gradients cast to ``dtype``, then divided.
+
+    Args:
+        grads: of the parameters' shapes; what a parameter lacks of a multiple of ``world`` becomes zeros.
+        dims: the sharded dimension of each.
+        world: number of ranks.
+        dtype: of the result.
+        divisor: 1 for none.
+    """
+    layouts = [ShardLayout(tuple(grad.shape), dim, world) for grad, dim in zip(grads, dims, strict=True)]
     chunks = [_chunked(grad.to(dtype), layout) for grad, layout in zip(grads, layouts, strict=True)]
-    return torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0].contiguous()
+    rows = torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0].contiguous()
+    return rows if divisor == 1.0 else rows / divisor
 
 
-def unpack_reduced(row: Tensor, layouts: Sequence[ShardLayout], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
-    """Cut a reduced row into padded sharded gradients, cast to ``dtypes``; they may share its storage."""
-    pieces = row.split([layout.shard_numel for layout in layouts])
-    return [
-        piece.view(layout.shard_shape).to(dtype) for piece, layout, dtype in zip(pieces, layouts, dtypes, strict=True)
-    ]
+def copy_out_reduced(row: Tensor, outs: Sequence[Tensor], divisor: float, accumulate: bool) -> None:
+    """Copy a reduced row into padded sharded gradients: divided, then cast to their dtypes.
+
+    Args:
+        row: 1-D.
+        outs: contiguous, of as many elements together.
+        divisor: 1 for none.
+        accumulate: add to ``outs`` rather than overwrite them.
+    """
+    row = row if divisor == 1.0 else row / divisor
+    for piece, out in zip(row.split([out.numel() for out in outs]), outs, strict=True):
+        value = piece.view(out.shape).to(out.dtype)
+        out.add_(value) if accumulate else out.copy_(value)
 
 
 def _chunked(grad: Tensor, layout: ShardLayout) -> Tensor:

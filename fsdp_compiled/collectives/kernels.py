@@ -1,0 +1,258 @@
+"""Copy-in and copy-out of a whole bucket by one Triton kernel, for GPUs. It equals :mod:`reference`.
+
+All four copies move **pieces**: what one rank contributes of one tensor, contiguous in the packed buffer and, in the
+tensor, ``outer`` runs of ``inner`` elements. The tensors' addresses and the pieces travel to the kernel as tables, so
+that one launch serves any number of parameters. Importing this module imports triton.
+"""
+
+# ruff: noqa: ANN001, ANN202
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, import-untyped, no-untyped-call, operator, index"
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from math import gcd
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..layout import ShardLayout
+
+BLOCK = 4096  # elements that one program copies
+_COLUMNS = 8  # of the table of blocks
+_WIDEST_BYTES = 16  # that one thread reads or writes at a time
+_TABLES = 4096  # address tables kept; a training step repeats its addresses
+
+_DTYPES = {
+    torch.float64: tl.float64,
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.int64: tl.int64,
+    torch.int32: tl.int32,
+    torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
+}
+_BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # what moves where nothing is computed
+
+
+@triton.jit
+def _copy(
+    addresses,
+    blocks,
+    packed,
+    TENSOR: tl.constexpr,
+    IS_PACKING: tl.constexpr,
+    ACCUMULATES: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGNED_BYTES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = blocks + tl.program_id(0) * COLUMNS
+    tensor = tl.load(row)
+    start = tl.multiple_of(tl.load(row + 1), WIDTH)
+    length = tl.multiple_of(tl.load(row + 2), WIDTH)
+    in_packed = tl.load(row + 3)
+    in_tensor = tl.load(row + 4)
+    inner = tl.load(row + 5)
+    stride = tl.load(row + 6)
+    present = tl.multiple_of(tl.load(row + 7), WIDTH)
+
+    run = start + tl.arange(0, BLOCK // WIDTH) * WIDTH
+    outer = run // inner
+    lane = tl.arange(0, WIDTH)
+    at_tensor = tl.multiple_of(in_tensor + outer * stride + (run - outer * inner), WIDTH)[:, None] + lane[None, :]
+    at_packed = tl.multiple_of(in_packed + run, WIDTH)[:, None] + lane[None, :]
+    position = run[:, None] + lane[None, :]
+    inside = position < length
+    there = position < present
+
+    address = tl.multiple_of(tl.load(addresses + tensor).to(tl.pointer_type(TENSOR)), ALIGNED_BYTES)
+    PACKED: tl.constexpr = packed.dtype.element_ty
+    if IS_PACKING:
+        value = tl.load(address + at_tensor, mask=there, other=0)
+        tl.store(packed + at_packed, _divide(_cast(value, PACKED), DIVISOR), mask=inside)
+    else:
+        value = _cast(_divide(tl.load(packed + at_packed, mask=there, other=0), DIVISOR), TENSOR)
+        if ACCUMULATES:
+            value = _add(value, tl.load(address + at_tensor, mask=there, other=0))
+        tl.store(address + at_tensor, value, mask=there)
+
+
+@triton.jit
+def _cast(value, dtype: tl.constexpr):
+    if value.dtype.primitive_bitwidth + dtype.primitive_bitwidth == 64 + 16:
+        value = value.to(tl.float32)  # as torch does
+    return value.to(dtype)
+
+
+@triton.jit
+def _divide(value, DIVISOR: tl.constexpr):
+    if DIVISOR == 1.0:
+        return value
+    if value.dtype == tl.float64:
+        return value / DIVISOR
+    return tl.div_rn(value.to(tl.float32), tl.full(value.shape, DIVISOR, tl.float32)).to(value.dtype)
+
+
+@triton.jit
+def _add(value, other):
+    if value.dtype == tl.float64:
+        return value + other
+    return (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+
+
+def copy_in_shards(shards: Sequence[Tensor], row: Tensor) -> None:
+    """See :func:`reference.copy_in_shards`."""
+    _run([shard.contiguous() for shard in shards], row, _row_blocks(_lengths(shards)), is_packing=True)
+
+
+def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
+    """See :func:`reference.copy_out_gathered`."""
+    _run(outs, rows, _bucket_blocks(tuple(_layouts(outs, dims, rows.shape[0]))), is_packing=False)
+
+
+def copy_in_gradients(
+    grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
+) -> Tensor:
+    """See :func:`reference.copy_in_gradients`."""
+    layouts = tuple(_layouts(grads, dims, world))
+    rows = grads[0].new_empty(world, sum(layout.shard_numel for layout in layouts), dtype=dtype)
+    grads = [grad.contiguous() for grad in grads]
+    _run(grads, rows, _bucket_blocks(layouts), is_packing=True, divisor=divisor)
+    return rows
+
+
+def copy_out_reduced(row: Tensor, outs: Sequence[Tensor], divisor: float, accumulate: bool) -> None:
+    """See :func:`reference.copy_out_reduced`."""
+    _run(outs, row, _row_blocks(_lengths(outs)), is_packing=False, divisor=divisor, accumulates=accumulate)
+
+
+def _run(
+    tensors: Sequence[Tensor],
+    packed: Tensor,
+    blocks: Blocks,
+    *,
+    is_packing: bool,
+    divisor: float = 1.0,
+    accumulates: bool = False,
+) -> None:
+    """Launch once for each dtype among ``tensors``."""
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        chosen = tuple(tensor.dtype == dtype for tensor in tensors)
+        table, granularity = blocks.table(chosen, packed.device)
+        if not len(table):
+            continue
+        addresses = tuple(
+            tensor.data_ptr() if is_chosen else 0 for tensor, is_chosen in zip(tensors, chosen, strict=True)
+        )
+        width, aligned = _width(granularity, [*addresses, packed.data_ptr()], dtype, packed.dtype)
+        is_cast = dtype != packed.dtype or divisor != 1.0 or accumulates
+        _copy[(len(table),)](
+            _addresses(addresses, packed.device, _stream(packed.device)),
+            table,
+            packed if is_cast else packed.view(_BITS[dtype.itemsize]),
+            TENSOR=_DTYPES[dtype if is_cast else _BITS[dtype.itemsize]],
+            IS_PACKING=is_packing,
+            ACCUMULATES=accumulates,
+            DIVISOR=divisor,
+            WIDTH=width,
+            ALIGNED_BYTES=aligned,
+            COLUMNS=_COLUMNS,
+            BLOCK=BLOCK,
+            num_warps=8,
+        )
+
+
+def _width(granularity: int, addresses: Sequence[int], *dtypes: torch.dtype) -> tuple[int, int]:
+    """Return how many elements a thread may move at a time, and the bytes that every address is a multiple of."""
+    aligned = gcd(_WIDEST_BYTES, *addresses)
+    narrowest = min(dtype.itemsize for dtype in dtypes)
+    return gcd(granularity, aligned // narrowest), aligned
+
+
+# ---- tables ----
+
+
+class Blocks:
+    """The pieces of a bucket, cut into blocks; tables of them on devices are made once.
+
+    Args:
+        rows: for each block the tensor's index, the position in the piece, the piece's length, its place in the
+            packed buffer and in the tensor, the length of its runs, the stride between them in the tensor, and how
+            many of its elements the tensor has.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
+        self._rows = rows
+        self._made: dict[tuple[tuple[bool, ...], torch.device], tuple[Tensor, int]] = {}
+
+    def table(self, chosen: tuple[bool, ...], device: torch.device) -> tuple[Tensor, int]:
+        """Return the chosen tensors' blocks, int64 ``[blocks, 8]``, and the greatest divisor of their numbers."""
+        key = (chosen, device)
+        if key not in self._made:
+            rows = [row for row in self._rows if chosen[row[0]]]
+            granularity = gcd(0, *(value for row in rows for value in row[2:]))
+            self._made[key] = (torch.tensor(rows, dtype=torch.int64).view(-1, _COLUMNS).to(device), granularity)
+        return self._made[key]
+
+
+def _lengths(shards: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(shard.numel() for shard in shards)
+
+
+def _layouts(tensors: Sequence[Tensor], dims: Sequence[int], world: int) -> Iterator[ShardLayout]:
+    for tensor, dim in zip(tensors, dims, strict=True):
+        yield ShardLayout(tuple(tensor.shape), dim, world)
+
+
+@lru_cache(maxsize=1024)
+def _row_blocks(lengths: tuple[int, ...]) -> Blocks:
+    """Return the pieces of shards that lie one after the other."""
+    rows, offset = list[tuple[int, ...]](), 0
+    for index, length in enumerate(lengths):
+        rows += _cut(index, length, offset, 0, length, 0, length)
+        offset += length
+    return Blocks(rows)
+
+
+@lru_cache(maxsize=1024)
+def _bucket_blocks(layouts: tuple[ShardLayout, ...]) -> Blocks:
+    """Return the pieces of whole tensors in ``[world, row length]``."""
+    row_length = sum(layout.shard_numel for layout in layouts)
+    rows, offset = list[tuple[int, ...]](), 0
+    for index, layout in enumerate(layouts):
+        length, outer = layout.shard_numel, _product(layout.shape[: layout.dim])
+        inner = length // outer if outer else 0
+        for rank in range(layout.world):
+            present = length if outer != 1 else max(0, min(layout.numel - rank * length, length))
+            place = rank * row_length + offset
+            rows += _cut(index, length, place, rank * inner, inner, layout.world * inner, present)
+        offset += length
+    return Blocks(rows)
+
+
+def _cut(index: int, length: int, *rest: int) -> list[tuple[int, ...]]:
+    return [(index, start, length, *rest) for start in range(0, length, BLOCK)]
+
+
+def _product(sizes: Sequence[int]) -> int:
+    product = 1
+    for size in sizes:
+        product *= size
+    return product
+
+
+@lru_cache(maxsize=_TABLES)
+def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
+    """Return the addresses on ``device``; made anew on each stream, in whose order the table is filled."""
+    table = torch.tensor(addresses, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -1,0 +1,252 @@
+"""What runs on which stream, in which order, and when memory is freed: a GPU's choreography, recorded on the CPU."""
+
+from collections.abc import Callable
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.passes import lower
+from tests.graphs import record, target_name
+from tests.ranks import on_ranks, same_on_ranks
+from tests.streams import RecordingStreams, recording
+from tests.training import MLP, assert_trains_like_one_process, batches, my_part, shard, square_loss
+
+
+GATHER_MARK = "(a gather)"
+GATHER = """gathers: waits for compute
+    gathers: copy in shards
+    gathers: all-gather
+    gathers: wait
+    gathers: copy out gathered"""
+
+
+def _two_layers(**kwargs) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    for layer in model:
+        fully_shard(layer, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def _recorded(run: Callable[[RecordingStreams], None]) -> str:
+    with pytest.MonkeyPatch.context() as patch, recording(patch) as found:
+        run(found)
+        same_on_ranks(found.log)
+        return "\n".join(found.log)
+
+
+def _assert_log(got: str, want: str) -> None:
+    lines = [line.strip() for line in want.replace(GATHER_MARK, GATHER).strip().splitlines()]
+    assert got.splitlines() == lines, "\n" + got
+
+
+@on_ranks(2)
+def test_a_forward_gathers_the_next_unit_beside_the_compute_of_this_one():
+    model, x = _two_layers(), my_part(batches(1, 8, 6)[0])
+
+    def run(found: RecordingStreams) -> None:
+        model(x)  # learns the order
+        found.log.clear()
+        model(x)
+
+    log = """
+        (a gather)
+        compute: waits for gathers
+        (a gather)
+        compute: compute
+        compute: waits for gathers
+        compute: compute
+        """
+    _assert_log(_recorded(run), log)
+
+
+@on_ranks(2)
+def test_a_backward_gathers_ahead_and_reduces_beside_compute():
+    model, x = _two_layers(), my_part(batches(1, 8, 6)[0])
+
+    def run(found: RecordingStreams) -> None:
+        loss = square_loss(model, x)
+        found.log.clear()
+        loss.backward()
+
+    log = """
+        (a gather)
+        compute: waits for gathers
+        (a gather)
+        compute: compute
+        compute: compute
+        compute: copy in gradients
+        scatters: waits for compute
+        scatters: reduce-scatter
+        scatters: wait
+        compute: waits for gathers
+        compute: compute
+        compute: waits for scatters
+        compute: reduce-scatter input freed
+        compute: copy in gradients
+        scatters: waits for compute
+        scatters: reduce-scatter
+        scatters: wait
+        compute: waits for scatters
+        compute: reduce-scatter input freed
+        """
+    _assert_log(_recorded(run), log)
+
+
+@on_ranks(4)
+def test_replicas_are_reduced_on_a_stream_of_their_own():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    model = fully_shard(nn.Linear(6, 6), mesh=mesh, mp_policy=policy)
+
+    def run(found: RecordingStreams) -> None:
+        loss = square_loss(model, my_part(batches(1, 8, 6)[0]))
+        found.log.clear()
+        loss.backward()
+
+    log = """
+        compute: compute
+        compute: copy in gradients
+        scatters: waits for compute
+        scatters: reduce-scatter
+        scatters: wait
+        replicas: waits for compute
+        replicas: waits for scatters
+        replicas: all-reduce
+        replicas: wait
+        replicas: copy out reduced
+        compute: waits for replicas
+        compute: reduce-scatter input freed
+        """
+    _assert_log(_recorded(run), log)
+
+
+@on_ranks(2)
+def test_one_parameter_is_gathered_in_place():
+    model = fully_shard(nn.Linear(6, 6, bias=False))
+
+    def run(found: RecordingStreams) -> None:
+        model(my_part(batches(1, 8, 6)[0]))
+
+    log = """
+        gathers: waits for compute
+        gathers: all-gather
+        gathers: wait
+        compute: waits for gathers
+        compute: compute
+        """
+    _assert_log(_recorded(run), log)
+
+
+@on_ranks(2)
+def test_the_host_waits_for_gradients_that_go_to_it():
+    model = fully_shard(nn.Linear(6, 6), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+    def run(found: RecordingStreams) -> None:
+        loss = square_loss(model, my_part(batches(1, 8, 6)[0]))
+        found.log.clear()
+        loss.backward()
+
+    log = """
+        compute: compute
+        compute: copy in gradients
+        scatters: waits for compute
+        scatters: reduce-scatter
+        scatters: wait
+        compute: waits for scatters
+        compute: host waits for scatters
+        compute: reduce-scatter input freed
+        """
+    _assert_log(_recorded(run), log)
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 6, bias=False) for _ in range(4))
+        self.order = [0, 1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = self.parts[index](x).relu()
+        return x
+
+
+@on_ranks(2)
+def test_a_forward_in_another_order_uses_what_it_gathers():
+    torch.manual_seed(0)
+    alone = _Branches()
+    torch.manual_seed(0)
+    model = _Branches()
+    for part in model.parts:
+        fully_shard(part)
+    fully_shard(model)
+
+    def run(found: RecordingStreams) -> None:
+        for order in ([0, 1, 2, 3], [0, 2, 1], [3], [0, 1, 1, 2], [0, 1, 1, 2]):
+            alone.order = model.order = order
+            assert_trains_like_one_process(model, model, alone, batches(2, 8, 6))
+        for part in model.parts:
+            assert part._fsdp_params["weight"]._unsharded._flat.untyped_storage().nbytes() == 0
+
+    _recorded(run)
+
+
+@contextmanager
+def _graphs_for_a_gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lower, "has_streams", lambda node: True)
+        yield
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+@on_ranks(2)
+def test_graphs_take_the_copies_off_the_compute_stream(inductor):
+    with _graphs_for_a_gpu():
+        alone, model = MLP(hidden=9), MLP(hidden=9)
+        call = shard(model, "full", inductor=inductor)
+        assert_trains_like_one_process(model, call, alone)
+
+
+@on_ranks(2)
+def test_graphs_of_parameters_sharded_along_their_last_dimension():
+    with _graphs_for_a_gpu():
+        alone, model = MLP(), MLP()
+        call = shard(model, "full", shard_placement_fn=lambda param: Shard(param.ndim - 1))
+        assert_trains_like_one_process(model, call, alone)
+
+
+@on_ranks(2)
+def test_both_kinds_of_graphs_agree_bit_by_bit():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+    def losses_and_gradients() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        model = MLP(hidden=9)
+        loss = square_loss(shard(model, "full", mp_policy=policy), my_part(batches(1, 8, 10)[0]))
+        loss.backward()
+        return [loss, *(param.grad.to_local() for param in model.parameters())]
+
+    want = losses_and_gradients()
+    with _graphs_for_a_gpu():
+        got = losses_and_gradients()
+    assert all(map(torch.equal, got, want))
+
+
+@on_ranks(2)
+def test_what_a_graph_runs_where():
+    with _graphs_for_a_gpu():
+        model = _two_layers()
+        call, recorder = record(model)
+        x = my_part(batches(1, 8, 6)[0])
+        call(x).sum().backward()
+        names = [target_name(node) for _, graph in recorder.after for node in graph.nodes if node.op == "call_function"]
+    assert names.count("launch_gather") == 2
+    assert names.count("all_gather_into_tensor") == 0
+    assert names.count("copy_in_gradients") == names.count("reduce_scatter_tensor") == 1

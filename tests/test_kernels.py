@@ -1,0 +1,168 @@
+"""The Triton copies, run by Triton's interpreter, against the plain torch ones, bit by bit.
+
+The interpreter cuts fp32 to bf16 where a GPU rounds, so values are such that every dtype holds them exactly.
+"""
+
+import importlib.util
+import re
+import sys
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fsdp_compiled.collectives import reference
+from fsdp_compiled.layout import ShardLayout
+
+pytest.importorskip("triton")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The module as a copy of its own, made while TRITON_INTERPRET is set."""
+    spec = importlib.util.find_spec("fsdp_compiled.collectives.kernels")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        patch.setattr(module, "BLOCK", 64)
+        yield module
+
+
+@st.composite
+def layouts(draw):
+    world = draw(st.integers(1, 4))
+
+    def layout():
+        shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+        dim = draw(st.integers(0, len(shape) - 1))
+        if dim:
+            shape[dim] *= world  # only the first dimension is cut unevenly
+        if draw(st.booleans()):
+            shape[-1] *= 8 if dim != len(shape) - 1 else 1
+        return ShardLayout(tuple(shape), dim, world)
+
+    return [layout() for _ in range(draw(st.integers(1, 5)))]
+
+
+dtypes = st.sampled_from(DTYPES)
+
+
+def _values(shape, dtype):
+    return torch.randint(-64, 64, tuple(shape), dtype=torch.int32).to(dtype)
+
+
+def _padded_shape(layout):
+    shape = list(layout.shape)
+    shape[layout.dim] = layout.chunk * layout.world
+    return shape
+
+
+examples = settings(max_examples=20, deadline=None)
+
+
+@examples
+@given(layouts(), st.lists(dtypes, min_size=5, max_size=5), dtypes)
+def test_copy_in_of_shards(kernels, layouts, sources, dtype):
+    shards = [_values(each.shard_shape, source) for each, source in zip(layouts, sources, strict=False)]
+    got, want = (torch.full((sum(s.numel() for s in shards),), -1, dtype=dtype) for _ in range(2))
+    kernels.copy_in_shards(shards, got)
+    reference.copy_in_shards(shards, want)
+    assert torch.equal(got, want)
+
+
+@examples
+@given(layouts(), dtypes, dtypes)
+def test_copy_out_of_gathered_parameters(kernels, layouts, sent, dtype):
+    rows = _values([layouts[0].world, sum(each.shard_numel for each in layouts)], sent)
+    dims = [each.dim for each in layouts]
+    got, want = ([torch.full(_padded_shape(each), -1, dtype=dtype) for each in layouts] for _ in range(2))
+    kernels.copy_out_gathered(rows, got, dims)
+    reference.copy_out_gathered(rows, want, dims)
+    assert all(map(torch.equal, got, want))
+
+
+@examples
+@given(layouts(), st.lists(dtypes, min_size=5, max_size=5), dtypes, st.sampled_from([1.0, 2.0, 0.5]))
+def test_copy_in_of_gradients(kernels, layouts, sources, dtype, divisor):
+    grads = [_values(each.shape, source) for each, source in zip(layouts, sources, strict=False)]
+    how = ([each.dim for each in layouts], layouts[0].world, dtype, divisor)
+    assert torch.equal(kernels.copy_in_gradients(grads, *how), reference.copy_in_gradients(grads, *how))
+
+
+@examples
+@given(layouts(), dtypes, st.lists(dtypes, min_size=5, max_size=5), st.sampled_from([1.0, 4.0]), st.booleans())
+def test_copy_out_of_reduced_gradients(kernels, layouts, reduced, landing, divisor, accumulate):
+    shapes = [each.shard_shape for each in layouts]
+    row = _values([sum(map(prod, shapes))], reduced)
+    got = [_values(shape, dtype) for shape, dtype in zip(shapes, landing, strict=False)]
+    want = [out.clone() for out in got]
+    kernels.copy_out_reduced(row, got, divisor, accumulate)
+    reference.copy_out_reduced(row, want, divisor, accumulate)
+    assert all(map(torch.equal, got, want))
+
+
+def test_a_division_is_rounded_as_torch_rounds_it(kernels):
+    for dtype in (torch.float32, torch.float64):
+        how = ([torch.randn(40, dtype=dtype)], [0], 1, dtype, 3.0)
+        assert torch.equal(kernels.copy_in_gradients(*how), reference.copy_in_gradients(*how))
+
+
+def test_what_is_not_computed_with_moves_as_bits(kernels):
+    shards = [torch.randn(24).to(torch.float8_e4m3fn), torch.randn(8).to(torch.float8_e4m3fn)]
+    got, want = (torch.empty(32, dtype=torch.float8_e4m3fn) for _ in range(2))
+    kernels.copy_in_shards(shards, got)
+    reference.copy_in_shards(shards, want)
+    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_one_launch_whatever_the_number_of_parameters(kernels, monkeypatch):
+    launched = []
+    run = kernels._copy.run
+    monkeypatch.setattr(kernels._copy, "run", lambda *args, **options: launched.append(1) or run(*args, **options))
+    kernels.copy_in_shards([torch.ones(n % 7) for n in range(60)], torch.empty(sum(n % 7 for n in range(60))))
+    assert launched == [1]
+
+
+def test_the_width_follows_what_every_address_and_length_divide_by(kernels):
+    assert kernels._width(64, [1024, 2048], torch.float32) == (4, 16)
+    assert kernels._width(64, [1024, 2048], torch.float32, torch.bfloat16) == (8, 16)
+    assert kernels._width(6, [1024, 0], torch.float32, torch.bfloat16) == (2, 16)
+    assert kernels._width(64, [1026], torch.bfloat16) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "packed, tensor, width", [("bf16", "float32", 8), ("i16", "int16", 8), ("fp32", "float32", 4)]
+)
+def test_aligned_copies_compile_to_16_byte_reads_and_writes(packed, tensor, width):
+    """Triton compiles for an H100 without one."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from fsdp_compiled.collectives import kernels
+
+    constants = {
+        "TENSOR": getattr(triton.language, tensor),
+        "IS_PACKING": True,
+        "ACCUMULATES": False,
+        "DIVISOR": 1.0,
+        "WIDTH": width,
+        "ALIGNED_BYTES": 16,
+        "COLUMNS": 8,
+        "BLOCK": kernels.BLOCK,
+    }
+    pointers = {"addresses": "*i64", "blocks": "*i64", "packed": f"*{packed}"}
+    source = triton.compiler.ASTSource(
+        fn=kernels._copy,
+        signature=pointers | dict.fromkeys(constants, "constexpr"),
+        constexprs=constants,
+        attrs={(index,): [["tt.divisibility", 16]] for index in range(3)},
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    ptx = compiled.asm["ptx"]
+    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+    assert not re.search(r"(ld|st)\.global\.b(16|32)", ptx)
