@@ -263,6 +263,33 @@ class FSDPModule:
             raise NotImplementedError("FSDPModule.set_all_reduce_hook: stream is not implemented yet")
         unit_state(self).set_reduce_hook(hook)
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Take this unit's buffers of all-gathers and reduce-scatters from the process group (True), or PyTorch.
+
+        NCCL can then register them with the network. In graphs they are the outputs of opaque nodes.
+
+        Raises:
+            TypeError: not a bool.
+            ValueError: the unit has communicators of its own.
+            RuntimeError: the process group allocates no memory, as gloo.
+        """
+        require_bool("enable", enable)
+        unit_state(self).set_process_group_memory(enable)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Gather this unit's parameters through symmetric memory by the GPUs' copy engines.
+
+        Args:
+            backend: of symmetric memory, "NCCL" or "CUDA".
+
+        Raises:
+            ValueError: another backend, or the unit has communicators of its own.
+            RuntimeError: no GPU.
+        """
+        if backend not in ("NCCL", "CUDA"):
+            raise ValueError(f"backend: expected 'NCCL' or 'CUDA', got {backend!r}")
+        unit_state(self).set_symmetric_memory(backend)
+
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next uncompiled forward wait for ``event`` before it gathers.
 
@@ -305,10 +332,8 @@ def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
 
 _NOT_YET = (
     "finalize_backward",
-    "set_allocate_memory_from_process_group_for_comm",
     "set_keep_unsharded_storage",
     "set_manual_backward_finalization",
-    "set_symm_mem_for_comm",
 )
 
 

@@ -16,6 +16,13 @@ from torch._dynamo.eval_frame import skip_code  # see owner.py
 
 from .cast import cast_floating, map_tensors, tensors_in
 from .collectives import AllGather, Comm, Hook, ReduceScatter, register, streams
+from .collectives.comm import process_group
+from .collectives.communicators import (
+    ProcessGroupAllGather,
+    ProcessGroupMemory,
+    ProcessGroupReduceScatter,
+    SymmetricAllGather,
+)
 from .collectives.ops import meta_parameter
 from .context import FSDPStateContext, TrainingState
 from .group import FSDPParamGroup, group_params
@@ -160,6 +167,34 @@ class FSDPState:
         """Reduce over shards by ``comm``."""
         self._custom["reduce"] = comm
         self.configure(reduce_comm=register(comm))
+
+    def set_process_group_memory(self, enable: bool) -> None:
+        """Take buffers from the process group, or from PyTorch again."""
+        if not enable and isinstance(self._custom.get("gather"), ProcessGroupMemory):
+            self._drop_comms()
+        groups = {param.placement.mesh_info.shard_group for param in self.params} - {""} if enable else set()
+        for group in groups:
+            self._require_own_comms_absent("set_allocate_memory_from_process_group_for_comm")
+            gather = ProcessGroupAllGather(process_group(group), self.device)
+            reduce = ProcessGroupReduceScatter(process_group(group), self.device)
+            self.set_gather_comm(gather)
+            self.set_reduce_comm(reduce)
+
+    def set_symmetric_memory(self, backend: str) -> None:
+        """Gather through symmetric memory."""
+        self._require_own_comms_absent("set_symm_mem_for_comm")
+        self.set_gather_comm(SymmetricAllGather(self.device, backend))
+
+    def _require_own_comms_absent(self, method: str) -> None:
+        for comm in self._custom.values():
+            if isinstance(comm, Comm) and not isinstance(comm, (ProcessGroupMemory, SymmetricAllGather)):
+                raise ValueError(
+                    f"{method}: {self.status.name} has a communicator of its own, {comm!r}; leave it to that"
+                )
+
+    def _drop_comms(self) -> None:
+        self._custom = {kind: value for kind, value in self._custom.items() if kind == "hook"}
+        self.configure(gather_comm="", reduce_comm="")
 
     def set_reduce_hook(self, run: Callable[[Tensor], None]) -> None:
         """Call ``run`` on reduced rows."""

@@ -296,13 +296,17 @@ def emit_unshard(emit: Emitter, shard: fx.Node, route: Route) -> fx.Node:
 
 
 def emit_all_gather(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
-    """Insert the launch and the wait of an all-gather of ``row`` and return the wait."""
-    place = (route.shard_world, route.shard_group)
+    """Insert the launch and the wait of an all-gather of ``row`` and return the result."""
+    place, dtype = (route.shard_world, route.shard_group), value_of(row).dtype
+    is_float8 = dtype.is_floating_point and dtype.itemsize == 1
+    if is_float8:  # which gloo does not know
+        row = emit(torch.ops.aten.view.dtype, row, torch.uint8)
     if route.gather_comm:
         launch = emit(torch.ops.fsdp_compiled.custom_all_gather.default, row, *place, route.gather_comm)
     else:
         launch = emit(torch.ops._c10d_functional.all_gather_into_tensor.default, row, *place)
-    return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
+    rows = emit(torch.ops._c10d_functional.wait_tensor.default, launch)
+    return emit(torch.ops.aten.view.dtype, rows, dtype) if is_float8 else rows
 
 
 def emit_launch_gather(emit: Emitter, bucket: Sequence[fx.Node]) -> fx.Node:

@@ -7,7 +7,7 @@ after its last gradient.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -76,7 +76,7 @@ def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
         pieces = _split(
             emit, ir.emit_launch_gather(emit, bucket), [size * route.shard_world for size in sizes], dim=0
         )
-        join = _without_padding
+        join: Callable[[ir.Emitter, fx.Node, ir.Route], fx.Node] = _without_padding
     else:
         row = _concatenate(emit, [_flat(emit, _travelling(emit, node, route)) for node in bucket])
         pieces = _split(emit, _all_gather(emit, row, route), sizes, dim=1)

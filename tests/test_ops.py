@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch.library import opcheck
 
-from fsdp_compiled.collectives import reduce_grad, unshard
+from fsdp_compiled.collectives import copies, reduce_grad, unshard
 from fsdp_compiled.passes.ir import Route
 from tests.ranks import on_ranks
 
@@ -59,3 +61,25 @@ def test_a_sink_takes_the_unsharded_gradient():
 def test_a_shard_on_the_meta_device():
     with pytest.raises(RuntimeError, match="weight: expected a parameter with storage, got one on the meta device"):
         unshard(torch.empty(4, device="meta"), None, _route((4,), 1, ""))
+
+
+def test_opcheck_of_copies():
+    shards, grads = [torch.randn(3), torch.randn(2, 2)], [torch.randn(5, 2), torch.randn(2, 4)]
+    ops = torch.ops.fsdp_compiled
+    opcheck(ops.copy_in_shards.default, (shards, torch.empty(7, dtype=torch.bfloat16)))
+    opcheck(ops.copy_out_gathered.default, (torch.randn(2, 7), [torch.empty(6), torch.empty(2, 4)], [0, 1]))
+    opcheck(ops.copy_in_gradients.default, (grads, [0, 1], 2, torch.bfloat16, 2.0))
+    opcheck(ops.copy_out_reduced.default, (torch.randn(7), shards, 2.0, True))
+
+
+def test_opcheck_of_a_gather_beside_compute():
+    shards = [torch.randn(6), torch.randn(4, 3)]
+    opcheck(torch.ops.fsdp_compiled.launch_gather.default, (shards, [_route((6,), 1, ""), _route((4, 3), 1, "")]))
+
+
+def test_what_a_gpu_without_triton_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsdp_compiled.collectives.kernels", None)
+    with pytest.raises(
+        ImportError, match="copies parameters on a GPU by Triton kernels, and triton is not installed; "
+    ):
+        copies._for(torch.device("cuda"))

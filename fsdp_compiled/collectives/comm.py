@@ -100,9 +100,19 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 def all_gather(row: Tensor, world: int, group: str, comm: str) -> Tensor:
     """Start the user's all-gather ``comm`` of a 1-D row and return its result, to be waited for."""
+    out = gather_output(world * row.numel(), row.dtype, row.device, comm)
+    return all_gather_into(out, row.contiguous(), group, comm)
+
+
+def gather_output(numel: int, dtype: torch.dtype, device: torch.device, comm: str) -> Tensor:
+    """Return a buffer of ``comm``'s own kind for an all-gather."""
     gather: AllGather = _find(comm, AllGather)
-    out = gather.allocate([world * row.numel()], dtype=row.dtype, device=row.device)
-    return _started(out, gather(out, row.contiguous(), process_group(group), async_op=True))
+    return gather.allocate([numel], dtype=dtype, device=device)
+
+
+def all_gather_into(out: Tensor, row: Tensor, group: str, comm: str) -> Tensor:
+    """Start the user's all-gather of ``row``, perhaps a part of ``out``, and return ``out``, to be waited for."""
+    return _started(out, _find(comm, AllGather)(out, row, process_group(group), async_op=True))
 
 
 def reduce_scatter(rows: Tensor, op: str, world: int, group: str, comm: str) -> Tensor:
@@ -135,7 +145,8 @@ _library = torch.library.Library(ir.NAMESPACE, "DEF")
 
 def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Define an operator of ours."""
-    _library.define(schema)
+    # What these do, waiting for other streams and asking the host, a CUDA graph cannot hold.
+    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     name = schema.split("(")[0]
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{ir.NAMESPACE}::{name}", fake, lib=_library)

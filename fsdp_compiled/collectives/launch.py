@@ -68,18 +68,25 @@ def is_in_place(layouts: Sequence[ShardLayout], route: Route) -> bool:
 
 
 def _start_gather(shards: Sequence[Tensor], route: Route, out: Tensor | None) -> Tensor:
-    numel, world = sum(shard.numel() for shard in shards), route.shard_world
+    numel, world, group = sum(shard.numel() for shard in shards), route.shard_world, route.shard_group
     if route.gather_comm:
-        row = shards[0].new_empty(numel, dtype=route.dtype)
-        copies.copy_in_shards(shards, row)
-        return comm.all_gather(row, world, route.shard_group, route.gather_comm)
-    rows = shards[0].new_empty(world * numel, dtype=route.dtype) if out is None else out
+        rows = comm.gather_output(world * numel, route.dtype, shards[0].device, route.gather_comm)
+    else:
+        rows = shards[0].new_empty(world * numel, dtype=route.dtype) if out is None else out
     if len(shards) == 1 and shards[0].dtype == route.dtype:
         row = shards[0].reshape(-1)
     else:
-        row = rows.view(world, numel)[comm.process_group(route.shard_group).rank()]
+        row = rows.view(world, numel)[comm.process_group(group).rank()]
         copies.copy_in_shards(shards, row)
-    return _c10d.all_gather_into_tensor_out(row, world, route.shard_group, out=rows)
+    if route.gather_comm:
+        return comm.all_gather_into(rows, row, group, route.gather_comm)
+    _c10d.all_gather_into_tensor_out(_bits(row), world, group, out=_bits(rows))
+    return rows
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor whose dtype every backend knows, over the same memory."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
 
 
 def _copy(shards: Sequence[Tensor], outs: Sequence[Tensor]) -> None:

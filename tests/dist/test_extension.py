@@ -1,10 +1,10 @@
-"""Tensor subclasses that send something else than their values: int8 rows with a scale each."""
+"""Tensor subclasses that send something else than their values: int8 or float8 rows with a scale each."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from int8_all_gather import gather_int8, quantise
+from quantised_all_gather import gather_quantised, quantise
 from torch import nn
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
@@ -17,37 +17,39 @@ GATHER = "all_gather_into_tensor"
 each_mode = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
-def quantised(weight):
+def quantised(weight, wire):
     """The values that arrive."""
-    rows, scales = quantise(weight)
+    rows, scales = quantise(weight, wire)
     return rows.to(torch.float32) * scales
 
 
 class Net(nn.Module):
-    def __init__(self, extended: bool) -> None:
+    def __init__(self, extended: bool, wire: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.extended = extended
+        self.extended, self.wire = extended, wire
         if extended:
-            gather_int8(self)
+            gather_quantised(self, wire)
 
     def forward(self, x):
         for block in self.blocks:
-            x = block(x).tanh() if self.extended else nn.functional.linear(x, through(block.weight), block.bias).tanh()
+            weight = None if self.extended else through(block.weight, self.wire)
+            x = (block(x) if weight is None else nn.functional.linear(x, weight, block.bias)).tanh()
         return x
 
 
-def through(weight):
+def through(weight, wire):
     """Quantised in forward, the identity in backward."""
-    return weight + (quantised(weight.detach()) - weight.detach())
+    return weight + (quantised(weight.detach(), wire) - weight.detach())
 
 
 @row("tensor-subclass extensions")
+@pytest.mark.parametrize("wire, sent", [(torch.int8, torch.int8), (torch.float8_e4m3fn, torch.uint8)])
 @each_mode
 @on_ranks(2)
-def test_an_int8_all_gather(mode):
-    alone, model = Net(False), Net(True)
+def test_a_quantised_all_gather(mode, wire, sent):
+    alone, model = Net(False, wire), Net(True, wire)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -71,7 +73,7 @@ def test_an_int8_all_gather(mode):
         for graph in (forward, backward):
             gathers = [node for node in graph.nodes if node.op == "call_function" and target_name(node) == GATHER]
             sources = {node.all_input_nodes[-1].meta["val"].dtype for node in gathers}
-            assert torch.int8 in sources and len(sources) == 2
+            assert sent in sources and len(sources) == 2
 
 
 def test_half_an_extension_is_refused(fake_group):

@@ -1,10 +1,10 @@
-"""Sends linear weights as int8 rows with a scale each, a quarter of the bytes of fp32, by a tensor subclass.
+"""Sends linear weights as int8 or float8 rows with a scale each, a quarter of fp32's bytes, by a tensor subclass.
 
-    torchrun --nproc-per-node 2 examples/int8_all_gather.py
+    torchrun --nproc-per-node 2 examples/quantised_all_gather.py --compile
 
-Trains one small model with and one without on the same random tokens, and prints the losses and what the all-gathers
-of a compiled step carry. ``--compile`` trains in that graph too. Weights, gradients and optimizer stay fp32; forward
-and backward see the rounded weights, and the gradient passes the rounding unchanged.
+Trains one small model as it is, one with int8 and one with float8 on the same random tokens, and prints the losses
+and what the all-gathers of a compiled step carry. ``--compile`` trains in that graph too. Weights, gradients and
+optimizer stay fp32; forward and backward see the rounded weights, and the gradient passes the rounding unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from model import Config, Llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.inspect import capture
@@ -27,8 +27,11 @@ from fsdp_compiled.inspect import capture
 aten = torch.ops.aten
 
 
-class Int8Gathered(Tensor):
-    """A matrix whose all-gather carries int8 rows and one fp32 scale per row; all else sees its values."""
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}  # *Source:* torch.iinfo, torch.finfo
+
+
+class QuantisedGathered(Tensor):
+    """A matrix whose all-gather carries rows of ``wire`` and one fp32 scale per row; all else sees its values."""
 
     # What makes another of the kind: sharding, copies and the optimizer's views of it.
     _KEEP = (
@@ -41,26 +44,29 @@ class Int8Gathered(Tensor):
     )
 
     @staticmethod
-    def __new__(cls: type[Int8Gathered], values: Tensor) -> Int8Gathered:
+    def __new__(cls: type[QuantisedGathered], values: Tensor, wire: torch.dtype) -> QuantisedGathered:
         return Tensor._make_wrapper_subclass(
             cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
         )
 
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
+    def __init__(self, values: Tensor, wire: torch.dtype) -> None:
+        self.values, self.wire = values, wire
 
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["values"], None
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["values"], self.wire
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, Tensor], context: None, size: Any, stride: Any) -> Int8Gathered:
-        return Int8Gathered(parts["values"])
+    def __tensor_unflatten__(
+        parts: dict[str, Tensor], wire: torch.dtype, size: Any, stride: Any
+    ) -> QuantisedGathered:
+        return QuantisedGathered(parts["values"], wire)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map_only(Int8Gathered, lambda tensor: tensor.values, (args, kwargs or {}))
+        wire = next(arg.wire for arg in tree_leaves((args, kwargs)) if isinstance(arg, QuantisedGathered))
+        args, kwargs = tree_map_only(QuantisedGathered, lambda tensor: tensor.values, (args, kwargs or {}))
         out = func(*args, **kwargs)
-        return tree_map_only(Tensor, Int8Gathered, out) if func in cls._KEEP else out
+        return tree_map_only(Tensor, lambda values: cls(values, wire), out) if func in cls._KEEP else out
 
     def fsdp_pre_all_gather(
         self,
@@ -71,7 +77,7 @@ class Int8Gathered(Tensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, Tensor], torch.Size]:
         """Return what this rank sends, and the shape of the whole."""
-        return quantise(self.values), outer_size
+        return quantise(self.values, self.wire), outer_size
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, Tensor], size: torch.Size, dtype: torch.dtype, *, out: Tensor | None = None
@@ -85,26 +91,27 @@ class Int8Gathered(Tensor):
         return whole, (whole,)
 
 
-def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (int8 rows, fp32 scales ``[rows, 1]``) for an fp32 matrix: rows times scales are about the values."""
-    scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / 127
-    return torch.round(rows / scales).to(torch.int8), scales
+def quantise(rows: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return rows in ``wire`` and fp32 scales ``[rows, 1]``, whose product is about the fp32 matrix."""
+    scales = rows.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) / LARGEST[wire]
+    scaled = rows / scales
+    return (scaled if wire.is_floating_point else torch.round(scaled)).to(wire), scales
 
 
-def gather_int8(model: nn.Module) -> None:
-    """Let every linear weight below ``model`` travel as int8; call it before ``fully_shard``."""
+def gather_quantised(model: nn.Module, wire: torch.dtype) -> None:
+    """Let every linear weight below ``model`` travel as ``wire``; call it before ``fully_shard``."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.weight = nn.Parameter(Int8Gathered(module.weight.detach()))
+            module.weight = nn.Parameter(QuantisedGathered(module.weight.detach(), wire))
 
 
-def train(int8: bool, args: argparse.Namespace) -> tuple[list[float], int]:
+def train(wire: torch.dtype | None, args: argparse.Namespace) -> tuple[list[float], int]:
     """Return the losses, and the bytes that the all-gathers of one step carry."""
     config = Config(vocab=256, width=64, layers=1, heads=2, kv_heads=2, hidden=192, max_seq=64)
     model = Llama(config)
     model.init_weights(seed=0)
-    if int8:
-        gather_int8(model.blocks)
+    if wire is not None:
+        gather_quantised(model.blocks, wire)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -129,10 +136,10 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true")
     args = parser.parse_args()
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
-    for int8 in (False, True):
-        losses, sent = train(int8, args)
+    for wire in (None, torch.int8, torch.float8_e4m3fn):
+        losses, sent = train(wire, args)
         if dist.get_rank() == 0:
-            kind = "int8" if int8 else "fp32"
+            kind = str(wire or torch.float32).removeprefix("torch.")
             print(f"{kind}: loss {losses[0]:.6f} -> {losses[-1]:.6f}, {sent} bytes gathered a step")
     dist.destroy_process_group()
 

@@ -1,0 +1,115 @@
+"""Ready-made communicators whose buffers are not PyTorch's: the process group's own, and symmetric memory.
+
+Both need GPUs; each says so where a device or a process group cannot do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .comm import AllGather, Comm, ReduceScatter
+
+
+class ProcessGroupMemory(Comm):
+    """Buffers that a process group's backend allocates, as NCCL does from memory registered with the network.
+
+    Args:
+        group: to communicate over.
+
+    Raises:
+        RuntimeError: the group's backend for ``device`` allocates no tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._backend = group._get_backend(device)
+        if not self._backend.supports_tensor_alloc(device):
+            raise RuntimeError(
+                f"process group {group.group_name!r}: expected a backend that allocates tensors on {device.type}, as "
+                f"NCCL does on GPUs that support it, got {self._backend.name()!r}; leave buffers to PyTorch"
+            )
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See :meth:`Comm.allocate`."""
+        return self._backend.allocate_tensor(prod(size), dtype=dtype, device=device).view(*size)
+
+
+class ProcessGroupAllGather(ProcessGroupMemory, AllGather):
+    """The process group's all-gather into memory of its own."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """See :class:`AllGather`."""
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+
+
+class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
+    """The process group's reduce-scatter into memory of its own."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See :class:`ReduceScatter`."""
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+
+
+class SymmetricAllGather(AllGather):
+    """Every rank copies its part into the others' buffers by the GPUs' copy engines, which takes no compute units.
+
+    Buffers are symmetric memory, one for each size and dtype, kept as long as this object: a gather may use one again
+    because each begins with a barrier of all ranks, behind the copy-out of the last one on the same stream.
+
+    Args:
+        device: of compute.
+        backend: of symmetric memory; "NCCL" or "CUDA".
+
+    Raises:
+        RuntimeError: symmetric memory is not there for ``device``.
+    """
+
+    def __init__(self, device: torch.device, backend: str = "NCCL") -> None:
+        if device.type != "cuda":
+            raise RuntimeError(f"symmetric memory: expected GPUs, got {device.type}; leave buffers to PyTorch")
+        self._memory = _symmetric_memory()
+        self._memory.set_backend(backend)
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """See :meth:`Comm.allocate`."""
+        key = (prod(size), dtype, device)
+        if key not in self._buffers:
+            self._buffers[key] = self._memory.empty(prod(size), dtype=dtype, device=device)
+        return self._buffers[key].view(*size)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """See :class:`AllGather`; the result is in order on the current stream."""
+        handle = self._memory.rendezvous(output_tensor, group.group_name)
+        numel = input_tensor.numel()
+        handle.barrier(channel=0)  # nobody reads what the last gather left
+        for step in range(handle.world_size):
+            peer = (handle.rank + step) % handle.world_size  # so that not all write to one
+            theirs = handle.get_buffer(peer, (numel,), input_tensor.dtype, handle.rank * numel)
+            if theirs.data_ptr() != input_tensor.data_ptr():
+                theirs.copy_(input_tensor, non_blocking=True)
+        handle.barrier(channel=0)
+        return None
+
+
+def _symmetric_memory() -> Any:
+    # Checked for its names on torch 2.11.0, 2.13.0 and 2.15.0; without GPUs never run.
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    return symmetric_memory
