@@ -153,6 +153,7 @@ class Bundle:
         replicate_world: ranks that its reduction is all-reduced over.
         bound_bytes: see :class:`Ticket`.
         kept_bytes: of parameters that the graph returns unsharded, for backward.
+        is_in_place: the collective's buffer is the one parameter, or gradient, and nothing is copied.
     """
 
     index: int
@@ -163,6 +164,7 @@ class Bundle:
     replicate_world: int
     bound_bytes: int = 0
     kept_bytes: int = 0
+    is_in_place: bool = False
 
 
 def reduction_for(

@@ -62,6 +62,7 @@ def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> 
         replicate_world=route.replicate_world,
         bound_bytes=ticket.bound_bytes if ticket else 0,
         kept_bytes=sum(ir.travelling_bytes(node) for node in bucket if ir.is_unshard(node) and is_returned(node)),
+        is_in_place=len(bucket) == 1 and route.dim == 0 and not route.gather_comm,
     )
 
 

@@ -45,6 +45,7 @@ def _collective(start_us, end_us, exposed_us=0.0, **fields):
         exposed_us=exposed_us,
         start_us=start_us,
         end_us=end_us,
+        copies="compute",
         verdict="exposed: nothing runs before it" if exposed_us else "hidden",
     )
     return replace(made, **fields)
@@ -196,14 +197,14 @@ graph breaks: 1
   - call to print in forward
 
 forward: collectives 2, bytes 48 MiB, compute 11.8 ms, communication 1.1 ms, exposed 500 µs, peak unsharded 48 MiB,
-  bound 64 MiB, kept unsharded 0 B
+  bound 64 MiB, kept unsharded 0 B, copies 2 on the compute stream
   #  kind        dtype       size  ranks  launch  wait  use  estimate  exposed  params
   0  all-gather  bfloat16  24 MiB      4       0     2    3    500 µs   500 µs  3: layers.0.{wq,wk,wo}.weight
   1  all-gather  bfloat16  24 MiB      4       3     6    7    600 µs   hidden  1: head.weight
   500 µs exposed: nothing runs before it (#0)
 
 backward: collectives 2, bytes 48 MiB, compute 1 ms, communication 700 µs, exposed 100 µs, peak unsharded 24 MiB,
-  bound 64 MiB, kept unsharded 0 B
+  bound 64 MiB, kept unsharded 0 B, copies 2 on the compute stream
   #  kind            dtype       size  ranks  launch  wait  use  estimate  exposed  params
   0  reduce-scatter  float32   24 MiB      4       0     2    3    500 µs   100 µs  3: layers.0.{wq,wk,wo}.weight
   1  all-reduce      bfloat16  24 MiB      4       0     2    3    200 µs   hidden  3: layers.0.{wq,wk,wo}.weight

@@ -15,7 +15,7 @@ import torch
 from ..passes.policy import SchedulePolicy
 from . import figures
 from .lanes import is_exposed
-from .records import CapturedGraph, Collective
+from .records import CapturedGraph, Collective, Copies
 
 if TYPE_CHECKING:
     from .report import Capture
@@ -75,7 +75,21 @@ def graph_facts(graph: CapturedGraph) -> list[Fact]:
         ("peak unsharded", figures.size(graph.peak_unsharded_bytes)),
         ("bound", figures.size(graph.bound_bytes)),
         ("kept unsharded", figures.size(graph.kept_bytes)),
+        ("copies", _copies(graph)),
     ]
+
+
+def _copies(graph: CapturedGraph) -> str:
+    """Return how many collectives' buffers are copied by whom."""
+    count = Counter(collective.copies for collective in graph.collectives)
+    return ", ".join(f"{count[kind]} {text}" for kind, text in _COPIES if count[kind]) or "none"
+
+
+_COPIES: tuple[tuple[Copies, str], ...] = (
+    ("compute", "on the compute stream"),
+    ("side stream", "beside compute"),
+    ("none", "not needed"),
+)
 
 
 def words(kind: str) -> str:

@@ -16,7 +16,7 @@ from ..passes import ir, schedule, survey
 from ..passes.cost import Cluster, size_bytes
 from ..passes.schedule import Action, Gather, Kind, Load, Timed, Timeline
 from ..passes.survey import Compute, Flight
-from .records import Collective, CollectiveKind, ComputeSpan, MemoryStep
+from .records import Collective, CollectiveKind, ComputeSpan, Copies, MemoryStep
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 
@@ -118,6 +118,7 @@ def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]
                     exposed_us=timed.exposed_us,
                     start_us=timed.start_us,
                     end_us=timed.end_us,
+                    copies=_copies(launch),
                     verdict=_verdict(scheduled, kind, index, timed),
                 )
             )
@@ -128,6 +129,13 @@ def _kind(launch: fx.Node) -> CollectiveKind:
     if ir.is_gather_launch(launch):
         return "all_gather"
     return "reduce_scatter" if ir.is_scatter_launch(launch) else "all_reduce"
+
+
+def _copies(launch: fx.Node) -> Copies:
+    bundle = ir.bundle_of(launch)
+    if ir.is_all_reduce_launch(launch) or (bundle is not None and bundle.is_in_place):
+        return "none"
+    return "side stream" if ir.leaves_compute(launch) else "compute"
 
 
 def _first_use(wait: fx.Node, place: dict[str, int]) -> str:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
+Copies = Literal["none", "compute", "side stream"]
 GraphKind = Literal["forward", "backward", "inference"]
 
 
@@ -33,6 +34,7 @@ class Collective:
         exposed_us: how long compute stands still for it.
         start_us: on the graph's timeline, when the link begins with it.
         end_us: when the link is done.
+        copies: who copies into and out of its buffers; nobody where the buffer is the one parameter it carries.
         verdict: "hidden", or "exposed: " and by what it is limited.
     """
 
@@ -49,6 +51,7 @@ class Collective:
     exposed_us: float
     start_us: float
     end_us: float
+    copies: Copies
     verdict: str
 
 
