@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-from tests.training import batches, my_part, shard, square_loss
 from tests.training import MLP as Model
+from tests.training import batches, my_part, shard, square_loss
 
 
 def main() -> None:

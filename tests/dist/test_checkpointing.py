@@ -15,7 +15,7 @@ from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
 from tests.graphs import record, sequence
 from tests.parity import row
 from tests.ranks import on_ranks
-from tests.training import compiled, assert_trains_like_replicas, batches, my_part, square_loss
+from tests.training import assert_trains_like_replicas, batches, compiled, my_part
 
 
 class Block(nn.Module):
@@ -74,7 +74,9 @@ def _checkpointed(how=None, options=None):
 def _sharded(how=None, options=None, mode="eager", reshard=True):
     model, units = _checkpointed(how, options)
     for unit in units:
-        (fully_shard_with_compiled_compute if mode == "regional" else fully_shard)(unit, reshard_after_forward=reshard)
+        (fully_shard_with_compiled_compute if mode == "regional" else fully_shard)(
+            unit, reshard_after_forward=reshard
+        )
     return fully_shard(model)
 
 

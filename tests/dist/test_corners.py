@@ -12,11 +12,11 @@ from fsdp_compiled import fully_shard
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
-    compiled,
     MLP,
     MODES,
     assert_close,
     batches,
+    compiled,
     full,
     full_grads,
     full_params,

@@ -15,14 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from fsdp_compiled.state import states_below
 from tests.parity import row
-from tests.ranks import on_ranks, same_on_ranks
+from tests.ranks import on_ranks
 from tests.training import (
-    compiled,
     MLP,
     MODES,
     assert_close,
     assert_trains_like_one_process,
     batches,
+    compiled,
     full,
     full_grads,
     full_params,

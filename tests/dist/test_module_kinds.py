@@ -18,11 +18,11 @@ from tests.graphs import record, sequence
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
-    compiled,
     MODES,
     assert_close,
     assert_trains_like_replicas,
     batches,
+    compiled,
     full_grads,
     my_part,
     shard,
@@ -31,7 +31,14 @@ from tests.training import (
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor", "unshard", "reduce_grad")
+COLLECTIVES = (
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_reduce",
+    "wait_tensor",
+    "unshard",
+    "reduce_grad",
+)
 
 
 class Small(nn.Module):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
-from tests.training import compiled, MLP, MODES, assert_close, batches, full, full_params, my_part, shard, square_loss
+from tests.training import MLP, MODES, assert_close, batches, compiled, full, full_params, my_part, shard, square_loss
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
@@ -59,7 +59,9 @@ def test_clipping_by_the_norm_over_all_ranks(mode):
         _backward(alone, call, x)
         norms = [_norm(nn.utils.clip_grad_norm_(m.parameters(), **clip)) for m in (model, alone)]
         same_on_ranks(norms[0])
-        assert norms[0] == pytest.approx(norms[1], rel=1e-5) and (norms[1] > clip["max_norm"]) == (clip["max_norm"] < 1)
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5) and (norms[1] > clip["max_norm"]) == (
+            clip["max_norm"] < 1
+        )
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

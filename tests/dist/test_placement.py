@@ -1,4 +1,4 @@
-"""Where parameters live: smaller groups, replicas only, meshes of their own, other parallelism, other units, the CPU."""
+"""Where parameters live: smaller groups, replicas, meshes of their own, other parallelism, other units, the CPU."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from fsdp_compiled.param import ShardedState
 from fsdp_compiled.testing import MLPStack
 from tests.graphs import record
 from tests.parity import row
-from tests.ranks import on_ranks, same_on_ranks
+from tests.ranks import on_ranks
 from tests.training import (
-    compiled,
     MLP,
     MODES,
     assert_close,
     assert_trains_like_one_process,
     batches,
+    compiled,
     full_grads,
     full_params,
     my_part,
     shard,
     square_loss,
-    train,
 )
 
 each_mode = pytest.mark.parametrize("mode", MODES)

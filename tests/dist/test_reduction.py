@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_compiled import AllGather, ReduceScatter, fully_shard
 from tests.parity import row
 from tests.ranks import on_ranks
-from tests.training import compiled, MLP, assert_close, batches, full_grads, my_part, shard, square_loss
+from tests.training import MLP, assert_close, batches, compiled, full_grads, my_part, shard, square_loss
 
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 

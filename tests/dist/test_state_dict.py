@@ -120,7 +120,9 @@ def test_loading_strictly_or_not_and_below_a_prefix(mode):
     assert {name for name, value in state.items() if not isinstance(value, DTensor)} == {"model.gain"}
 
     wrapper = nn.ModuleDict({"model": other})
-    without = {name: value for name, value in state.items() if "blocks.1" not in name} | {"model.extra": torch.ones(1)}
+    without = {name: value for name, value in state.items() if "blocks.1" not in name} | {
+        "model.extra": torch.ones(1)
+    }
     with pytest.raises(RuntimeError, match=r'(?s)Missing key.*"model\.blocks\.1\.0\.weight".*Unexpected.*extra'):
         wrapper.load_state_dict(without)
     kept = full_params(other.blocks[1])
@@ -150,7 +152,9 @@ def test_assigned_tensors_are_the_parameters_from_then_on(mode):
     assert train(other, other_call, data, square_loss) == want
     _assert_same_state(other.state_dict(), model.state_dict())
     whole = {name: full(value) + 1 for name, value in state.items()}
-    with pytest.raises(TypeError, match=r"scale: expected a sharded DTensor, got a Tensor; assign a DTensor with plac"):
+    with pytest.raises(
+        TypeError, match=r"scale: expected a sharded DTensor, got a Tensor; assign a DTensor with plac"
+    ):
         other.load_state_dict(whole, assign=True)
     distributed = {
         name: distribute_tensor(whole[name], value.device_mesh, value.placements)
@@ -201,7 +205,9 @@ def test_full_state_dicts(mode, on_shards):
     _steps(call, optimizer, data[:2])
 
     whole = get_model_state_dict(model, options=FULL)
-    moments = deepcopy(get_optimizer_state_dict(model, optimizer, options=FULL))  # step counts are the optimizer's own
+    moments = deepcopy(
+        get_optimizer_state_dict(model, optimizer, options=FULL)
+    )  # step counts are the optimizer's own
     if dist.get_rank() == 0:
         assert not any(isinstance(value, DTensor) for value in whole.values())
         torch.testing.assert_close(whole, dict(alone.state_dict()), rtol=1e-4, atol=1e-6)
@@ -291,7 +297,9 @@ def test_a_checkpoint_of_torch_fsdp(tmp_path, mode):
 
 
 @row("state dict", mode=("eager", "full"))
-@pytest.mark.parametrize("writer, reader", [("eager", "eager"), ("full", "full"), ("torch", "eager"), ("eager", "torch")])
+@pytest.mark.parametrize(
+    "writer, reader", [("eager", "eager"), ("full", "full"), ("torch", "eager"), ("eager", "torch")]
+)
 def test_a_checkpoint_on_another_world_size(tmp_path, writer, reader):
     _on_4(body="_write", path=str(tmp_path / "4"), mode=writer)
     _on_2(body="_read", path=str(tmp_path / "4"), mode=reader)

@@ -5,7 +5,6 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -16,7 +15,6 @@ from tests.graphs import record, target_name
 from tests.ranks import on_ranks, same_on_ranks
 from tests.streams import RecordingStreams, recording
 from tests.training import MLP, assert_trains_like_one_process, batches, my_part, shard, square_loss
-
 
 GATHER_MARK = "(a gather)"
 GATHER = """gathers: waits for compute
@@ -246,7 +244,9 @@ def test_what_a_graph_runs_where():
         call, recorder = record(model)
         x = my_part(batches(1, 8, 6)[0])
         call(x).sum().backward()
-        names = [target_name(node) for _, graph in recorder.after for node in graph.nodes if node.op == "call_function"]
+        names = [
+            target_name(node) for _, graph in recorder.after for node in graph.nodes if node.op == "call_function"
+        ]
     assert names.count("launch_gather") == 2
     assert names.count("all_gather_into_tensor") == 0
     assert names.count("copy_in_gradients") == names.count("reduce_scatter_tensor") == 1
