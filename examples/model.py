@@ -37,6 +37,16 @@ class Config:
 PRESETS = {
     "tiny": Config(width=128, layers=2, heads=4, kv_heads=2, hidden=352, max_seq=128),
     "small": Config(),
+    "1b": Config(
+        vocab=128_256,
+        width=2048,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        hidden=8192,
+        max_seq=8192,
+        rope_base=500_000.0,
+    ),
     "8b": Config(
         vocab=128_256,
         width=4096,

@@ -21,7 +21,7 @@ from .errors import FSDPError
 from .extension import AllGatherExtension, is_extended
 from .layout import ShardLayout
 from .passes.ir import Route, reduction_for
-from .pending import PendingGrad
+from .pending import PendingGrad, on_gradient
 from .policy import resolved
 from .spmd import local_of, outer_parallelism, sharded_spec
 from .unit import ParamPlacement, UnitStatus
@@ -126,7 +126,7 @@ class FSDPParam:
         plain = padded if self.extension is None else _without_memory(padded)
         self.leaf = nn.Parameter(plain, requires_grad=differentiable)
         if differentiable:
-            self.leaf.register_post_accumulate_grad_hook(self._land)
+            on_gradient(self.leaf, self._land)
         self._pending = self._partial = self._unsharded = None
         self.publish()
 

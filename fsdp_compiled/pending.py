@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+
+
+def on_gradient(leaf: nn.Parameter, method: Callable[[Tensor], None]) -> None:
+    """Call a bound method with ``leaf`` whenever backward has left a gradient there.
+
+    The hook does not keep the method's object alive: Python's collector does not look through hooks of this kind, so
+    one on a model's leaf that refers to the model would keep the model for good.
+    """
+    found = weakref.WeakMethod(method)
+
+    def run(leaf: Tensor) -> None:
+        method = found()
+        if method is not None:
+            method(leaf)
+
+    leaf.register_post_accumulate_grad_hook(run)
 
 
 class PendingGrad:
@@ -15,14 +32,20 @@ class PendingGrad:
         shape: of the gradients.
         dtype: in which they are summed.
         device: of the gradients.
-        on_arrival: called when a compiled backward has added one.
+        on_arrival: called when a compiled backward has added one; it is not kept alive.
     """
 
     def __init__(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, on_arrival: Callable[[], None]
     ) -> None:
         self.leaf = nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape)))
-        self.leaf.register_post_accumulate_grad_hook(lambda _: on_arrival())
+        self._on_arrival = weakref.WeakMethod(on_arrival)
+        on_gradient(self.leaf, self._arrive)
+
+    def _arrive(self, leaf: Tensor) -> None:
+        on_arrival = self._on_arrival()
+        if on_arrival is not None:
+            on_arrival()
 
     @property
     def grad(self) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_compiled.collectives import copies, streams
 
 OPS = {
-    "_c10d_functional.all_gather_into_tensor_out": "all-gather",
+    "c10d._allgather_base_": "all-gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce-scatter",
     "_c10d_functional.all_reduce": "all-reduce",
     "_c10d_functional.wait_tensor": "wait",

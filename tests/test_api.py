@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from dataclasses import fields
 
 import pytest
+import torch
 import torch.distributed.fsdp as torch_fsdp
+from torch import nn
 
 import fsdp_compiled
+from fsdp_compiled import fully_shard
 
 FUNCTIONS = ("fully_shard", "register_fsdp_forward_method")
 POLICIES = ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy")
@@ -56,3 +61,19 @@ def test_every_method_exists_with_the_same_parameters_or_refuses_by_name(name):
 def test_the_handle_waits():
     assert _public(torch_fsdp.UnshardHandle) == ["wait"]
     assert _public(fsdp_compiled.UnshardHandle) == ["wait"]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_that_nobody_holds_is_freed(fake_group, compiled):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for sync in (False, True):
+        model.set_requires_gradient_sync(sync)
+        call(torch.randn(2, 4)).sum().backward()
+    gone = weakref.ref(model)
+    del model, call
+    torch.compiler.reset()
+    gc.collect()
+    assert gone() is None

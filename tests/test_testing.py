@@ -32,7 +32,6 @@ from fsdp_compiled.testing import (
     check_sharded_parity,
     compiled_fsdp_test,
     get_full_params,
-    patch_all_gather,
     patch_all_reduce,
     patch_reduce_scatter,
     patch_reshard,
@@ -239,7 +238,7 @@ def test_full_params_are_copies(one_rank):
 
 
 def test_a_patch_is_undone_after_an_error_and_nests(fake_group):
-    operator = torch.ops._c10d_functional.all_gather_into_tensor
+    operator = torch.ops._c10d_functional.all_reduce
     wait = torch.ops._c10d_functional.wait_tensor
     row = torch.ones(3)
     name = torch.distributed.group.WORLD.group_name
@@ -248,15 +247,15 @@ def test_a_patch_is_undone_after_an_error_and_nests(fake_group):
     def count(label):
         return lambda *args: (seen.append(label), wait(operator(*args)))[1]
 
-    with pytest.raises(ZeroDivisionError), patch_all_gather(count("outer")) as original:
+    with pytest.raises(ZeroDivisionError), patch_all_reduce(count("outer")) as original:
         assert original is operator
-        assert torch.ops._c10d_functional.all_gather_into_tensor.default is operator.default
-        with patch_all_gather(count("inner")):
-            torch.ops._c10d_functional.all_gather_into_tensor(row, 4, name)
-        torch.ops._c10d_functional.all_gather_into_tensor(row, 4, name)
+        assert torch.ops._c10d_functional.all_reduce.default is operator.default
+        with patch_all_reduce(count("inner")):
+            torch.ops._c10d_functional.all_reduce(row, "sum", name)
+        torch.ops._c10d_functional.all_reduce(row, "sum", name)
         raise ZeroDivisionError
     assert seen == ["inner", "outer"]
-    assert torch.ops._c10d_functional.all_gather_into_tensor is operator
+    assert torch.ops._c10d_functional.all_reduce is operator
 
 
 def test_reduce_scatter_with_assert_sees_the_output(fake_group):

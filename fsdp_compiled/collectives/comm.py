@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0: ties a work to the tensor, so that wait_tensor waits for it.
-from torch._C._distributed_c10d import _register_work
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions, _register_work
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 
 from ..errors import FSDPError
@@ -108,6 +108,26 @@ def gather_output(numel: int, dtype: torch.dtype, device: torch.device, comm: st
     """Return a buffer of ``comm``'s own kind for an all-gather."""
     gather: AllGather = _find(comm, AllGather)
     return gather.allocate([numel], dtype=dtype, device=device)
+
+
+def all_gather_into_tensor(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the process group's own all-gather of 1-D ``input``, perhaps a part of ``output``."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    # Checked on torch 2.11.0, which has the second name only, 2.13.0 and 2.15.0.
+    start = getattr(group, "all_gather_single", None) or group._allgather_base
+    return start(output, input, options)
+
+
+def reduce_scatter_tensor(
+    output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
+) -> dist.Work:
+    """Start the process group's own reduce-scatter of 1-D ``input``."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = True
+    start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base  # see above
+    return start(output, input, options)
 
 
 def all_gather_into(out: Tensor, row: Tensor, group: str, comm: str) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import AllGather, Comm, ReduceScatter
+from .comm import AllGather, Comm, ReduceScatter, all_gather_into_tensor, reduce_scatter_tensor
 
 
 class ProcessGroupMemory(Comm):
@@ -46,7 +46,7 @@ class ProcessGroupAllGather(ProcessGroupMemory, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """See :class:`AllGather`."""
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+        return all_gather_into_tensor(output_tensor, input_tensor, group)
 
 
 class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
@@ -61,7 +61,7 @@ class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See :class:`ReduceScatter`."""
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
+        return reduce_scatter_tensor(output_tensor, input_tensor, group, op)
 
 
 class SymmetricAllGather(AllGather):

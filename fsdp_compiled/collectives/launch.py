@@ -80,7 +80,8 @@ def _start_gather(shards: Sequence[Tensor], route: Route, out: Tensor | None) ->
         copies.copy_in_shards(shards, row)
     if route.gather_comm:
         return comm.all_gather_into(rows, row, group, route.gather_comm)
-    _c10d.all_gather_into_tensor_out(_bits(row), world, group, out=_bits(rows))
+    work = comm.all_gather_into_tensor(_bits(rows), _bits(row), comm.process_group(group))
+    comm.register_work(rows, work)
     return rows
 
 
@@ -122,6 +123,9 @@ def launch_reduction(
 
     def begin() -> Tensor:
         return _start_scatter(rows.view(-1), route)
+
+    def wait(row: Tensor) -> Tensor:
+        return _c10d.wait_tensor(row) if route.shard_world > 1 else row
 
     if route.replicate_world == 1:
         return streams.launch(

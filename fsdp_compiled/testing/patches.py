@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from .. import state
-from ..collectives import launch
+from ..collectives import comm, launch
 from ..state import FSDPState
 from .threads import ranks_are_threads
 
@@ -27,14 +27,14 @@ Place = tuple[Any, str]  # object, attribute
 _setting = threading.Lock()  # of a place, among ranks that are threads
 
 
-def patch_all_gather(new_all_gather_into_tensor: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:
-    """Replace ``torch.ops._c10d_functional.all_gather_into_tensor``, which DTensor calls too.
+def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Replace ``fsdp_compiled.collectives.comm.all_gather_into_tensor``, by which hooks gather.
 
     Args:
-        new_all_gather_into_tensor: ``(input, group_size, group_name) -> output``: input ``[n]`` of any dtype,
-            output ``[group_size * n]``, waited for by ``torch.ops._c10d_functional.wait_tensor``.
+        new_all_gather_into_tensor: ``(output, input, group) -> Work``: input ``[n]`` of any dtype, perhaps a part of
+            output ``[group size * n]``.
     """
-    return _replaced_operator("all_gather_into_tensor", new_all_gather_into_tensor)
+    return replaced([(comm, "all_gather_into_tensor")], new_all_gather_into_tensor)
 
 
 def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:

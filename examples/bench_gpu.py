@@ -1,0 +1,367 @@
+"""Measures the collective stack on one GPU, without other GPUs: copies, whole steps, and overlap with a made-up wire.
+
+    python examples/bench_gpu.py --json examples/results/bench-gpu.json
+
+*Copies*: each of the four copies of a bucket, in bytes read and written per second, beside a device-to-device copy
+and beside PyTorch's own operators for FSDP2.
+
+*Steps*: forward and backward of a Llama-style model as rank 0 of a made-up group, whose collectives send nothing:
+compute and copies are real. The unsharded compiled model is what sharding must not slow down.
+
+*Wire*: the same, with collectives that keep their stream busy for as long as the cluster's model says, so that
+whatever does not overlap is seen. What is exposed is the step's time beyond that without a wire.
+
+``--device cpu --preset tiny`` runs the same program without a GPU, to try it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import PRESETS, Llama
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0; FSDP2's interfaces have no public name.
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as TorchReduceScatter
+
+from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.collectives import AllGather, ReduceScatter, copies
+from fsdp_compiled.passes import cost
+
+MIB = 2**20
+COPY_WORLD = 8
+
+
+# ---- time ----
+
+
+def seconds_of(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Return the median time of ``run``, on the device where it has a clock."""
+    found = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - begin)
+    return statistics.median(found)
+
+
+# ---- copies ----
+
+
+@dataclass(frozen=True)
+class Copied:
+    """One copy of one bucket: bytes read and written per second, by whom."""
+
+    copy: str
+    mib: int
+    ours_gb_s: float
+    torch_gb_s: float
+    device_gb_s: float  # of a copy from one buffer to another
+
+
+def copies_table(device: torch.device, sizes_mib: Sequence[int], repeats: int) -> Iterator[Copied]:
+    """Time the copies of buckets whose unsharded parameters have so many MiB in bf16."""
+    for mib in sizes_mib:
+        bucket = _Bucket(_block_shapes(mib * MIB // 2), device)
+        other = torch.empty_like(bucket.rows)
+        plain = _rate(4 * bucket.numel, partial(other.copy_, bucket.rows), device, repeats)
+        for name, size, ours, theirs in bucket.cases():
+            yield Copied(name, mib, *(_rate(size, run, device, repeats) for run in (ours, theirs)), plain)
+
+
+def _rate(size: int, run: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    run()  # compiles, and fills the caches
+    return size / seconds_of(run, device, repeats) / 1e9
+
+
+class _Bucket:
+    """A decoder block's parameters, sharded and whole, and the packed buffers that they are copied from and to."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self.numel = sum(length * width for length, width in shapes)
+        self.whole = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+        self.shards = [torch.randn(length // COPY_WORLD, width, device=device) for length, width in shapes]
+        packed = (COPY_WORLD, self.numel // COPY_WORLD)
+        self.rows = torch.empty(packed, device=device, dtype=torch.bfloat16)
+        self.reduced = torch.empty(packed, device=device)
+
+    def cases(self) -> list[tuple[str, int, Callable[[], Any], Callable[[], Any]]]:
+        """Return each copy's name, the bytes that it reads and writes, ours and PyTorch's."""
+        by_torch, dims = torch.ops.fsdp, [0] * len(self.whole)
+        sizes = [shard.numel() for shard in self.shards]
+        flat = [shard.view(-1) for shard in self.shards]
+        chunks = [each.view(COPY_WORLD, -1) for each in self.whole]
+        part = self.numel // COPY_WORLD
+        return [
+            (
+                "all-gather in",
+                6 * part,
+                partial(copies.copy_in_shards, self.shards, self.rows[0]),
+                partial(torch._foreach_copy_, list(self.rows[0].split(sizes)), flat),
+            ),
+            (
+                "all-gather out",
+                4 * self.numel,
+                partial(copies.copy_out_gathered, self.rows, self.whole, dims),
+                partial(by_torch.split_with_sizes_copy, self.rows, sizes, 1, out=chunks),
+            ),
+            (
+                "reduce-scatter in",
+                6 * self.numel,
+                partial(copies.copy_in_gradients, self.whole, dims, COPY_WORLD, torch.float32, 1.0),
+                partial(by_torch.chunk_cat, self.whole, 0, COPY_WORLD, out=self.reduced),
+            ),
+            (
+                "reduce-scatter out",
+                8 * part,
+                partial(copies.copy_out_reduced, self.reduced[0], self.shards, 1.0, False),
+                partial(torch._foreach_copy_, flat, list(self.reduced[0].split(sizes))),
+            ),
+        ]
+
+
+def _block_shapes(numel: int) -> list[tuple[int, int]]:
+    """Return shapes like those of a decoder block, of about so many elements."""
+    width = max(COPY_WORLD * 8, int((numel / 11.5) ** 0.5) // 64 * 64)
+    return [(width, width), (width // 4, width), (width // 4, width), (width, width), *[(3 * width, width)] * 3] + [
+        (COPY_WORLD, width // COPY_WORLD)
+    ] * 2
+
+
+# ---- a wire that sends nothing, but takes its time ----
+
+
+class _Wire:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def busy(self, whole: Tensor, group: dist.ProcessGroup, reduces: bool) -> None:
+        if whole.device.type != "cuda":
+            return
+        cluster = cost.detect(whole.device)
+        world = dist.get_world_size(group)
+        link = cluster.intra if world <= cluster.ranks_per_node else cluster.inter
+        microseconds = link.collective_us(whole.numel() * whole.element_size(), world, reduces=reduces)
+        torch.cuda._sleep(int(microseconds * 1e-6 * _cycles_per_second(whole.device)))
+
+
+class _WireGather(_Wire):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
+        self.busy(output_tensor, group, reduces=False)
+
+
+class _WireScatter(_Wire):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        self.busy(input_tensor, group, reduces=True)
+
+
+_cycles: dict[torch.device, float] = {}
+
+
+def _cycles_per_second(device: torch.device) -> float:
+    if device not in _cycles:
+        torch.cuda._sleep(10**6)
+        _cycles[device] = 10**7 / seconds_of(lambda: torch.cuda._sleep(10**7), device, 5)
+    return _cycles[device]
+
+
+class OurGather(_WireGather, AllGather): ...
+
+
+class OurScatter(_WireScatter, ReduceScatter): ...
+
+
+class TheirGather(_WireGather, TorchAllGather): ...
+
+
+class TheirScatter(_WireScatter, TorchReduceScatter): ...
+
+
+def add_wire(model: nn.Module) -> None:
+    """Let every collective of a sharded model take its time."""
+    for module in model.modules():
+        ours = isinstance(module, FSDPModule)
+        if ours or isinstance(module, TorchFSDPModule):
+            module.set_custom_all_gather(OurGather() if ours else TheirGather())
+            module.set_custom_reduce_scatter(OurScatter() if ours else TheirScatter())
+
+
+# ---- steps ----
+
+
+def unsharded(model: Llama) -> Callable[..., Tensor]:
+    return torch.compile(model.to(torch.bfloat16), fullgraph=True)
+
+
+def fsdp2(model: Llama) -> Callable[..., Tensor]:
+    policy = TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        torch_fully_shard(block, mp_policy=policy)
+    return torch_fully_shard(model, mp_policy=policy)
+
+
+def fsdp2_compiled_blocks(model: Llama) -> Callable[..., Tensor]:
+    for block in model.blocks:
+        block.compile()
+    return fsdp2(model)
+
+
+def ours_eager(model: Llama) -> Callable[..., Tensor]:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def ours_full_graph(model: Llama) -> Callable[..., Tensor]:
+    return torch.compile(ours_eager(model), fullgraph=True)
+
+
+WAYS = {
+    "unsharded compiled": unsharded,
+    "FSDP2": fsdp2,
+    "FSDP2, blocks compiled": fsdp2_compiled_blocks,
+    "eager": ours_eager,
+    "full graph": ours_full_graph,
+}
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Forward and backward of one contender."""
+
+    world: int
+    contender: str
+    ms: float
+    wired_ms: float | None  # with a made-up wire
+    peak_mib: float | None  # of allocated memory, sharded parameters and gradients included
+
+    @property
+    def exposed_ms(self) -> float | None:
+        return None if self.wired_ms is None else self.wired_ms - self.ms
+
+
+def steps_table(args: argparse.Namespace, device: torch.device) -> Iterator[Stepped]:
+    """Time every contender in every made-up world."""
+    for world in args.world:
+        dist.init_process_group("fake", rank=0, world_size=world)
+        for name in WAYS:
+            ms, peak = _step(name, args, device, wire=False)
+            wired = None if name == "unsharded compiled" else _step(name, args, device, wire=True)[0]
+            yield Stepped(world, name, ms, wired, peak)
+        dist.destroy_process_group()
+
+
+def _step(name: str, args: argparse.Namespace, device: torch.device, wire: bool) -> tuple[float, float | None]:
+    torch._dynamo.reset()
+    gc.collect()
+    config = replace(PRESETS[args.preset], max_seq=args.seq)
+    with torch.device(device):
+        model = Llama(config)
+        model.init_weights(seed=0)
+        call = WAYS[name](model)
+        tokens = torch.randint(config.vocab, (args.batch, args.seq + 1))
+    if wire:
+        add_wire(model)
+
+    def step() -> None:
+        call(tokens[:, :-1], tokens[:, 1:]).backward()
+        for param in model.parameters():
+            param.grad = None
+
+    for _ in range(3):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    seconds = seconds_of(step, device, args.steps)
+    peak = torch.cuda.max_memory_allocated() / MIB if device.type == "cuda" else None
+    return seconds * 1e3, peak
+
+
+# ---- the report ----
+
+
+def show_copies(rows: Sequence[Copied]) -> None:
+    print(
+        f"\n{'copy':20}{'MiB':>6}{'ours GB/s':>12}{'torch GB/s':>12}{'copy GB/s':>12}{'of copy':>10}{'of torch':>10}"
+    )
+    for row in rows:
+        print(
+            f"{row.copy:20}{row.mib:6}{row.ours_gb_s:12.1f}{row.torch_gb_s:12.1f}{row.device_gb_s:12.1f}"
+            f"{row.ours_gb_s / row.device_gb_s:10.2f}{row.ours_gb_s / row.torch_gb_s:10.2f}"
+        )
+
+
+def show_steps(rows: Sequence[Stepped]) -> None:
+    titles = f"{'ms':>10}{'of unsharded':>14}{'with wire':>12}{'exposed':>10}{'peak MiB':>10}"
+    print(f"\n{'ranks':>5}  {'contender':26}{titles}")
+    for row in rows:
+        (base,) = [each.ms for each in rows if each.world == row.world and each.contender == "unsharded compiled"]
+        tail = "".join(
+            f"{'' if value is None else format(value, '.1f'):>{width}}"
+            for value, width in ((row.wired_ms, 12), (row.exposed_ms, 10), (row.peak_mib, 10))
+        )
+        print(f"{row.world:5}  {row.contender:26}{row.ms:10.1f}{row.ms / base:14.3f}{tail}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--preset", choices=list(PRESETS), default="1b")
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=10, help="timed; 3 more come first")
+    parser.add_argument("--world", type=int, nargs="*", default=[8, 64], help="sizes of the made-up group")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[4, 64, 256], help="of buckets, in MiB")
+    parser.add_argument("--json", metavar="FILE")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    print(f"{name}, torch {torch.__version__}, {datetime.now():%Y-%m-%d}")
+    copied = list(copies_table(device, args.sizes, repeats=20))
+    show_copies(copied)
+    stepped = list(steps_table(args, device))
+    print(f"\n{args.preset}, sequence {args.seq}, batch {args.batch}, bf16 compute, fp32 reduce")
+    show_steps(stepped)
+    if args.json:
+        with open(args.json, "w") as file:
+            about = {"device": name, "torch": torch.__version__, "date": f"{datetime.now():%Y-%m-%d}"}
+            tables = {"copies": [asdict(row) for row in copied], "steps": [asdict(row) for row in stepped]}
+            json.dump({**about, "args": vars(args), **tables}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
