@@ -11,7 +11,7 @@ compute and copies are real. The unsharded compiled model is what sharding must 
 *Wire*: the same, with collectives that keep their stream busy for as long as the cluster's model says, so that
 whatever does not overlap is seen. What is exposed is the step's time beyond that without a wire.
 
-``--device cpu --preset tiny`` runs the same program without a GPU, to try it.
+``--device cpu --preset tiny --seq 32 --world 4 --sizes 1`` runs the same program without a GPU, to try it.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def steps_table(args: argparse.Namespace, device: torch.device) -> Iterator[Step
     """Time every contender in every made-up world."""
     for world in args.world:
         dist.init_process_group("fake", rank=0, world_size=world)
-        for name in WAYS:
+        for name in args.only:
             ms, peak = _step(name, args, device, wire=False)
             wired = None if name == "unsharded compiled" else _step(name, args, device, wire=True)[0]
             yield Stepped(world, name, ms, wired, peak)
@@ -323,12 +323,13 @@ def show_steps(rows: Sequence[Stepped]) -> None:
     titles = f"{'ms':>10}{'of unsharded':>14}{'with wire':>12}{'exposed':>10}{'peak MiB':>10}"
     print(f"\n{'ranks':>5}  {'contender':26}{titles}")
     for row in rows:
-        (base,) = [each.ms for each in rows if each.world == row.world and each.contender == "unsharded compiled"]
+        base = [each.ms for each in rows if each.world == row.world and each.contender == "unsharded compiled"]
+        ratio = f"{row.ms / base[0]:.3f}" if base else ""
         tail = "".join(
             f"{'' if value is None else format(value, '.1f'):>{width}}"
             for value, width in ((row.wired_ms, 12), (row.exposed_ms, 10), (row.peak_mib, 10))
         )
-        print(f"{row.world:5}  {row.contender:26}{row.ms:10.1f}{row.ms / base:14.3f}{tail}")
+        print(f"{row.world:5}  {row.contender:26}{row.ms:10.1f}{ratio:>14}{tail}")
 
 
 def parse() -> argparse.Namespace:
@@ -339,6 +340,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10, help="timed; 3 more come first")
     parser.add_argument("--world", type=int, nargs="*", default=[8, 64], help="sizes of the made-up group")
+    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--sizes", type=int, nargs="*", default=[4, 64, 256], help="of buckets, in MiB")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()

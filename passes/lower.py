@@ -7,6 +7,7 @@ after its last gradient.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -93,8 +94,12 @@ def has_streams(node: fx.Node) -> bool:
 
 
 def _is_parameter(node: fx.Node) -> bool:
-    """Tell whether ``node`` is a parameter's shard, which outlives the step, by the name AOTAutograd gives it."""
-    return node.op == "placeholder" and str(node.target).startswith("primals")
+    """Tell whether ``node`` is a parameter's shard, which outlives the step, by the name that AOTAutograd gives it.
+
+    Inputs of forward graphs and what backward graphs take of them are called primals, those of inference graphs arg;
+    what forward has computed for backward, which may be freed or overwritten there, has other names.
+    """
+    return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
 
 
 def _travelling(emit: ir.Emitter, node: fx.Node, route: ir.Route) -> fx.Node:

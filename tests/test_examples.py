@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import bench_gpu
 import bench_passes
 import data
 import inspect_graphs
@@ -170,3 +171,29 @@ def test_bench_passes_times_every_pass_at_every_depth(run, tmp_path):
     for shallow, deep in zip(rows[::2], rows[1::2], strict=True):
         assert shallow["growth"] == 1.0
         assert deep["nodes"] > shallow["nodes"]
+
+
+def test_bench_gpu_runs_without_one(run, tmp_path):
+    where = ["--device", "cpu", "--preset", "tiny", "--seq", 16, "--batch", 1]
+    run(
+        bench_gpu,
+        *where,
+        "--steps",
+        1,
+        "--world",
+        4,
+        "--sizes",
+        1,
+        "--only",
+        "FSDP2",
+        "eager",
+        "--json",
+        tmp_path / "a",
+    )
+    figures = json.loads((tmp_path / "a").read_text())
+    assert [row["copy"] for row in figures["copies"]] == [
+        f"{kind} {way}" for kind in ("all-gather", "reduce-scatter") for way in ("in", "out")
+    ]
+    assert all(row["ours_gb_s"] > 0 and row["torch_gb_s"] > 0 for row in figures["copies"])
+    assert [(row["world"], row["contender"]) for row in figures["steps"]] == [(4, "FSDP2"), (4, "eager")]
+    assert all(row["ms"] > 0 and row["wired_ms"] > 0 for row in figures["steps"])
