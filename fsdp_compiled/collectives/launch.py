@@ -128,10 +128,8 @@ def launch_reduction(
         return _c10d.wait_tensor(row) if route.shard_world > 1 else row
 
     if route.replicate_world == 1:
-        return streams.launch(
-            SCATTERS, rows.device, begin, lambda row: follow(_c10d.wait_tensor(row)), _to_host(route)
-        )
-    scattered = streams.launch(SCATTERS, rows.device, begin, _c10d.wait_tensor)
+        return streams.launch(SCATTERS, rows.device, begin, lambda row: follow(wait(row)), _to_host(route))
+    scattered = streams.launch(SCATTERS, rows.device, begin, wait)
     return scattered.then(REPLICAS, rows.device, follow, _to_host(route))
 
 

@@ -19,6 +19,8 @@ import torch.distributed as dist
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
+from ..errors import FSDPError
+
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
 Following = TypeVar("Following")
@@ -107,7 +109,8 @@ class Pending(Generic[Result]):
     def wait(self) -> Result:
         """Let compute wait for the work, once, and forget what the work has held."""
         finish, self._finish = self._finish, None
-        assert finish is not None, "waited for twice"
+        if finish is None:
+            raise FSDPError("a collective was waited for twice")
         return finish()
 
     def then(
