@@ -1,4 +1,4 @@
-"""Runs a test's body on gloo ranks: processes that start once per session and serve every test.
+"""Runs a test's body on gloo ranks: processes that start once and serve many tests.
 
     @on_ranks(2)
     def test_something():
@@ -22,12 +22,19 @@ from fsdp_compiled.testing.processes import Setting
 WORLD = 4
 SETTING = Setting(group_timeout=timedelta(seconds=90), test_timeout_s=600)
 
+# torch's caches keep process groups of compiled models, and gloo's threads for each take time as long as it lives.
+TESTS_PER_POOL = 80
+
 _pool: RankProcesses | None = None
+_served = 0
 
 
 def pool() -> RankProcesses:
-    """Return the session's pool; start it at first use, or after a rank died."""
-    global _pool
+    """Return the pool for one more test; start it at first use, after a rank died, and after many tests."""
+    global _pool, _served
+    _served += 1
+    if _served % TESTS_PER_POOL == 0:
+        close_pool()
     if _pool is None or not _pool.alive:
         _pool = RankProcesses(WORLD)
     return _pool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import sys
@@ -155,6 +156,7 @@ def _serve(rank: int, pipe: Connection, path: list[str]) -> None:
     torch.set_num_threads(1)
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0: as many compile workers per rank as cores would be too many.
     torch._inductor.config.compile_threads = 1
+    gc.freeze()  # what was imported stays, and need not be looked through after each test
     pipe.send(True)  # it is ready
     while True:
         try:
@@ -187,4 +189,5 @@ def _run(rank: int, job: _Job) -> _Outcome:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        gc.collect()  # models hold process groups, whose threads go on as long as they live
     return _Outcome()
