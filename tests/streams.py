@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled.collectives import copies, streams
+from fsdp_compiled.collectives import comm, copies, streams
 
 OPS = {
     "c10d._allgather_base_": "all-gather",
@@ -60,6 +61,7 @@ class RecordingStreams:
         self.say(f"waits for {event.name}")
 
     def work(self, name: str) -> dist.Work:
+        self.say(f"leaves the wait for {name} to the graph")
         future = torch.futures.Future()
         future.set_result(None)
         return _create_work_from_future(future)
@@ -82,26 +84,28 @@ class _Operators(TorchDispatchMode):
 
 
 @contextmanager
-def recording(patch: pytest.MonkeyPatch) -> Iterator[RecordingStreams]:
-    """Take the CPU for an accelerator, and record."""
+def recording(patch: pytest.MonkeyPatch, compute: bool = True) -> Iterator[RecordingStreams]:
+    """Take the CPU for an accelerator, and record; without ``compute`` compiled code runs as it does outside."""
     found = RecordingStreams()
     patch.setattr(streams, "streams_of", lambda device: found)
 
-    def recorded(name: str, result: str = ""):
-        run = getattr(copies, name)
+    def recorded(place: ModuleType, name: str, words: str, result: str = ""):
+        run = getattr(place, name)
 
         def call(*args, **kwargs):
-            found.say(name.replace("_", " "))
+            found.say(words)
             out = run(*args, **kwargs)
             if result:
                 found.freed(out, result)
             return out
 
-        patch.setattr(copies, name, call)
+        patch.setattr(place, name, call)
 
-    recorded("copy_in_shards")
-    recorded("copy_out_gathered")
-    recorded("copy_in_gradients", "reduce-scatter input")
-    recorded("copy_out_reduced")
-    with _Operators(found):
+    recorded(copies, "copy_in_shards", "copy in shards")
+    recorded(copies, "copy_out_gathered", "copy out gathered")
+    recorded(copies, "copy_in_gradients", "copy in gradients", "reduce-scatter input")
+    recorded(copies, "copy_out_reduced", "copy out reduced")
+    if not compute:
+        recorded(comm, "all_gather_into_tensor", "all-gather")
+    with _Operators(found) if compute else nullcontext():
         yield found

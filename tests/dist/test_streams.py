@@ -9,13 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from fsdp_compiled.passes import lower
 from tests.graphs import record, target_name
 from tests.ranks import on_ranks, same_on_ranks
 from tests.streams import RecordingStreams, recording
 from tests.training import MLP, assert_trains_like_one_process, batches, my_part, shard, square_loss
 
+UNIT = SchedulePolicy(bucket="unit", prefetch=1)
 GATHER_MARK = "(a gather)"
 GATHER = """gathers: waits for compute
     gathers: copy in shards
@@ -239,14 +240,21 @@ def test_both_kinds_of_graphs_agree_bit_by_bit():
 
 @on_ranks(2)
 def test_what_a_graph_runs_where():
-    with _graphs_for_a_gpu():
-        model = _two_layers()
-        call, recorder = record(model)
-        x = my_part(batches(1, 8, 6)[0])
+    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        model, x = _two_layers(), my_part(batches(1, 8, 6)[0])
+        call, recorder = record(model, UNIT)
         call(x).sum().backward()
-        names = [
-            target_name(node) for _, graph in recorder.after for node in graph.nodes if node.op == "call_function"
-        ]
-    assert names.count("launch_gather") == 2
-    assert names.count("all_gather_into_tensor") == 0
-    assert names.count("copy_in_gradients") == names.count("reduce_scatter_tensor") == 1
+        with recording(patch, compute=False) as found:
+            call(x)
+        same_on_ranks(found.log)
+        gathers = ["waits for compute", "copy in shards", "all-gather", "copy out gathered"]
+        launch = [*(f"gathers: {step}" for step in gathers), "compute: leaves the wait for gathers to the graph"]
+        assert found.log == launch * 2
+    forward, backward = ([target_name(node) for node in graph.nodes] for _, graph in recorder.after)
+    steps = ("launch_gather", "wait_tensor", "addmm", "copy_in_gradients", "reduce_scatter_tensor", "mm")
+    assert [name for name in forward if name in steps] == [
+        *("launch_gather", "launch_gather", "wait_tensor", "addmm", "wait_tensor", "addmm"),
+    ]
+    assert "all_gather_into_tensor" not in forward + backward
+    reduced = [name for name in backward if name in ("copy_in_gradients", "reduce_scatter_tensor")]
+    assert reduced == ["copy_in_gradients", "reduce_scatter_tensor"] * 2
