@@ -36,8 +36,9 @@ def _two_layers(**kwargs) -> nn.Module:
 def _recorded(run: Callable[[RecordingStreams], None]) -> str:
     with pytest.MonkeyPatch.context() as patch, recording(patch) as found:
         run(found)
-        same_on_ranks(found.log)
-        return "\n".join(found.log)
+        log = list(found.log)
+    same_on_ranks(log)
+    return "\n".join(log)
 
 
 def _assert_log(got: str, want: str) -> None:
