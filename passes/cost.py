@@ -6,7 +6,7 @@ Nothing here is measured at run time, so that every rank finds the same numbers.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -71,6 +71,7 @@ class Cluster:
         ranks_per_node: ranks that share ``intra``.
         taken_from_compute: share of a collective's time during which compute cannot run: 1 where both use the
             same cores, 0 where an engine of its own moves the data.
+        piece_us: added to an all-gather by each further buffer that it gathers into.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Cluster:
     inter: Link
     ranks_per_node: int = 8
     taken_from_compute: float = 0.0
+    piece_us: float = 0.0
 
     def __post_init__(self) -> None:
         _positive(self, ("flops_16bit", "flops_32bit", "memory_bytes_per_s", "ranks_per_node"))
@@ -100,6 +102,13 @@ class Cluster:
     def copy_us(self, size_bytes: int) -> float:
         """Return the time to read and write ``size_bytes`` in device memory."""
         return 2e6 * size_bytes / (EFFICIENCY * self.memory_bytes_per_s)
+
+    def gathers_into_place(self, sizes: Sequence[int]) -> bool:
+        """Tell whether to gather unsharded parameters of these bytes each into its own memory, in one launch.
+
+        Otherwise one buffer is gathered and copied out of. A single parameter always goes into place.
+        """
+        return (len(sizes) - 1) * self.piece_us <= self.copy_us(sum(sizes))
 
 
 def _positive(record: object, fields: tuple[str, ...]) -> None:
@@ -131,6 +140,7 @@ def _gpu(name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink
         kernel_us=7.0,  # *Source:* AutoParallel's launch floor.
         intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, nvlink_gb * 1e9),
         inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, nic_gb * 1e9),
+        piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
     )
 
 
@@ -143,7 +153,8 @@ CLUSTERS: Mapping[str, Cluster] = {
     "B200": _gpu("B200", 2250, 75, 8000, 900, 50),
     # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
     # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
-    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB.
+    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for
+    # each further buffer of coalesced all-gathers.
     "CPU": Cluster(
         name="CPU",
         flops_16bit=133e9,
@@ -154,8 +165,14 @@ CLUSTERS: Mapping[str, Cluster] = {
         inter=Link(600.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
         ranks_per_node=8,
         taken_from_compute=1.0,
+        piece_us=10.0,
     ),
 }
+
+
+def of_kind(device: torch.device) -> Cluster:
+    """Return one cluster for all devices of a type, for what ranks on unequal machines must decide alike."""
+    return CLUSTERS["CPU" if device.type == "cpu" else "H100"]
 
 
 def detect(device: torch.device) -> Cluster:

@@ -24,7 +24,7 @@ CUSTOM_REDUCE_SCATTER_SCHEMA = "custom_reduce_scatter(Tensor rows, str op, int w
 REDUCE_HOOK_SCHEMA = "reduce_hook(Tensor row, str hook) -> Tensor"
 WITH_GRADIENT_SCHEMA = "with_gradient(Tensor whole, Tensor leaf, Tensor? sink, str route) -> Tensor"
 TAKE_SHARD_SCHEMA = "take_shard(Tensor whole, int dim, int world, str group) -> Tensor"
-LAUNCH_GATHER_SCHEMA = "launch_gather(Tensor[] shards, str[] routes) -> Tensor"
+LAUNCH_GATHER_SCHEMA = "launch_gather(Tensor[] shards, str[] routes, bool in_place) -> Tensor"
 COPY_IN_SHARDS_SCHEMA = "copy_in_shards(Tensor[] shards, Tensor(a!) row) -> ()"
 COPY_OUT_GATHERED_SCHEMA = "copy_out_gathered(Tensor rows, Tensor(a!)[] outs, int[] dims) -> ()"
 COPY_IN_GRADIENTS_SCHEMA = (
@@ -311,11 +311,16 @@ def emit_all_gather(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
     return emit(torch.ops.aten.view.dtype, rows, dtype) if is_float8 else rows
 
 
-def emit_launch_gather(emit: Emitter, bucket: Sequence[fx.Node]) -> fx.Node:
+def emit_launch_gather(emit: Emitter, bucket: Sequence[fx.Node], in_place: bool) -> fx.Node:
     """Insert the launch of a gather that leaves the compute stream with its copies, and the wait; return the wait."""
     shards, texts = [source_of(node) for node in bucket], [str(node.args[-1]) for node in bucket]
-    launch = emit(torch.ops.fsdp_compiled.launch_gather.default, shards, texts)
+    launch = emit(torch.ops.fsdp_compiled.launch_gather.default, shards, texts, in_place)
     return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
+
+
+def aligned(numel: int) -> int:
+    """Return ``numel`` rounded up so far that in a flat buffer what follows begins at a multiple of 16 bytes."""
+    return -(-numel // 16) * 16
 
 
 def emit_copy_in_gradients(emit: Emitter, bucket: Sequence[fx.Node]) -> fx.Node:

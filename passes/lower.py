@@ -8,14 +8,14 @@ after its last gradient.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import fx
 
-from . import ir
+from . import cost, ir
 from .survey import is_returned
 
 aten = torch.ops.aten
@@ -33,7 +33,8 @@ class Lower:
             ->  rows = cat(chunks(g1), chunks(g2)); d1, d2 = split(wait(reduce_scatter(rows)))
 
     A node without a ticket travels alone. On a GPU, the gather of parameters takes its copies along to a side stream
-    (``launch_gather``), and one kernel copies gradients in (``copy_in_gradients``).
+    (``launch_gather``), or needs none, where the parameters are so large that it is faster to gather each into place;
+    and one kernel copies gradients in (``copy_in_gradients``).
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -63,29 +64,56 @@ def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> 
         replicate_world=route.replicate_world,
         bound_bytes=ticket.bound_bytes if ticket else 0,
         kept_bytes=sum(ir.travelling_bytes(node) for node in bucket if ir.is_unshard(node) and is_returned(node)),
-        is_in_place=len(bucket) == 1 and route.dim == 0 and not route.gather_comm,
+        is_in_place=ir.is_unshard(bucket[0]) and _goes_into_place(bucket),
     )
 
 
 # ---- all-gather ----
 
 
+def _goes_into_place(bucket: Sequence[fx.Node]) -> bool:
+    """Tell whether each parameter is gathered straight into its own memory, rather than copied there."""
+    routes, sizes = [ir.route_of(node) for node in bucket], [ir.travelling_bytes(node) for node in bucket]
+    if any(route.dim != 0 or route.gather_comm for route in routes):
+        return False
+    if len(bucket) == 1:
+        return True
+    cluster = cost.of_kind(ir.value_of(bucket[0]).device)
+    return _leaves_compute(bucket) and all(sizes) and cluster.gathers_into_place(sizes)
+
+
+def _leaves_compute(bucket: Sequence[fx.Node]) -> bool:
+    """Tell whether the gather takes its copies along to a side stream, where its inputs must outlive the wait."""
+    if not has_streams(bucket[0]) or ir.route_of(bucket[0]).shard_world == 1:
+        return False
+    return all(_is_parameter(ir.source_of(node)) for node in bucket)
+
+
 def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = ir.Emitter(bucket[0], bundle)
     route = ir.route_of(bucket[0])
     sizes = [ir.value_of(ir.source_of(node)).numel() for node in bucket]
-    if has_streams(bucket[0]) and route.shard_world > 1 and all(_is_parameter(ir.source_of(node)) for node in bucket):
-        pieces = _split(
-            emit, ir.emit_launch_gather(emit, bucket), [size * route.shard_world for size in sizes], dim=0
+    if _leaves_compute(bucket):
+        unsharded = _gather_beside_compute(
+            emit, bucket, [size * route.shard_world for size in sizes], bundle.is_in_place
         )
-        join: Callable[[ir.Emitter, fx.Node, ir.Route], fx.Node] = _without_padding
     else:
         row = _concatenate(emit, [_flat(emit, _travelling(emit, node, route)) for node in bucket])
         pieces = _split(emit, _all_gather(emit, row, route), sizes, dim=1)
-        join = _join_chunks
-    unsharded = [join(emit, piece, ir.route_of(node)) for piece, node in zip(pieces, bucket, strict=True)]
+        unsharded = [_join_chunks(emit, piece, ir.route_of(node)) for piece, node in zip(pieces, bucket, strict=True)]
     for node, whole in zip(bucket, unsharded, strict=True):
         _replace(node, whole)
+
+
+def _gather_beside_compute(
+    emit: ir.Emitter, bucket: Sequence[fx.Node], sizes: Sequence[int], in_place: bool
+) -> list[fx.Node]:
+    pieces = _split(emit, ir.emit_launch_gather(emit, bucket, in_place), [ir.aligned(size) for size in sizes], dim=0)
+    unsharded = []
+    for node, piece, size in zip(bucket, pieces, sizes, strict=True):
+        flat = piece if size == ir.aligned(size) else emit(aten.slice.Tensor, piece, 0, 0, size)
+        unsharded.append(_without_padding(emit, flat, ir.route_of(node)))
+    return unsharded
 
 
 def has_streams(node: fx.Node) -> bool:

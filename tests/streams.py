@@ -17,6 +17,7 @@ from fsdp_compiled.collectives import comm, copies, streams
 
 OPS = {
     "c10d._allgather_base_": "all-gather",
+    "c10d.allgather_into_tensor_coalesced_": "all-gathers into place",
     "_c10d_functional.reduce_scatter_tensor": "reduce-scatter",
     "_c10d_functional.all_reduce": "all-reduce",
     "_c10d_functional.wait_tensor": "wait",
@@ -107,5 +108,6 @@ def recording(patch: pytest.MonkeyPatch, compute: bool = True) -> Iterator[Recor
     recorded(copies, "copy_out_reduced", "copy out reduced")
     if not compute:
         recorded(comm, "all_gather_into_tensor", "all-gather")
+        recorded(comm, "all_gather_into_tensors", "all-gathers into place")
     with _Operators(found) if compute else nullcontext():
         yield found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +34,15 @@ def test_compute_is_the_longer_of_flops_and_traffic():
     assert cost.node_us(b.call(torch.ops.aten.t.default, x), TOY) == 0.0
     half = b.call(torch.ops.aten.mm.default, *(b.input(n, 1000, 1000, dtype=torch.bfloat16) for n in "pq"))
     assert cost.node_us(half, TOY) == pytest.approx(2e9 / 2e12 / 0.7 * 1e6)
+
+
+def test_parameters_go_into_place_where_copying_them_takes_longer_than_more_pieces():
+    cluster = replace(TOY, piece_us=5.0)
+    assert cluster.copy_us(3_500_000) == pytest.approx(10.0)
+    assert cluster.gathers_into_place([3_000_000, 500_000])
+    assert cluster.gathers_into_place([3_000_000, 400_000, 100_000])
+    assert not cluster.gathers_into_place([3_000_000, 300_000, 100_000, 100_000])
+    assert cluster.gathers_into_place([1])
 
 
 def test_the_link_follows_the_groups_ranks():

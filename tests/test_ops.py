@@ -73,8 +73,9 @@ def test_opcheck_of_copies():
 
 
 def test_opcheck_of_a_gather_beside_compute():
-    shards = [torch.randn(6), torch.randn(4, 3)]
-    opcheck(torch.ops.fsdp_compiled.launch_gather.default, (shards, [_route((6,), 1, ""), _route((4, 3), 1, "")]))
+    shards = [torch.randn(16), torch.randn(4, 8)]  # nothing between them, where memory would be arbitrary
+    routes = [_route((16,), 1, ""), _route((4, 8), 1, "")]
+    opcheck(torch.ops.fsdp_compiled.launch_gather.default, (shards, routes, False))
 
 
 def test_what_a_gpu_without_triton_is_told(monkeypatch):

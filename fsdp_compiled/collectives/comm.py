@@ -119,6 +119,16 @@ def all_gather_into_tensor(output: Tensor, input: Tensor, group: dist.ProcessGro
     return start(output, input, options)
 
 
+def all_gather_into_tensors(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    """Start the process group's own all-gathers of several 1-D tensors, in one launch."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    start = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # see above
+    return start(list(outputs), list(inputs), options)
+
+
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType
 ) -> dist.Work:

@@ -9,11 +9,14 @@ or who waits when.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..layout import ShardLayout
+from ..passes import cost
 from ..passes.ir import Route
 from . import comm, copies, streams
 from .streams import Pending
@@ -27,10 +30,9 @@ def launch_gather(
     layouts: Sequence[ShardLayout],
     route: Route,
     allocate: Callable[[], Sequence[Tensor]],
+    in_place: bool | None = None,
 ) -> Pending[None]:
     """Start gathering padded ``shards``, cast to ``route.dtype``, as one bucket over the route's shard group.
-
-    One parameter that is sharded along its first dimension is gathered straight into place.
 
     Args:
         shards: of this rank.
@@ -39,50 +41,80 @@ def launch_gather(
         allocate: returns flat, contiguous tensors of ``world * shard_numel`` elements each, whose first ``numel``
             become the parameter in row-major order. It is called when their memory is needed: now, or in
             ``wait`` where copy-out is done then.
+        in_place: gather each parameter straight into its own memory rather than all into one buffer that is copied
+            out of; None: where that can be and is estimated to be faster.
     """
     device = torch.device(route.device) if route.device else shards[0].device
-    in_place = is_in_place(layouts, route)
+    if in_place is None:
+        in_place = _goes_into_place(tuple(layouts), route.dtype, device) and not route.gather_comm
     outs = list(allocate()) if in_place or streams.streams_of(device) else []
 
-    def begin() -> Tensor | None:
+    def begin() -> _Begun | None:
         sent = [shard.to(device, non_blocking=True) for shard in shards] if route.device else shards
         if route.shard_world == 1:
             _copy(sent, outs or allocate())
             return None
-        return _start_gather(sent, route, outs[0] if in_place else None)
+        return _start_into_place(sent, outs, route) if in_place else _start_gather(sent, route)
 
-    def finish(rows: Tensor | None) -> None:
-        if rows is None:
+    def finish(begun: _Begun | None) -> None:
+        if begun is None:
             return
-        _c10d.wait_tensor(rows)
+        _c10d.wait_tensor(begun.result)
         if not in_place:
             wholes = [out.view(_padded(layout)) for out, layout in zip(outs or allocate(), layouts, strict=True)]
-            copies.copy_out_gathered(rows.view(route.shard_world, -1), wholes, [layout.dim for layout in layouts])
+            rows = begun.result.view(route.shard_world, -1)
+            copies.copy_out_gathered(rows, wholes, [layout.dim for layout in layouts])
 
     return streams.launch(GATHERS, device, begin, finish)
 
 
-def is_in_place(layouts: Sequence[ShardLayout], route: Route) -> bool:
-    """Tell whether the collective's output is the parameter, without a copy."""
-    return len(layouts) == 1 and layouts[0].dim == 0 and route.shard_world > 1 and not route.gather_comm
+@lru_cache(maxsize=1024)
+def _goes_into_place(layouts: tuple[ShardLayout, ...], dtype: torch.dtype, device: torch.device) -> bool:
+    sizes = [layout.world * layout.shard_numel * dtype.itemsize for layout in layouts]
+    can = all(layout.dim == 0 and size > 0 for layout, size in zip(layouts, sizes, strict=True))
+    return can and cost.of_kind(device).gathers_into_place(sizes)
 
 
-def _start_gather(shards: Sequence[Tensor], route: Route, out: Tensor | None) -> Tensor:
+class _Begun(NamedTuple):
+    """An all-gather: the tensor by which it is waited for, and what it reads until then."""
+
+    result: Tensor
+    sent: Sequence[Tensor]
+
+
+def _start_gather(shards: Sequence[Tensor], route: Route) -> _Begun:
     numel, world, group = sum(shard.numel() for shard in shards), route.shard_world, route.shard_group
     if route.gather_comm:
         rows = comm.gather_output(world * numel, route.dtype, shards[0].device, route.gather_comm)
     else:
-        rows = shards[0].new_empty(world * numel, dtype=route.dtype) if out is None else out
+        rows = shards[0].new_empty(world * numel, dtype=route.dtype)
     if len(shards) == 1 and shards[0].dtype == route.dtype:
         row = shards[0].reshape(-1)
     else:
         row = rows.view(world, numel)[comm.process_group(group).rank()]
         copies.copy_in_shards(shards, row)
     if route.gather_comm:
-        return comm.all_gather_into(rows, row, group, route.gather_comm)
-    work = comm.all_gather_into_tensor(_bits(rows), _bits(row), comm.process_group(group))
-    comm.register_work(rows, work)
-    return rows
+        rows = comm.all_gather_into(rows, row, group, route.gather_comm)
+    else:
+        comm.register_work(rows, comm.all_gather_into_tensor(_bits(rows), _bits(row), comm.process_group(group)))
+    return _Begun(rows, [row])
+
+
+def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], route: Route) -> _Begun:
+    group = comm.process_group(route.shard_group)
+    if all(shard.dtype == route.dtype for shard in shards):
+        sent = [shard.reshape(-1) for shard in shards]
+    else:
+        sizes = [shard.numel() for shard in shards]
+        row = outs[0].view(route.shard_world, -1)[group.rank()] if len(outs) == 1 else outs[0].new_empty(sum(sizes))
+        copies.copy_in_shards(shards, row)
+        sent = list(row.split(sizes))
+    if len(outs) == 1:
+        work = comm.all_gather_into_tensor(_bits(outs[0]), _bits(sent[0]), group)
+    else:
+        work = comm.all_gather_into_tensors([_bits(out) for out in outs], [_bits(each) for each in sent], group)
+    comm.register_work(outs[0], work)
+    return _Begun(outs[0], sent)
 
 
 def _bits(tensor: Tensor) -> Tensor:

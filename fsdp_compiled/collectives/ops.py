@@ -75,17 +75,21 @@ def _unshard(shard: Tensor, sink: Tensor | None, text: str) -> Tensor:
     return flat[: layout.numel].view(layout.shape)
 
 
-def _launch_gather(shards: Sequence[Tensor], texts: Sequence[str]) -> Tensor:
+def _launch_gather(shards: Sequence[Tensor], texts: Sequence[str], in_place: bool) -> Tensor:
     """Start a bucket's gather: all parameters one after the other, each padded to a multiple of the world.
 
+    Each begins where :func:`ir.aligned` lets it.
+
+    ``in_place`` is what :func:`launch_gather` calls so: each is gathered straight into its part of the result.
     ``_c10d_functional.wait_tensor`` waits for the result. The shards must outlive the wait without being held, as
     parameters do. On the CPU nothing is left to wait for.
     """
     routes = _routes(shards, texts)
-    whole = _launch_gather_fake(shards, texts)
+    whole = _launch_gather_fake(shards, texts, in_place)
     layouts = [_layout(route) for route in routes]
-    outs = whole.split([layout.world * layout.shard_numel for layout in layouts])
-    pending = launch_gather(shards, layouts, routes[0], lambda: outs)
+    sizes = [layout.world * layout.shard_numel for layout in layouts]
+    outs = [out[:size] for out, size in zip(whole.split([ir.aligned(size) for size in sizes]), sizes, strict=True)]
+    pending = launch_gather(shards, layouts, routes[0], lambda: outs, in_place)
     side = streams.streams_of(whole.device)
     if side is None:
         pending.wait()
@@ -94,9 +98,9 @@ def _launch_gather(shards: Sequence[Tensor], texts: Sequence[str]) -> Tensor:
     return whole
 
 
-def _launch_gather_fake(shards: Sequence[Tensor], texts: Sequence[str]) -> Tensor:
+def _launch_gather_fake(shards: Sequence[Tensor], texts: Sequence[str], in_place: bool) -> Tensor:
     routes = _routes(shards, texts)
-    numel = sum(route.shard_world * _layout(route).shard_numel for route in routes)
+    numel = sum(ir.aligned(route.shard_world * _layout(route).shard_numel) for route in routes)
     return shards[0].new_empty(numel, dtype=routes[0].dtype, device=routes[0].device or shards[0].device)
 
 

@@ -108,7 +108,7 @@ def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]
                     kind=_kind(launch),
                     params=flight.bundle.params,
                     dtype=ir.value_of(launch).dtype,
-                    bytes=size_bytes(launch if kind == "gather" else ir.source_of(launch)),
+                    bytes=sum(flight.bundle.sizes) if kind == "gather" else size_bytes(ir.source_of(launch)),
                     group=group,
                     world=world,
                     launch=place[launch.name],

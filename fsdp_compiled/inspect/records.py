@@ -34,7 +34,7 @@ class Collective:
         exposed_us: how long compute stands still for it.
         start_us: on the graph's timeline, when the link begins with it.
         end_us: when the link is done.
-        copies: who copies into and out of its buffers; nobody where the buffer is the one parameter it carries.
+        copies: who copies into and out of its buffers; nobody where it gathers each parameter straight into place.
         verdict: "hidden", or "exposed: " and by what it is limited.
     """
 

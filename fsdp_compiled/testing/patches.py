@@ -27,14 +27,30 @@ Place = tuple[Any, str]  # object, attribute
 _setting = threading.Lock()  # of a place, among ranks that are threads
 
 
-def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> AbstractContextManager[Any]:
+@contextmanager
+def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> Iterator[Any]:
     """Replace ``fsdp_compiled.collectives.comm.all_gather_into_tensor``, by which hooks gather.
+
+    Meanwhile parameters that are gathered each into place in one launch are gathered by a call each.
 
     Args:
         new_all_gather_into_tensor: ``(output, input, group) -> Work``: input ``[n]`` of any dtype, perhaps a part of
             output ``[group size * n]``.
     """
-    return replaced([(comm, "all_gather_into_tensor")], new_all_gather_into_tensor)
+    with (
+        replaced([(comm, "all_gather_into_tensors")], _gather_one_by_one),
+        replaced([(comm, "all_gather_into_tensor")], new_all_gather_into_tensor) as original,
+    ):
+        yield original
+
+
+def _gather_one_by_one(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> dist.Work:
+    works = [comm.all_gather_into_tensor(out, each, group) for out, each in zip(outputs, inputs, strict=True)]
+    for work in works:
+        work.wait()
+    return works[-1]
 
 
 def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
-from fsdp_compiled.passes import lower
+from fsdp_compiled.passes import ir, lower
 from tests.graphs import record, target_name
 from tests.ranks import on_ranks, same_on_ranks
 from tests.streams import RecordingStreams, recording
@@ -144,6 +144,47 @@ def test_one_parameter_is_gathered_in_place():
     _assert_log(_recorded(run), log)
 
 
+def _large() -> MLP:
+    """Return a model whose block is cheaper to gather in six pieces than to copy; some of them are uneven."""
+    return MLP(width=256, hidden=513, layers=1)
+
+
+INTO_PLACE = """
+    gathers: waits for compute
+    gathers: all-gathers into place
+    gathers: wait
+    """
+
+
+@on_ranks(2)
+def test_large_parameters_are_gathered_each_into_place():
+    model = fully_shard(_large().blocks[0])
+
+    def run(found: RecordingStreams) -> None:
+        model(torch.ones(2, 256))
+        found.log.remove("compute: waits for gathers")
+        del found.log[3:]
+
+    _assert_log(_recorded(run), INTO_PLACE)
+    cast = fully_shard(_large().blocks[0], mp_policy=MixedPrecisionPolicy(param_dtype=torch.float64))
+
+    def run_cast(found: RecordingStreams) -> None:
+        cast(torch.ones(2, 256))
+        del found.log[4:]
+
+    _assert_log(_recorded(run_cast), INTO_PLACE.replace("compute\n", "compute\n    gathers: copy in shards\n"))
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float64)])
+@on_ranks(2)
+def test_large_parameters_train_like_one_process(mode, policy):
+    with _graphs_for_a_gpu():
+        alone, model = _large(), _large()
+        call = shard(model, mode, mp_policy=policy)
+        assert_trains_like_one_process(model, call, alone, batches(3, 8, 256))
+
+
 @on_ranks(2)
 def test_the_host_waits_for_gradients_that_go_to_it():
     model = fully_shard(nn.Linear(6, 6), offload_policy=CPUOffloadPolicy(pin_memory=False))
@@ -239,6 +280,23 @@ def test_both_kinds_of_graphs_agree_bit_by_bit():
     assert all(map(torch.equal, got, want))
 
 
+def _launch(*steps: str) -> list[str]:
+    steps = ("waits for compute", *steps)
+    return [*(f"gathers: {step}" for step in steps), "compute: leaves the wait for gathers to the graph"]
+
+
+@on_ranks(2)
+def test_a_graph_gathers_large_parameters_into_place():
+    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        call, recorder = record(fully_shard(_large().blocks[0]), UNIT)
+        call(torch.ones(2, 256))
+        with recording(patch, compute=False) as found:
+            call(torch.ones(2, 256))
+        assert found.log == _launch("all-gathers into place")
+    (launch,) = [node for node in recorder.only("forward", after=True).nodes if ir.leaves_compute(node)]
+    assert ir.bundle_of(launch).is_in_place
+
+
 @on_ranks(2)
 def test_what_a_graph_runs_where():
     with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
@@ -248,9 +306,7 @@ def test_what_a_graph_runs_where():
         with recording(patch, compute=False) as found:
             call(x)
         same_on_ranks(found.log)
-        gathers = ["waits for compute", "copy in shards", "all-gather", "copy out gathered"]
-        launch = [*(f"gathers: {step}" for step in gathers), "compute: leaves the wait for gathers to the graph"]
-        assert found.log == launch * 2
+        assert found.log == _launch("copy in shards", "all-gather", "copy out gathered") * 2
     forward, backward = ([target_name(node) for node in graph.nodes] for _, graph in recorder.after)
     steps = ("launch_gather", "wait_tensor", "addmm", "copy_in_gradients", "reduce_scatter_tensor", "mm")
     assert [name for name in forward if name in steps] == [
