@@ -25,12 +25,13 @@ from .arguments import (
     modules_outside_units,
 )
 from .compiling import core_hash
+from .lookup import new_unit_name, states_below, unit_state, units_of
 from .mesh import DataParallelMeshDims, FSDPMeshInfo, data_parallel_mesh
 from .module import FSDPModule, make_fsdp_module
 from .owner import own
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .state import FSDPState, new_unit_name, states_below, unit_state, units_of
+from .state import FSDPState
 from .unit import UnitStatus
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from .extension import check_extension, is_extended
+from .lookup import states_below
 from .mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from .module import FSDPModule
 from .owner import ShardedModule
 from .param import FSDPParam, ParamModuleInfo, TakenOriginal
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .spmd import local_of
-from .state import states_below
 from .unit import ParamPlacement
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]

@@ -20,7 +20,7 @@ from .collectives import (
 )
 from .layout import ShardLayout
 from .param import FSDPParam, ShardedState
-from .passes.ir import Route
+from .passes.route import Route
 from .unit import UnitStatus
 
 
@@ -138,7 +138,7 @@ class FSDPParamGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait to be reduced, wholly or over replicas."""
-        return any(param.pending_grad is not None or param.has_unsharded_grad for param in self.params)
+        return any(param.pending.grad is not None or param.has_unsharded_grad for param in self.params)
 
     @torch.no_grad()
     def launch_reduce(self) -> None:
@@ -147,7 +147,7 @@ class FSDPParamGroup:
             for param in self.params:
                 grad = param.take_unsharded_grad()
                 if grad is not None:
-                    param.store(grad)
+                    param.pending.add(grad, param.dtypes[1])
             return
         ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
         if not ready:
@@ -155,7 +155,7 @@ class FSDPParamGroup:
         params, grads = [param for param, _ in ready], [grad for _, grad in ready]
         layouts = [param.layout for param in params]
         if self.status.all_reduce_grads:
-            dtypes, carried = [param.leaf.dtype for param in params], [param.take_partial() for param in params]
+            dtypes, carried = [param.leaf.dtype for param in params], [param.partial.take() for param in params]
             pending = launch_reduction(grads, layouts, params[0].route, dtypes, carried)
         else:
             route = params[0].route.over_shards_only()
@@ -167,7 +167,7 @@ class FSDPParamGroup:
         """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
         if not self.status.all_reduce_grads or not self.status.has_stored:
             return
-        parts = [(param, part) for param in self.params if (part := param.take_partial()) is not None]
+        parts = [(param, part) for param in self.params if (part := param.partial.take()) is not None]
         if parts:
             params = [param for param, _ in parts]
             layouts = [param.layout for param in params]
@@ -183,7 +183,7 @@ class FSDPParamGroup:
                 if reduction.is_whole:
                     param.land(grad)
                 else:
-                    param.store_partial(grad.clone())
+                    param.partial.add(grad.clone(), param.dtypes[1])
 
     def drop_reduce(self) -> None:
         """Wait for the reductions under way and forget their results."""
@@ -192,7 +192,7 @@ class FSDPParamGroup:
             reduction.pending.wait()
 
     def _total_gradient(self, param: FSDPParam) -> Tensor | None:
-        grad, pending = param.take_unsharded_grad(), param.take_pending()
+        grad, pending = param.take_unsharded_grad(), param.pending.take()
         if grad is None:
             if pending is None and self.status.reduce_unused and param.sharded_param.requires_grad:
                 return torch.zeros(param.layout.shape, dtype=param.dtypes[0], device=param.placement.device)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import AllGather, ReduceScatter
+from .lookup import states_below, unit_state
 from .owner import TracedCall, rebase, with_code_of_its_own
 from .policy import require_bool
-from .state import FSDPState, states_below, unit_state
+from .state import FSDPState
 
 
 class UnshardHandle:
@@ -237,7 +238,7 @@ class FSDPModule:
         Raises:
             TypeError: not an AllGather.
         """
-        unit_state(self).set_gather_comm(_checked("comm", comm, AllGather))
+        unit_state(self).custom.set_gather(_checked("comm", comm, AllGather))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over shards by ``comm``, in graphs too, where it is an opaque node.
@@ -245,7 +246,7 @@ class FSDPModule:
         Raises:
             TypeError: not a ReduceScatter.
         """
-        unit_state(self).set_reduce_comm(_checked("comm", comm, ReduceScatter))
+        unit_state(self).custom.set_reduce(_checked("comm", comm, ReduceScatter))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` on each reduced, flat, not yet divided gradient row of this unit, which it may change.
@@ -261,7 +262,7 @@ class FSDPModule:
             raise TypeError(f"hook: expected a function, got {hook!r}")
         if stream is not None:
             raise NotImplementedError("FSDPModule.set_all_reduce_hook: stream is not implemented yet")
-        unit_state(self).set_reduce_hook(hook)
+        unit_state(self).custom.set_reduce_hook(hook)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take this unit's buffers of all-gathers and reduce-scatters from the process group (True), or PyTorch.
@@ -274,7 +275,11 @@ class FSDPModule:
             RuntimeError: the process group allocates no memory, as gloo.
         """
         require_bool("enable", enable)
-        unit_state(self).set_process_group_memory(enable)
+        state = unit_state(self)
+        if enable:
+            state.custom.use_process_group_memory(state.shard_groups, state.device, state.status.name)
+        else:
+            state.custom.leave_process_group_memory()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Gather this unit's parameters through symmetric memory by the GPUs' copy engines.
@@ -288,7 +293,8 @@ class FSDPModule:
         """
         if backend not in ("NCCL", "CUDA"):
             raise ValueError(f"backend: expected 'NCCL' or 'CUDA', got {backend!r}")
-        unit_state(self).set_symmetric_memory(backend)
+        state = unit_state(self)
+        state.custom.use_symmetric_memory(state.device, backend, state.status.name)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next uncompiled forward wait for ``event`` before it gathers.

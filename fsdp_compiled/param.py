@@ -20,7 +20,7 @@ from .collectives import padded_shard, take_shard
 from .errors import FSDPError
 from .extension import AllGatherExtension, is_extended
 from .layout import ShardLayout
-from .passes.ir import Route, reduction_for
+from .passes.route import Route, reduction_for
 from .pending import PendingGrad, on_gradient
 from .policy import resolved
 from .spmd import local_of, outer_parallelism, sharded_spec
@@ -99,8 +99,8 @@ class FSDPParam:
         self.leaf: nn.Parameter  # the shard as graphs read it; its gradient lands
         self._unsharded: Unsharded | None = None  # made by the first eager gather
         self._post_forward: tuple[Tensor, Route] | None = None  # padded shard over the smaller group, and its way
-        self._pending: PendingGrad | None = None  # unsharded gradients, while sync is off
-        self._partial: PendingGrad | None = None  # gradients that only the shard group has reduced
+        self.pending: PendingGrad  # unsharded gradients, while sync is off
+        self.partial: PendingGrad  # padded gradients that only the shard group has reduced
         padded = take_shard(whole, self.layout, mesh_info.shard_rank)
         if self.placement.offload is not None and padded.device.type != "meta":
             padded = padded.cpu().pin_memory() if self.placement.offload.pin_memory else padded.cpu()
@@ -127,7 +127,9 @@ class FSDPParam:
         self.leaf = nn.Parameter(plain, requires_grad=differentiable)
         if differentiable:
             on_gradient(self.leaf, self._land)
-        self._pending = self._partial = self._unsharded = None
+        self._unsharded = None
+        self.pending = PendingGrad(self.layout.shape, self._on_landing)
+        self.partial = PendingGrad(self.layout.shard_shape, self._on_landing)
         self.publish()
 
     def _new_extension(self) -> AllGatherExtension:
@@ -157,16 +159,16 @@ class FSDPParam:
         ):
             self._register(current)  # load_state_dict(assign=True) may have parted shared places
             return
-        pending, partial = self.take_pending(), self.take_partial()
+        pending, partial = self.pending.take(), self.partial.take()
         padded = padded_shard(local.detach(), self.layout)
         if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)
         self._register(current)
         if pending is not None:
-            self.store(pending.to(self.device))
+            self.pending.add(pending.to(self.device), self.dtypes[1])
         if partial is not None:
-            self.store_partial(partial.to(self.device))
+            self.partial.add(partial.to(self.device), self.dtypes[1])
 
     def check_replacement(self, current: Tensor) -> None:
         """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""
@@ -274,10 +276,10 @@ class FSDPParam:
         """Return the leaf, where its gradient goes if not to itself, and how."""
         if not self.sharded_param.requires_grad:
             return self.leaf.detach(), None, self.route_text
-        if not self.status.reduce_grads and self._pending is not None:
-            return self.leaf, self._pending.leaf, self.route_text
-        if not self.status.all_reduce_grads and self._partial is not None:
-            return self.leaf, self._partial.leaf, self.partial_route_text
+        if not self.status.reduce_grads and self.pending.leaf is not None:
+            return self.leaf, self.pending.leaf, self.route_text
+        if not self.status.all_reduce_grads and self.partial.leaf is not None:
+            return self.leaf, self.partial.leaf, self.partial_route_text
         return self.leaf, None, self.route_text
 
     # ---- gradients ----
@@ -287,53 +289,23 @@ class FSDPParam:
         self._choose_read()
         if not self.leaf.requires_grad:
             return
-        if self._pending is None and not self.status.reduce_grads:
-            self._pending = self._new_pending(self.layout.shape, self.placement.device)
-        if self._partial is None and not self.status.all_reduce_grads:
-            self._partial = self._new_pending(self.layout.shard_shape, self.placement.device)
-
-    def _new_pending(self, shape: Sequence[int], device: torch.device) -> PendingGrad:
-        return PendingGrad(shape, self.dtypes[1], device, self.status.on_landing)
+        if not self.status.reduce_grads:
+            self.pending.prepare(self.dtypes[1], self.placement.device)
+        if not self.status.all_reduce_grads:
+            self.partial.prepare(self.dtypes[1], self.placement.device)
 
     @property
     def has_unsharded_grad(self) -> bool:
         """Whether eager autograd has left a gradient that no reduction has taken."""
         return getattr(getattr(self._unsharded, "param", None), "grad", None) is not None
 
-    @property
-    def pending_grad(self) -> Tensor | None:
-        """Unsharded gradient accumulated while sync was off, in the reduce dtype."""
-        return None if self._pending is None else self._pending.grad
-
-    @property
-    def partial_grad(self) -> Tensor | None:
-        """Padded gradient that only the shard group has reduced, in the reduce dtype."""
-        return None if self._partial is None else self._partial.grad
-
-    def store(self, grad: Tensor) -> None:
-        """Add an unsharded gradient to the pending one."""
-        if self._pending is None:
-            self._pending = self._new_pending(self.layout.shape, grad.device)
-        self._pending.add(grad)
-
-    def store_partial(self, grad: Tensor) -> None:
-        """Add a padded gradient that only the shard group has reduced."""
-        if self._partial is None:
-            self._partial = self._new_pending(self.layout.shard_shape, grad.device)
-        self._partial.add(grad)
-
-    def take_pending(self) -> Tensor | None:
-        """Return the pending gradient and forget it."""
-        return None if self._pending is None else self._pending.take()
-
-    def take_partial(self) -> Tensor | None:
-        """Return the gradient that only the shard group has reduced, and forget it."""
-        return None if self._partial is None else self._partial.take()
-
     def _land(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        self.status.on_landing()
+        self._on_landing()
         self.land(grad)
+
+    def _on_landing(self) -> None:
+        self.status.on_landing()
 
     def land(self, padded: Tensor | None) -> None:
         """Add a reduced, padded gradient to ``sharded_param.grad`` and run the parameter's own hooks."""

@@ -30,34 +30,38 @@ class PendingGrad:
 
     Args:
         shape: of the gradients.
-        dtype: in which they are summed.
-        device: of the gradients.
-        on_arrival: called when a compiled backward has added one; it is not kept alive.
+        on_arrival: called when a compiled backward has added one.
     """
 
-    def __init__(
-        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, on_arrival: Callable[[], None]
-    ) -> None:
-        self.leaf = nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(tuple(shape)))
-        self._on_arrival = weakref.WeakMethod(on_arrival)
-        on_gradient(self.leaf, self._arrive)
+    def __init__(self, shape: Sequence[int], on_arrival: Callable[[], None]) -> None:
+        self._shape = tuple(shape)
+        self._on_arrival = on_arrival
+        self.leaf: nn.Parameter | None = None  # made when the first gradient is expected
+
+    def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Make the leaf, on the gradients' device, in the dtype in which they are summed."""
+        if self.leaf is None:
+            self.leaf = nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(self._shape))
+            on_gradient(self.leaf, self._arrive)
 
     def _arrive(self, leaf: Tensor) -> None:
-        on_arrival = self._on_arrival()
-        if on_arrival is not None:
-            on_arrival()
+        self._on_arrival()
 
     @property
     def grad(self) -> Tensor | None:
         """The sum, or None."""
-        return self.leaf.grad
+        return None if self.leaf is None else self.leaf.grad
 
-    def add(self, grad: Tensor) -> None:
-        """Add a gradient."""
+    def add(self, grad: Tensor, dtype: torch.dtype) -> None:
+        """Add a gradient; the first is summed in ``dtype``, unless :meth:`prepare` said otherwise."""
+        self.prepare(dtype, grad.device)
+        assert self.leaf is not None
         grad = grad.to(self.leaf.dtype)
         self.leaf.grad = grad if self.leaf.grad is None else self.leaf.grad.add_(grad)
 
     def take(self) -> Tensor | None:
         """Return the sum and forget it."""
-        grad, self.leaf.grad = self.leaf.grad, None
+        grad = self.grad
+        if self.leaf is not None:
+            self.leaf.grad = None
         return grad

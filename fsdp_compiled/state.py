@@ -6,8 +6,7 @@ reads of parameters bring the gathers into the graph. It must not know how a col
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,23 +14,16 @@ from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code  # see owner.py
 
 from .cast import cast_floating, map_tensors, tensors_in
-from .collectives import AllGather, Comm, Hook, ReduceScatter, register, streams
-from .collectives.comm import process_group
-from .collectives.communicators import (
-    ProcessGroupAllGather,
-    ProcessGroupMemory,
-    ProcessGroupReduceScatter,
-    SymmetricAllGather,
-)
+from .collectives import streams
 from .collectives.ops import meta_parameter
 from .context import FSDPStateContext, TrainingState
+from .custom import CustomComms
 from .group import FSDPParamGroup, group_params
+from .lookup import states_below
 from .owner import TracedCall, rebase
 from .param import FSDPParam
 from .policy import MixedPrecisionPolicy
 from .unit import UnitStatus
-
-_unit_numbers = count()  # tells apart units that no outer fully_shard has named
 
 
 class FSDPState:
@@ -69,7 +61,7 @@ class FSDPState:
         self._context: FSDPStateContext | None = None
         self._to_run: set[nn.Module] = set()  # modules of a list unit whose forward is still to come
         self._max_reducing = 1
-        self._custom: dict[str, Comm | Hook] = {}  # keeps alive what routes name
+        self.custom = CustomComms(self.configure)
         self._landed = False  # a compiled backward has left gradients of this unit
         status.on_landing = self._on_landing
         self.regroup()
@@ -83,6 +75,11 @@ class FSDPState:
     def is_root(self) -> bool:
         """Whether no outer ``fully_shard`` has adopted this unit."""
         return self.outermost is self
+
+    @property
+    def shard_groups(self) -> list[str]:
+        """Names of the process groups that the parameters are sharded over."""
+        return sorted({param.placement.mesh_info.shard_group for param in self.params} - {""})
 
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
@@ -157,49 +154,6 @@ class FSDPState:
                 raise ValueError(f"{param.name}: expected a sharded parameter, got one that is only replicated")
         for param in self.params:
             param.set_reduce_group(enable)
-
-    def set_gather_comm(self, comm: AllGather) -> None:
-        """Gather by ``comm``."""
-        self._custom["gather"] = comm
-        self.configure(gather_comm=register(comm))
-
-    def set_reduce_comm(self, comm: ReduceScatter) -> None:
-        """Reduce over shards by ``comm``."""
-        self._custom["reduce"] = comm
-        self.configure(reduce_comm=register(comm))
-
-    def set_process_group_memory(self, enable: bool) -> None:
-        """Take buffers from the process group, or from PyTorch again."""
-        if not enable and isinstance(self._custom.get("gather"), ProcessGroupMemory):
-            self._drop_comms()
-        groups = {param.placement.mesh_info.shard_group for param in self.params} - {""} if enable else set()
-        for group in groups:
-            self._require_own_comms_absent("set_allocate_memory_from_process_group_for_comm")
-            gather = ProcessGroupAllGather(process_group(group), self.device)
-            reduce = ProcessGroupReduceScatter(process_group(group), self.device)
-            self.set_gather_comm(gather)
-            self.set_reduce_comm(reduce)
-
-    def set_symmetric_memory(self, backend: str) -> None:
-        """Gather through symmetric memory."""
-        self._require_own_comms_absent("set_symm_mem_for_comm")
-        self.set_gather_comm(SymmetricAllGather(self.device, backend))
-
-    def _require_own_comms_absent(self, method: str) -> None:
-        for comm in self._custom.values():
-            if isinstance(comm, Comm) and not isinstance(comm, (ProcessGroupMemory, SymmetricAllGather)):
-                raise ValueError(
-                    f"{method}: {self.status.name} has a communicator of its own, {comm!r}; leave it to that"
-                )
-
-    def _drop_comms(self) -> None:
-        self._custom = {kind: value for kind, value in self._custom.items() if kind == "hook"}
-        self.configure(gather_comm="", reduce_comm="")
-
-    def set_reduce_hook(self, run: Callable[[Tensor], None]) -> None:
-        """Call ``run`` on reduced rows."""
-        self._custom["hook"] = hook = Hook(run)
-        self.configure(reduce_hook=register(hook))
 
     # ---- unshard and reshard ----
 
@@ -391,8 +345,8 @@ class FSDPState:
         for param in self.params:
             param.take_unsharded_grad()
             if drop_pending:
-                param.take_pending()
-                param.take_partial()
+                param.pending.take()
+                param.partial.take()
         self.reshard()
         self.training_state = TrainingState.IDLE
         self._to_run.clear()
@@ -445,36 +399,3 @@ class _PostBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.state.post_backward()
         return (None, *grads)
-
-
-def state_of(module: nn.Module) -> FSDPState | None:
-    """Return the state of the unit that ``module`` is a member of, or None."""
-    return module.__dict__.get("_fsdp_state")
-
-
-def unit_state(module: Any) -> FSDPState:
-    """Return the state of the unit that ``module`` was given to ``fully_shard`` for.
-
-    Raises:
-        ValueError: it was given to none.
-    """
-    state = state_of(module)
-    if state is None:
-        raise ValueError(f"{type(module).__name__}: expected a module given to fully_shard, got one without state")
-    return state
-
-
-def states_below(modules: Sequence[nn.Module]) -> list[FSDPState]:
-    """Return the states of ``modules`` and of everything below them, outermost first."""
-    found = {id(s): s for root in modules for m in root.modules() if (s := state_of(m)) is not None}
-    return list(found.values())
-
-
-def units_of(module: nn.Module) -> tuple[FSDPState, ...]:
-    """Return the states of the units that have taken parameters of ``module``."""
-    return module.__dict__.get("_fsdp_units", ())
-
-
-def new_unit_name(modules: Sequence[nn.Module]) -> str:
-    """Return a name for a unit that no outer unit has named."""
-    return f"{type(modules[0]).__name__}#{next(_unit_numbers)}"

@@ -14,8 +14,8 @@ from torch import fx
 from . import grouping, ir
 from .cost import Cluster
 from .grouping import Member, Wire, Work
-from .ir import Route
 from .policy import DEFAULT, SchedulePolicy
+from .route import Route, scaling_of
 from .schedule import Gather, Reduction
 from .survey import Compute, cluster_of, is_returned
 
@@ -70,7 +70,7 @@ def _gather_key(route: Route) -> tuple[Hashable, ...]:
 def _reduce_key(route: Route) -> tuple[Hashable, ...]:
     groups = (route.scatter_group, route.shard_world, route.replicate_group, route.replicate_world)
     unit = route.unit if route.reduce_hook or route.reduce_comm else ""  # the user's code sees units
-    return *groups, route.reduce_dtype, ir.scaling_of(route), route.reduce_comm, route.reduce_hook, route.device, unit
+    return *groups, route.reduce_dtype, scaling_of(route), route.reduce_comm, route.reduce_hook, route.device, unit
 
 
 def _groups(route: Route) -> tuple[str, int, str, int]:

@@ -15,7 +15,9 @@ from math import prod
 import torch
 from torch import fx
 
-from . import cost, ir
+from . import cost, emitter, ir
+from .emitter import Emitter
+from .route import Route
 from .survey import is_returned
 
 aten = torch.ops.aten
@@ -90,7 +92,7 @@ def _leaves_compute(bucket: Sequence[fx.Node]) -> bool:
 
 
 def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
-    emit = ir.Emitter(bucket[0], bundle)
+    emit = Emitter(bucket[0], bundle)
     route = ir.route_of(bucket[0])
     sizes = [ir.value_of(ir.source_of(node)).numel() for node in bucket]
     if _leaves_compute(bucket):
@@ -106,9 +108,9 @@ def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
 
 
 def _gather_beside_compute(
-    emit: ir.Emitter, bucket: Sequence[fx.Node], sizes: Sequence[int], in_place: bool
+    emit: Emitter, bucket: Sequence[fx.Node], sizes: Sequence[int], in_place: bool
 ) -> list[fx.Node]:
-    pieces = _split(emit, ir.emit_launch_gather(emit, bucket, in_place), [ir.aligned(size) for size in sizes], dim=0)
+    pieces = _split(emit, emitter.launch_gather(emit, bucket, in_place), [ir.aligned(size) for size in sizes], dim=0)
     unsharded = []
     for node, piece, size in zip(bucket, pieces, sizes, strict=True):
         flat = piece if size == ir.aligned(size) else emit(aten.slice.Tensor, piece, 0, 0, size)
@@ -130,19 +132,19 @@ def _is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
 
 
-def _travelling(emit: ir.Emitter, node: fx.Node, route: ir.Route) -> fx.Node:
+def _travelling(emit: Emitter, node: fx.Node, route: Route) -> fx.Node:
     shard = ir.source_of(node)
     return emit.cast(emit.put(shard, route.device) if route.device else shard, route.dtype)
 
 
-def _all_gather(emit: ir.Emitter, row: fx.Node, route: ir.Route) -> fx.Node:
+def _all_gather(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
     """Return ``[world, numel]``: every rank's row."""
     if route.shard_world > 1:
-        row = ir.emit_all_gather(emit, row, route)
+        row = emitter.all_gather(emit, row, route)
     return emit(aten.reshape.default, row, [route.shard_world, -1])
 
 
-def _join_chunks(emit: ir.Emitter, piece: fx.Node, route: ir.Route) -> fx.Node:
+def _join_chunks(emit: Emitter, piece: fx.Node, route: Route) -> fx.Node:
     """Turn ``[world, numel]`` chunks into the unsharded parameter, dropping the padding."""
     if route.dim != 0:
         chunk = list(route.shape)
@@ -154,7 +156,7 @@ def _join_chunks(emit: ir.Emitter, piece: fx.Node, route: ir.Route) -> fx.Node:
     return _without_padding(emit, piece, route)
 
 
-def _without_padding(emit: ir.Emitter, flat: fx.Node, route: ir.Route) -> fx.Node:
+def _without_padding(emit: Emitter, flat: fx.Node, route: Route) -> fx.Node:
     """Shape what is in row-major order but for padding along the sharded dimension."""
     shape = list(route.shape)
     shape[route.dim] = ir.value_of(flat).numel() // prod([*shape[: route.dim], *shape[route.dim + 1 :]])
@@ -168,9 +170,9 @@ def _without_padding(emit: ir.Emitter, flat: fx.Node, route: ir.Route) -> fx.Nod
 
 
 def _lower_reduction(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
-    emit = ir.Emitter(bucket[-1].next, bundle)
+    emit = Emitter(bucket[-1].next, bundle)
     route = ir.route_of(bucket[0])
-    rows = ir.emit_copy_in_gradients(emit, bucket) if has_streams(bucket[0]) else _copy_in(emit, bucket, route)
+    rows = emitter.copy_in_gradients(emit, bucket) if has_streams(bucket[0]) else _copy_in(emit, bucket, route)
     sizes = [ir.value_of(node).numel() for node in bucket]
     row = _divide(emit, _reduce(emit, rows, route), route.post_divide)
     shards = []
@@ -182,7 +184,7 @@ def _lower_reduction(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
         _replace(node, shard)
 
 
-def _copy_in(emit: ir.Emitter, bucket: Sequence[fx.Node], route: ir.Route) -> fx.Node:
+def _copy_in(emit: Emitter, bucket: Sequence[fx.Node], route: Route) -> fx.Node:
     """Return ``[world, row length]`` by operators that Inductor fuses with what makes the gradients."""
     chunks = [
         _split_chunks(emit, emit.cast(ir.source_of(node), route.reduce_dtype), ir.route_of(node)) for node in bucket
@@ -190,7 +192,7 @@ def _copy_in(emit: ir.Emitter, bucket: Sequence[fx.Node], route: ir.Route) -> fx
     return _divide(emit, _concatenate(emit, chunks, dim=1), route.pre_divide)
 
 
-def _split_chunks(emit: ir.Emitter, grad: fx.Node, route: ir.Route) -> fx.Node:
+def _split_chunks(emit: Emitter, grad: fx.Node, route: Route) -> fx.Node:
     """Turn an unsharded gradient into ``[world, numel]``: one padded chunk per rank."""
     world, length = route.shard_world, route.shape[route.dim]
     if route.dim != 0:
@@ -206,33 +208,33 @@ def _split_chunks(emit: ir.Emitter, grad: fx.Node, route: ir.Route) -> fx.Node:
     return emit(aten.reshape.default, grad, [world, -1])
 
 
-def _reduce(emit: ir.Emitter, rows: fx.Node, route: ir.Route) -> fx.Node:
+def _reduce(emit: Emitter, rows: fx.Node, route: Route) -> fx.Node:
     """Return ``[1, numel]``: this rank's chunk, reduced over the shard group, then over the replicas."""
     if route.shard_world > 1:
-        rows = ir.emit_reduce_scatter(emit, _flat(emit, rows), route)
+        rows = emitter.reduce_scatter(emit, _flat(emit, rows), route)
     if route.replicate_world > 1:
-        rows = ir.emit_all_reduce(emit, rows, route)
+        rows = emitter.all_reduce(emit, rows, route)
     if route.reduce_hook:
-        rows = ir.emit_reduce_hook(emit, _flat(emit, rows), route)
+        rows = emitter.reduce_hook(emit, _flat(emit, rows), route)
     return emit(aten.reshape.default, rows, [1, -1])
 
 
 # ---- pieces shared by both ----
 
 
-def _divide(emit: ir.Emitter, node: fx.Node, divisor: float) -> fx.Node:
+def _divide(emit: Emitter, node: fx.Node, divisor: float) -> fx.Node:
     return node if divisor == 1.0 else emit(aten.div.Tensor, node, divisor)
 
 
-def _flat(emit: ir.Emitter, node: fx.Node) -> fx.Node:
+def _flat(emit: Emitter, node: fx.Node) -> fx.Node:
     return emit(aten.reshape.default, node, [-1])
 
 
-def _concatenate(emit: ir.Emitter, nodes: Sequence[fx.Node], dim: int = 0) -> fx.Node:
+def _concatenate(emit: Emitter, nodes: Sequence[fx.Node], dim: int = 0) -> fx.Node:
     return nodes[0] if len(nodes) == 1 else emit(aten.cat.default, list(nodes), dim)
 
 
-def _split(emit: ir.Emitter, rows: fx.Node, sizes: Sequence[int], dim: int) -> list[fx.Node]:
+def _split(emit: Emitter, rows: fx.Node, sizes: Sequence[int], dim: int) -> list[fx.Node]:
     if len(sizes) == 1:
         return [rows]
     pieces = emit(aten.split_with_sizes.default, rows, list(sizes), dim)

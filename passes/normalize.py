@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from . import ir
+from . import emitter, ir
+from .emitter import Emitter
 
 aten = torch.ops.aten
 
@@ -75,11 +76,11 @@ def _adds_two_reductions(node: fx.Node) -> bool:
 
 
 def _reduce_the_sum(node: fx.Node) -> None:
-    emit = ir.Emitter(before=node)
+    emit = Emitter(before=node)
     left, right = node.all_input_nodes
     route = ir.route_of(left)
     terms = [emit.cast(ir.source_of(reduction), route.reduce_dtype) for reduction in (left, right)]
-    total = ir.emit_reduce_grad(emit, emit(aten.add.Tensor, *terms), route)
+    total = emitter.reduce_grad(emit, emit(aten.add.Tensor, *terms), route)
     node.replace_all_uses_with(total)
     for dead in (node, left, right):
         node.graph.erase_node(dead)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import ir
+from . import emitter, ir
+from .emitter import Emitter
 from .policy import DEFAULT, SchedulePolicy
 from .survey import cluster_of
 
@@ -106,10 +107,10 @@ def _recompute_from_gathers(whole: fx.Node) -> None:
 def _keep_over_smaller_group(node: fx.Node) -> None:
     if any(ir.is_take_shard(user) for user in node.users):
         return
-    emit = ir.Emitter(node.next)
+    emit = Emitter(node.next)
     route = ir.route_of(node)
-    shard = ir.emit_take_shard(emit, node, route)
-    again = ir.emit_unshard(emit, shard, route.post_forward())
+    shard = emitter.take_shard(emit, node, route)
+    again = emitter.unshard(emit, shard, route.post_forward())
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not shard)
     _tag(shard, keep=True)
     _tag(again, keep=False)

@@ -143,7 +143,10 @@ def _gather(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Gather:
     group, world = ir.group_of(launch)
     link, size = cluster.link(group, world), cost.size_bytes(launch)
     us, pack_us, unpack_us = link.collective_us(size, world), 0.0, 0.0
-    if len(flight.bundle.params) > 1:
+    pieces = len(flight.bundle.params)
+    if flight.bundle.is_in_place:
+        us += (pieces - 1) * cluster.piece_us
+    elif pieces > 1:
         pack_us, unpack_us = cluster.copy_us(size // world), cluster.copy_us(size)
     if ir.leaves_compute(launch):
         us, pack_us, unpack_us = us + pack_us + unpack_us, 0.0, 0.0

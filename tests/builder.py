@@ -8,14 +8,15 @@ from torch._subclasses import FakeTensorMode
 
 from fsdp_compiled.collectives import ops  # noqa: F401  defines the operators
 from fsdp_compiled.passes import ir
+from fsdp_compiled.passes.route import Route, reduction_for
 from fsdp_compiled.passes.spec import verify
 
 
 def route(
     shape, param, unit="u", world=4, replicas=1, dim=0, dtype=torch.float32, reduce_dtype=torch.float32, **more
 ):
-    scaling = ir.reduction_for(reduce_dtype, world * replicas)
-    return ir.Route(
+    scaling = reduction_for(reduce_dtype, world * replicas)
+    return Route(
         shape=shape,
         dim=dim,
         dtype=dtype,

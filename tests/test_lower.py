@@ -5,20 +5,21 @@ from __future__ import annotations
 import expecttest
 import torch
 
-from fsdp_compiled.passes import Bucket, Lower, Normalize, SchedulePolicy, ir
+from fsdp_compiled.passes import Bucket, Lower, Normalize, SchedulePolicy
+from fsdp_compiled.passes.route import Reduction, reduction_for
 from tests.builder import Builder, route
 
 UNIT = SchedulePolicy(bucket="unit")
 
 
 def test_the_mean_of_fp16_is_divided_on_both_sides():
-    assert ir.reduction_for(torch.float32, 8) == ir.Reduction(1.0, "avg", 1.0)
-    assert ir.reduction_for(torch.float16, 1) == ir.Reduction(1.0, "sum", 1.0)
+    assert reduction_for(torch.float32, 8) == Reduction(1.0, "avg", 1.0)
+    assert reduction_for(torch.float16, 1) == Reduction(1.0, "sum", 1.0)
     for world in (2, 3, 4, 8, 64, 96):
-        scaling = ir.reduction_for(torch.float16, world)
+        scaling = reduction_for(torch.float16, world)
         assert scaling.op == "sum"
         assert scaling.pre_divide * scaling.post_divide == world
-    assert ir.reduction_for(torch.float16, 64).pre_divide == 8
+    assert reduction_for(torch.float16, 64).pre_divide == 8
 
 
 class LoweredText(expecttest.TestCase):
@@ -178,11 +179,11 @@ def test_what_does_not_share_a_collective():
 
 
 def test_divisors():
-    assert ir.reduction_for(torch.float32, 8, sum_only=True) == ir.Reduction(1.0, "sum", 8)
-    assert ir.reduction_for(torch.float32, 8, 8.0) == ir.Reduction(1.0, "avg", 1.0)
-    assert ir.reduction_for(torch.bfloat16, 8, 3.0) == ir.Reduction(1.0, "sum", 3.0)
-    assert ir.reduction_for(torch.float32, 1, 3.0) == ir.Reduction(3.0, "sum", 1.0)
-    half = ir.reduction_for(torch.float16, 8, 64.0)
+    assert reduction_for(torch.float32, 8, sum_only=True) == Reduction(1.0, "sum", 8)
+    assert reduction_for(torch.float32, 8, 8.0) == Reduction(1.0, "avg", 1.0)
+    assert reduction_for(torch.bfloat16, 8, 3.0) == Reduction(1.0, "sum", 3.0)
+    assert reduction_for(torch.float32, 1, 3.0) == Reduction(3.0, "sum", 1.0)
+    half = reduction_for(torch.float16, 8, 64.0)
     assert half.op == "sum" and half.pre_divide * half.post_divide == 64.0 and half.pre_divide == 8.0
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.library import opcheck
 
 from fsdp_compiled.collectives import copies, reduce_grad, unshard
-from fsdp_compiled.passes.ir import Route
+from fsdp_compiled.passes.route import Route
 from tests.ranks import on_ranks
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..layout import ShardLayout
 from ..passes import cost
-from ..passes.ir import Route
+from ..passes.route import Route
 from . import comm, copies, streams
 from .streams import Pending
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..layout import ShardLayout
 from ..passes import ir
-from ..passes.ir import Route
+from ..passes.route import Route
 from . import reference, streams
 from .comm import define, differentiate, process_group, register_work
 from .launch import GATHERS, launch_gather, launch_reduction

@@ -18,10 +18,11 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from .. import passes
 from ..cast import tensors_in
 from ..compiling import core_hash
+from ..lookup import states_below
 from ..owner import with_code_of_its_own
 from ..passes import ir, pipeline, survey
 from ..policy import SchedulePolicy
-from ..state import FSDPState, states_below
+from ..state import FSDPState
 from .reading import Scheduled, collectives
 from .records import CapturedGraph, GraphKind
 from .report import Capture

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from ..arguments import is_managed
+from ..lookup import states_below
 from ..param import FSDPParam
 from ..passes import cost
 from ..passes.policy import DEFAULT, SchedulePolicy
 from ..passes.reshard import Candidate, decide_kept
-from ..state import FSDPState, states_below
+from ..state import FSDPState
 from . import figures
 from .unit_table import listed, table
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from fsdp_compiled.state import states_below
+from fsdp_compiled.lookup import states_below
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
@@ -185,7 +185,7 @@ def test_accumulation_in_fp32_of_bf16_gradients(mode):
     model.set_requires_gradient_sync(False)
     first, second = batches(2, 8, 10)
     square_loss(call, my_part(first)).backward()
-    pending = {p.pending_grad.dtype for s in states_below([model]) for p in s.params}
+    pending = {p.pending.grad.dtype for s in states_below([model]) for p in s.params}
     assert pending == {torch.float32}
     model.set_requires_gradient_sync(True)
     square_loss(call, my_part(second)).backward()

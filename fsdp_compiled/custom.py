@@ -1,0 +1,75 @@
+"""What the user has put in place of one unit's collectives.
+
+It keeps the objects alive and has their names written where reads of parameters find them; it must not know when a
+collective runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from .collectives import AllGather, Comm, Hook, ReduceScatter, register
+from .collectives.comm import process_group
+from .collectives.communicators import (
+    ProcessGroupAllGather,
+    ProcessGroupMemory,
+    ProcessGroupReduceScatter,
+    SymmetricAllGather,
+)
+
+
+class CustomComms:
+    """One unit's communicators and reduce hook.
+
+    Args:
+        configure: changes fields of the unit's :class:`UnitStatus`: ``gather_comm``, ``reduce_comm``,
+            ``reduce_hook``.
+    """
+
+    def __init__(self, configure: Callable[..., None]) -> None:
+        self._configure = configure
+        self._comms: dict[str, Comm] = {}
+        self._hook: Hook | None = None
+
+    def set_gather(self, comm: AllGather) -> None:
+        """Gather by ``comm``."""
+        self._comms["gather"] = comm
+        self._configure(gather_comm=register(comm))
+
+    def set_reduce(self, comm: ReduceScatter) -> None:
+        """Reduce over shards by ``comm``."""
+        self._comms["reduce"] = comm
+        self._configure(reduce_comm=register(comm))
+
+    def set_reduce_hook(self, run: Callable[[Tensor], None]) -> None:
+        """Call ``run`` on reduced rows."""
+        self._hook = Hook(run)
+        self._configure(reduce_hook=register(self._hook))
+
+    def use_process_group_memory(self, groups: Iterable[str], device: torch.device, unit: str) -> None:
+        """Take buffers from the process groups of these names."""
+        for group in groups:
+            self._require_none("set_allocate_memory_from_process_group_for_comm", unit)
+            gather = ProcessGroupAllGather(process_group(group), device)
+            reduce = ProcessGroupReduceScatter(process_group(group), device)
+            self.set_gather(gather)
+            self.set_reduce(reduce)
+
+    def leave_process_group_memory(self) -> None:
+        """Take buffers from PyTorch again."""
+        if isinstance(self._comms.get("gather"), ProcessGroupMemory):
+            self._comms.clear()
+            self._configure(gather_comm="", reduce_comm="")
+
+    def use_symmetric_memory(self, device: torch.device, backend: str, unit: str) -> None:
+        """Gather through symmetric memory."""
+        self._require_none("set_symm_mem_for_comm", unit)
+        self.set_gather(SymmetricAllGather(device, backend))
+
+    def _require_none(self, method: str, unit: str) -> None:
+        for comm in self._comms.values():
+            if not isinstance(comm, (ProcessGroupMemory, SymmetricAllGather)):
+                raise ValueError(f"{method}: {unit} has a communicator of its own, {comm!r}; leave it to that")
