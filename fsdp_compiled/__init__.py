@@ -7,6 +7,7 @@ from .api import (
 )
 from .collectives import AllGather, Comm, ReduceScatter
 from .compiling import compile, options
+from .context import GradientReductionHandle
 from .errors import FSDPError
 from .mesh import (
     DataParallelMeshDims,
@@ -30,6 +31,7 @@ __all__ = [
     "FSDPError",
     "FSDPMeshInfo",
     "FSDPModule",
+    "GradientReductionHandle",
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -169,9 +169,11 @@ def check_smaller_groups(found: Sequence[tuple[str, nn.Parameter, ParamModuleInf
 
 def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
     """Raise ValueError unless a unit that shares another's parameter means to shard it the same way."""
+    original = taken.original()
+    assert original is not None  # this unit's modules hold it
     for what, there, here in (
         ("mesh", taken.placement.mesh_info.mesh, placement.mesh_info.mesh),
-        ("mp_policy", taken.placement.mp_policy, placement.mp_policy),
+        ("mp_policy", taken.placement.mp_policy, placement.mp_policy.for_param(name, original)),
         ("offload_policy", taken.placement.offload, placement.offload),
     ):
         if there != here:
@@ -225,15 +227,17 @@ class PlacementPlan:
         """Return how to shard ``param``.
 
         Raises:
-            TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None.
-            ValueError: the parameter has no such dimension, it is uneven and not dimension 0, or a DTensor on a
-                mesh that does not fit.
+            TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None, or the
+                policy's function returned no dtype.
+            ValueError: the parameter has no such dimension, it is uneven and not dimension 0, it may not have the
+                dtype that function returned, or it is a DTensor on a mesh that does not fit.
         """
         info, dim = self._chosen(name, param)
         check_dtensor(name, param, info)
         check_extension(name, local_of(param.detach()))
         dim = _checked_dim(name, local_of(param), dim, info.shard_world)
-        return replace(self.default, mesh_info=info, dim=dim, device=info.device)
+        policy = self.mp_policy.for_param(name, param)
+        return replace(self.default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
 
     @property
     def default(self) -> ParamPlacement:

@@ -92,6 +92,29 @@ class ForwardOrder:
         return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
 
 
+class GradientReductionHandle:
+    """Waits for what ``FSDPModule.finalize_backward(async_op=True)`` has begun."""
+
+    def __init__(self, context: FSDPStateContext | None = None) -> None:
+        self._context = context
+
+    def wait(self) -> None:
+        """Let the gradients land; a second call does nothing.
+
+        Raises:
+            RuntimeError: ``reset_iter_state``, or an exception, has dropped them.
+        """
+        context, self._context = self._context, None
+        if context is None:
+            return
+        if context.finalizing is not self:
+            raise RuntimeError(
+                "GradientReductionHandle.wait: expected a reduction under way, got one that a reset has dropped; "
+                "run the step again"
+            )
+        context.finish_finalizing()
+
+
 @dataclass(eq=False)
 class FSDPStateContext:
     """What the units below one root share.
@@ -104,6 +127,8 @@ class FSDPStateContext:
         post_forward_order: units whose forward ended in this step and whose backward is to come.
         callback_queued: the autograd engine will call ``finish_backward`` when this backward ends.
         is_last_backward: whether that call waits for all reductions, or leaves them to a later backward.
+        finalizes_manually: whether it leaves that to :meth:`finalize` in any case.
+        finalizing: the handle of a finalization that was begun and not waited for.
         post_optim_event: what the next forward of the root waits for before it gathers.
     """
 
@@ -114,11 +139,18 @@ class FSDPStateContext:
     post_forward_order: list[FSDPState] = field(default_factory=list)
     callback_queued: bool = False
     is_last_backward: bool = True
+    finalizes_manually: bool = False
+    finalizing: GradientReductionHandle | None = None
     post_optim_event: torch.Event | None = None
+
+    @property
+    def _ends_with_backward(self) -> bool:
+        """Whether the next backward's end is the end of the step's."""
+        return self.is_last_backward and not self.finalizes_manually
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
-        if self.is_last_backward:
+        if self._ends_with_backward:
             self.post_forward_order.clear()
         self.forward_order.restart()
         self._drop_ahead()
@@ -152,17 +184,32 @@ class FSDPStateContext:
         Left are units whose inputs needed no gradient, and gradients that were stored while sync was off and that
         no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
         """
-        for state in reversed(self.states):
-            if state.training_state is TrainingState.PRE_BACKWARD:
-                state.post_backward()
-            elif state.has_gradients:
-                self.comm.start_reduce(state)
-        if self.is_last_backward:
+        self._start_reductions()
+        if self._ends_with_backward:
             self._finish_reductions()
             self.post_forward_order.clear()
         for state in self.states:
             state.end_backward()
         self.callback_queued = False
+
+    def finalize(self) -> GradientReductionHandle:
+        """Reduce what backwards have left; the handle's ``wait`` lets the gradients land."""
+        self._start_reductions()
+        self.finalizing = GradientReductionHandle(self)
+        return self.finalizing
+
+    def finish_finalizing(self) -> None:
+        """Let the gradients land whose reduction :meth:`finalize` has begun."""
+        self._finish_reductions()
+        self.post_forward_order.clear()
+        self.finalizing = None
+
+    def _start_reductions(self) -> None:
+        for state in reversed(self.states):
+            if state.training_state is TrainingState.PRE_BACKWARD:
+                state.post_backward()
+            elif state.has_gradients:
+                self.comm.start_reduce(state)
 
     def _finish_reductions(self) -> None:
         self.comm.finish_reduce()
@@ -180,6 +227,7 @@ class FSDPStateContext:
         self.post_forward_order.clear()
         self.forward_order, self.ahead = ForwardOrder(), None
         self.callback_queued = False
+        self.finalizing = None
 
     def recover(self) -> None:
         """Reset if the last backward died: its callback never came, and no backward is under way."""

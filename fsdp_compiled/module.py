@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import AllGather, ReduceScatter
+from .context import GradientReductionHandle
 from .lookup import states_below, unit_state
 from .owner import TracedCall, rebase, with_code_of_its_own
 from .policy import require_bool
@@ -109,6 +110,18 @@ class FSDPModule:
         require_bool("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
             state.status.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Leave the unsharded parameters' memory allocated after a reshard (True), at the same addresses.
+
+        Only uncompiled units have such memory; a graph's belongs to the graph.
+
+        Raises:
+            TypeError: not a bool.
+        """
+        require_bool("keep", keep)
+        for state in _states(self, recurse):
+            state.status.keep_unsharded_storage = keep
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Start gathering these modules' units in this one's pre-forward hook. Graphs are not affected.
@@ -316,13 +329,49 @@ class FSDPModule:
         Raises:
             RuntimeError: this is not the outermost unit.
         """
-        state = unit_state(self)
-        if not state.is_root:
-            raise RuntimeError(
-                f"reset_iter_state: expected the outermost unit, got {state.status.name}; "
-                f"call it on {state.outermost.status.name}"
-            )
-        state.reset_iteration(drop_pending=True)
+        _outermost("reset_iter_state", self).reset_iteration(drop_pending=True)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Leave the end of gradient reduction to :meth:`finalize_backward` (True) rather than to each backward.
+
+        It takes the place of ``set_is_last_backward``.
+
+        Raises:
+            TypeError: not a bool.
+            RuntimeError: this is not the outermost unit, or a backward is under way.
+        """
+        require_bool("enabled", enabled)
+        state = _outermost("set_manual_backward_finalization", self)
+        # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("set_manual_backward_finalization: expected no backward under way; call it before")
+        state._lazy_init().finalizes_manually = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the reduction of the gradients that backwards have left, with sync or, if it is on now, without.
+
+        Args:
+            async_op: return a handle at once; its ``wait`` must come before the gradients are used.
+
+        Raises:
+            TypeError: not a bool.
+            RuntimeError: this is not the outermost unit, a backward is under way,
+                ``set_manual_backward_finalization(True)`` was not called before, or the last handle was not waited
+                for.
+        """
+        require_bool("async_op", async_op)
+        context = _outermost("finalize_backward", self)._lazy_init()
+        if not context.finalizes_manually:
+            raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before forward")
+        if torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("finalize_backward: expected no backward under way; call it afterwards")
+        if context.finalizing is not None:
+            raise RuntimeError("finalize_backward: wait for the handle of the last finalization first")
+        handle = context.finalize()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept what FSDP2's users set: all-gathers here are always asynchronous operations."""
@@ -334,26 +383,6 @@ class FSDPModule:
 
 def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
-
-
-_NOT_YET = (
-    "finalize_backward",
-    "set_keep_unsharded_storage",
-    "set_manual_backward_finalization",
-)
-
-
-def _not_yet(name: str) -> Callable[..., None]:
-    def refuse(self: FSDPModule, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError(f"FSDPModule.{name} is not implemented yet")
-
-    refuse.__name__ = name
-    refuse.__doc__ = "Not implemented yet: raises NotImplementedError."
-    return refuse
-
-
-for _name in _NOT_YET:
-    setattr(FSDPModule, _name, _not_yet(_name))
 
 
 def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
@@ -372,6 +401,16 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     states = _states_of("share_comm_ctx", modules)
     for state in states[1:]:
         state._lazy_init().comm = states[0]._lazy_init().comm
+
+
+def _outermost(method: str, module: FSDPModule) -> FSDPState:
+    state = unit_state(module)
+    if not state.is_root:
+        raise RuntimeError(
+            f"{method}: expected the outermost unit, got {state.status.name}; "
+            f"call it on {state.outermost.status.name}"
+        )
+    return state
 
 
 def _checked(name: str, value: Any, kind: type) -> Any:

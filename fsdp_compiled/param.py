@@ -84,7 +84,7 @@ class FSDPParam:
     first: InitVar[nn.Parameter]
 
     def __post_init__(self, first: nn.Parameter) -> None:
-        self._original = TakenOriginal(first, self)
+        self.original = TakenOriginal(first, self)
         self.users = [self.status]  # of every unit that has modules which share it
         self.is_lent = False  # whether there is more than one
         mesh_info = self.placement.mesh_info
@@ -364,16 +364,19 @@ class FSDPParam:
 
     def free_unsharded(self) -> None:
         """Free what was allocated for a gather that nobody wants, unless the parameter is unsharded."""
-        if self._unsharded is not None and self.state is not ShardedState.UNSHARDED:
-            self._unsharded.free()
+        if self.state is not ShardedState.UNSHARDED:
+            self._free()
 
     def to_sharded(self) -> None:
         """Register the sharded parameter and free all other memory."""
         self._register(self.sharded_param)
-        if self._unsharded is not None:
-            self._unsharded.free()
+        self._free()
         self._post_forward = None
         self.state = ShardedState.SHARDED
+
+    def _free(self) -> None:
+        if self._unsharded is not None and not self.status.keep_unsharded_storage:
+            self._unsharded.free()
 
     def to_sharded_post_forward(self) -> None:
         """Register the sharded parameter, and keep a shard over the smaller group rather than the whole."""

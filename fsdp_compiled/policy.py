@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,12 +21,12 @@ class MixedPrecisionPolicy:
             gradient's dtype, that is ``param_dtype``.
         output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
-        param_dtype_override_fn: not implemented; it is a field of PyTorch 2.15's policy.
+        param_dtype_override_fn: given each original parameter once, on every rank alike, it returns the parameter's
+            own dtype to leave it uncast, or None for ``param_dtype``.
 
     Raises:
         TypeError: a field has another type.
         ValueError: a dtype is not floating point.
-        NotImplementedError: ``param_dtype_override_fn`` is given.
     """
 
     param_dtype: torch.dtype | None = None
@@ -49,8 +49,29 @@ class MixedPrecisionPolicy:
                     "use for example torch.bfloat16"
                 )
         require_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
-        if self.param_dtype_override_fn is not None:
-            raise NotImplementedError("MixedPrecisionPolicy.param_dtype_override_fn is not implemented yet")
+        override = self.param_dtype_override_fn
+        if override is not None and not callable(override):
+            raise TypeError(
+                f"MixedPrecisionPolicy.param_dtype_override_fn: expected a function or None, got {override!r}"
+            )
+
+    def for_param(self, name: str, param: torch.nn.Parameter) -> MixedPrecisionPolicy:
+        """Return the policy of one parameter, without a function.
+
+        Raises:
+            TypeError: the function returned no dtype.
+            ValueError: it returned a dtype that is neither the parameter's nor ``param_dtype``.
+        """
+        if self.param_dtype_override_fn is None:
+            return self
+        dtype = self.param_dtype_override_fn(param)
+        expected = f"{name}: expected param_dtype_override_fn to return None, {param.dtype} or {self.param_dtype}"
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{expected}, got {dtype!r} of {type(dtype).__name__}")
+        if dtype not in (None, param.dtype, self.param_dtype):
+            raise ValueError(f"{expected}, got {dtype}")
+        own = self.param_dtype if dtype is None else dtype
+        return replace(self, param_dtype=own if own and own.is_floating_point else None, param_dtype_override_fn=None)
 
 
 @dataclass(frozen=True)
@@ -60,7 +81,7 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Keep sharded parameters, gradients and optimizer state on the CPU. Not implemented yet.
+    """Keep sharded parameters, gradients and optimizer state on the CPU.
 
     Args:
         pin_memory: whether to pin that memory so that copies overlap.

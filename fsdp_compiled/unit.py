@@ -25,6 +25,7 @@ class UnitStatus:
         reshard_after_forward: free (True) or keep (False) unsharded parameters between forward and backward.
         post_forward_mesh: if they are freed, the smaller groups that hold them sharded until backward.
         reshard_after_backward: free (True) or keep (False) them after backward.
+        keep_unsharded_storage: whether a reshard leaves the unsharded memory allocated.
         unshard_in_backward: whether backward gathers at all.
         reduce_grads: whether backward reduces gradients, or accumulates them unsharded.
         all_reduce_grads: whether it also reduces them over replicas, or accumulates what the shards reduced.
@@ -41,6 +42,7 @@ class UnitStatus:
     reshard_after_forward: bool = True
     post_forward_mesh: FSDPMeshInfo | None = None
     reshard_after_backward: bool = True
+    keep_unsharded_storage: bool = False
     unshard_in_backward: bool = True
     reduce_grads: bool = True
     all_reduce_grads: bool = True

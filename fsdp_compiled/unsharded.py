@@ -56,7 +56,7 @@ class UnshardedParam:
 
     def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
         """Give the parameter memory; see :class:`Unsharded`. Over a smaller group there is less padding."""
-        self._flat.untyped_storage().resize_(self._nbytes)
+        _resize(self._flat, self._nbytes)
         (layout,) = layouts
         return [self._flat.data[: layout.world * layout.shard_numel]]
 
@@ -100,8 +100,7 @@ class ExtendedUnsharded:
     def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
         """Give the outputs memory; see :class:`Unsharded`."""
         for tensor in (*self._outputs, *self._inner):
-            storage = tensor.untyped_storage()
-            storage.resize_(self._nbytes.setdefault(tensor, storage.nbytes()))
+            _resize(tensor, self._nbytes.setdefault(tensor, tensor.untyped_storage().nbytes()))
         return [output.data for output in self._outputs]
 
     def complete(self) -> None:
@@ -120,3 +119,9 @@ class ExtendedUnsharded:
         """Take the memory away, and keep autograd's aliases."""
         for tensor in (*self._outputs, *self._inner):
             tensor.untyped_storage().resize_(0)
+
+
+def _resize(tensor: Tensor, nbytes: int) -> None:
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != nbytes:  # else resize_ would move it
+        storage.resize_(nbytes)

@@ -264,8 +264,6 @@ def test_methods():
     for method in (model.set_requires_gradient_sync, model.set_reshard_after_forward, model.unshard):
         with pytest.raises(TypeError, match="expected True or False, got 1 of int"):
             method(1)
-    with pytest.raises(NotImplementedError, match="FSDPModule.set_keep_unsharded_storage is not implemented yet"):
-        model.set_keep_unsharded_storage(True)
     for factor, error in ((0, ValueError), (-1.0, ValueError), ("2", TypeError), (True, TypeError)):
         with pytest.raises(error, match="factor: expected a"):
             model.set_gradient_divide_factor(factor)

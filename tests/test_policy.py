@@ -33,9 +33,9 @@ def test_policies_are_frozen():
             "MixedPrecisionPolicy.cast_forward_inputs: expected True or False, got 1 of int",
         ),
         (
-            lambda: MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None),
-            NotImplementedError,
-            "MixedPrecisionPolicy.param_dtype_override_fn is not implemented yet",
+            lambda: MixedPrecisionPolicy(param_dtype_override_fn=torch.float32),
+            TypeError,
+            "MixedPrecisionPolicy.param_dtype_override_fn: expected a function or None, got torch.float32",
         ),
         (
             lambda: CPUOffloadPolicy(pin_memory=None),
@@ -47,6 +47,19 @@ def test_policies_are_frozen():
 def test_wrong_fields_are_refused(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_a_dtype_of_one_parameters_own():
+    bf16, fp32, param = torch.bfloat16, torch.float32, torch.nn.Parameter(torch.ones(1))
+    for returned, dtypes in ((None, (bf16, bf16)), (bf16, (bf16, bf16)), (fp32, (fp32, fp32))):
+        policy = MixedPrecisionPolicy(bf16, param_dtype_override_fn=lambda param, returned=returned: returned)
+        assert resolved(policy.for_param("w", param), fp32) == dtypes
+    for returned, error in ((torch.float16, ValueError), ("bf16", TypeError)):
+        policy = MixedPrecisionPolicy(bf16, param_dtype_override_fn=lambda param, returned=returned: returned)
+        with pytest.raises(
+            error, match="w: expected param_dtype_override_fn to return None, torch.float32 or torch.b"
+        ):
+            policy.for_param("w", param)
 
 
 def test_dtypes_a_parameter_travels_in():

@@ -215,6 +215,27 @@ def test_mixed_precision_policy_fields(mode):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
+class _Recording(MLP):
+    def forward(self, x):
+        self.dtypes = (x.dtype, self.scale.dtype)
+        return super().forward(x)
+
+
+@row("mixed precision")
+@each_mode
+@on_ranks(2)
+def test_a_parameter_that_keeps_its_dtype(mode):
+    alone, model = _Recording(), _Recording()
+
+    def keep(param):
+        return param.dtype if param is scale else None
+
+    scale = model.scale
+    call = shard(model, mode, mp_policy=MixedPrecisionPolicy(torch.float64, param_dtype_override_fn=keep))
+    assert_trains_like_one_process(model, call, alone)
+    assert model.dtypes == (torch.float64, torch.float32)
+
+
 @row("mixed precision")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
