@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
 
 from .collectives import AllGather, Comm, Hook, ReduceScatter, register
 from .collectives.comm import process_group
@@ -44,10 +43,10 @@ class CustomComms:
         self._comms["reduce"] = comm
         self._configure(reduce_comm=register(comm))
 
-    def set_reduce_hook(self, run: Callable[[Tensor], None]) -> None:
-        """Call ``run`` on reduced rows."""
-        self._hook = Hook(run)
-        self._configure(reduce_hook=register(self._hook))
+    def set_reduce_hook(self, hook: Hook) -> None:
+        """Call ``hook`` on reduced rows."""
+        self._hook = hook
+        self._configure(reduce_hook=register(hook))
 
     def use_process_group_memory(self, groups: Iterable[str], device: torch.device, unit: str) -> None:
         """Take buffers from the process groups of these names."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .collectives import AllGather, ReduceScatter
+from .collectives import AllGather, Hook, ReduceScatter
 from .context import GradientReductionHandle
 from .lookup import states_below, unit_state
 from .owner import TracedCall, rebase, with_code_of_its_own
@@ -267,15 +267,18 @@ class FSDPModule:
         It runs after the reduce-scatter, and after the all-reduce over replicas if there are any. A compiled graph
         may put several parameters of the unit in one row, or one.
 
+        Args:
+            hook: the function.
+            stream: of the accelerator, for the hook to run on; None for the one that the reduction ends on.
+
         Raises:
-            TypeError: not callable.
-            NotImplementedError: ``stream`` is given.
+            TypeError: not callable, or not a stream.
         """
         if not callable(hook):
             raise TypeError(f"hook: expected a function, got {hook!r}")
-        if stream is not None:
-            raise NotImplementedError("FSDPModule.set_all_reduce_hook: stream is not implemented yet")
-        unit_state(self).custom.set_reduce_hook(hook)
+        if stream is not None and not hasattr(stream, "wait_stream"):
+            raise TypeError(f"stream: expected a torch.Stream or None, got {stream!r} of {type(stream).__name__}")
+        unit_state(self).custom.set_reduce_hook(Hook(hook, stream))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take this unit's buffers of all-gathers and reduce-scatters from the process group (True), or PyTorch.

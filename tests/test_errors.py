@@ -278,6 +278,8 @@ def test_methods():
             method(3)
     with pytest.raises(TypeError, match="hook: expected a function, got 3"):
         model.set_all_reduce_hook(3)
+    with pytest.raises(TypeError, match="stream: expected a torch.Stream or None, got 3 of int"):
+        model.set_all_reduce_hook(print, stream=3)
     with pytest.raises(ValueError, match="FSDPModule|expected a module given to fully_shard, got one without state"):
         fully_shard.state(nn.Linear(1, 1))
     assert fully_shard.state(model) is model._get_fsdp_state()

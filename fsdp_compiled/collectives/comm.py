@@ -66,10 +66,27 @@ class ReduceScatter(Comm):
 
 
 class Hook:
-    """A function on a reduced row, as an object that can be referred to weakly."""
+    """A function on a reduced row, as an object that can be referred to weakly.
 
-    def __init__(self, run: Callable[[Tensor], None]) -> None:
-        self.run = run
+    Args:
+        run: the function.
+        stream: what it is to run on; None for the stream that the reduction ends on.
+    """
+
+    def __init__(self, run: Callable[[Tensor], None], stream: torch.Stream | None = None) -> None:
+        self._run = run
+        self._stream = stream
+
+    def __call__(self, row: Tensor) -> None:
+        """Run the function between what came before and what comes after."""
+        if self._stream is None:
+            self._run(row)
+            return
+        around = torch.accelerator.current_stream(row.device)
+        self._stream.wait_stream(around)
+        with self._stream:
+            self._run(row)
+        around.wait_stream(self._stream)
 
 
 _objects: WeakValueDictionary[str, Comm | Hook] = WeakValueDictionary()
@@ -166,7 +183,7 @@ def register_work(out: Tensor, work: dist.Work) -> None:
 def reduce_hook(row: Tensor, hook: str) -> Tensor:
     """Return a copy of a reduced row that the user's hook has seen, and perhaps changed."""
     out = row.clone()
-    _find(hook, Hook).run(out)
+    _find(hook, Hook)(out)
     return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,6 +121,34 @@ def test_the_users_own_collectives_and_hook(mode):
     # in forward and in backward, where a graph gathers only what it reads: no biases
     assert sum(gather.sizes) == 2 * sharded if mode == "eager" else sharded < sum(gather.sizes) < 2 * sharded
     assert sum(scatter.sizes) == 2 * sum(seen) == 2 * sharded
+
+
+class _Stream(nullcontext):
+    """A stream that logs, for want of one that a CPU has."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
+
+    def wait_stream(self, other) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"on {self.name}")
+
+
+@row("custom communication")
+@eager_and_full
+@on_ranks(2)
+def test_a_hook_on_a_stream_of_the_users(mode):
+    data, log = batches(1, 8, 10)[0], []
+    model = MLP(layers=1)
+    call = shard(model, mode)
+    model.blocks[0].set_all_reduce_hook(lambda row: log.append("hook"), stream=_Stream("hooks", log))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "current_stream", lambda device: _Stream("reduction", log))
+        _grads(model, call, data)
+    assert log[:4] == ["hooks waits for reduction", "on hooks", "hook", "reduction waits for hooks"]
+    assert log == log[:4] * (len(log) // 4)
 
 
 @row("custom communication")
