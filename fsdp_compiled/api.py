@@ -16,7 +16,7 @@ from .arguments import (
     check_device,
     check_options,
     check_shared,
-    check_smaller_groups,
+    check_smaller_group,
     check_whole_units_below,
     checked_modules,
     checked_reshard,
@@ -26,7 +26,7 @@ from .arguments import (
 )
 from .compiling import core_hash
 from .lookup import new_unit_name, states_below, unit_state, units_of
-from .mesh import DataParallelMeshDims, FSDPMeshInfo, data_parallel_mesh
+from .mesh import DataParallelMeshDims, data_parallel_mesh
 from .module import FSDPModule, make_fsdp_module
 from .owner import own
 from .param import FSDPParam
@@ -93,13 +93,13 @@ def fully_shard(
     for name, taken, _ in found.shared:
         check_shared(name, taken, plan.default)
     check_whole_units_below(modules)
-    if not isinstance(reshard, bool | None):
-        check_smaller_groups(found.own)
+    size = 0 if isinstance(reshard, bool | None) else reshard
+    for (name, param, _), placement in zip(found.own, placements, strict=True):
+        if size:
+            check_smaller_group(name, param, placement, size)
 
     _move_to_device(modules, mesh_info.device, ignored_params or set())
-    status = UnitStatus(new_unit_name(modules), reshard_after_forward=bool(reshard))
-    if isinstance(mesh_info, FSDPMeshInfo) and not isinstance(reshard, bool | None):
-        status.post_forward_mesh = mesh_info.with_smaller_groups(reshard)
+    status = UnitStatus(new_unit_name(modules), reshard_after_forward=bool(reshard), post_forward_size=size)
     params = [
         FSDPParam(info, placement, status, name, param)
         for (name, param, info), placement in zip(found.own, placements, strict=True)

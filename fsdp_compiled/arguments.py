@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -91,11 +90,6 @@ def checked_reshard(value: object, mesh_info: DataParallelMeshInfo) -> bool | in
         raise ValueError(f"reshard_after_forward: expected a divisor of the shard world size {world}, got {value}")
     if value in (1, world):
         return value == world
-    if mesh_info.mesh.size() != dist.get_world_size():
-        raise NotImplementedError(
-            f"reshard_after_forward={value}: a smaller group is not implemented for a mesh of "
-            f"{mesh_info.mesh.size()} of {dist.get_world_size()} ranks; use True or False"
-        )
     return value
 
 
@@ -157,14 +151,24 @@ def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter])
     return found
 
 
-def check_smaller_groups(found: Sequence[tuple[str, nn.Parameter, ParamModuleInfo]]) -> None:
-    """Raise NotImplementedError for a parameter that cannot be kept sharded over a smaller group after forward."""
-    for name, param, _ in found:
-        if is_extended(local_of(param.detach())):
-            raise NotImplementedError(
-                f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
-                "extension; use True or False"
-            )
+def check_smaller_group(name: str, param: nn.Parameter, placement: ParamPlacement, size: int) -> None:
+    """Raise if a parameter cannot be kept sharded over ``size`` ranks after forward.
+
+    Raises:
+        ValueError: the ranks that it is sharded over are no multiple.
+        NotImplementedError: it has an all-gather extension.
+    """
+    world = placement.mesh_info.shard_world
+    if world % size and world != 1:
+        raise ValueError(
+            f"{name}: expected reshard_after_forward to be a divisor of the {world} ranks that it is sharded over, "
+            f"got {size}"
+        )
+    if world > 1 and is_extended(local_of(param.detach())):
+        raise NotImplementedError(
+            f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
+            "extension; use True or False"
+        )
 
 
 def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:

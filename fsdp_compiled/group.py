@@ -129,7 +129,7 @@ class FSDPParamGroup:
     @torch.no_grad()
     def reshard_post_forward(self) -> None:
         """As :meth:`reshard`, but keep shards over the smaller group if there is one."""
-        if self.status.post_forward_mesh is None or not self.is_unsharded:
+        if self.params[0].smaller is None or not self.is_unsharded:
             self.reshard()
         elif not self.params[0].is_hooked:
             for param in self.params:

@@ -10,10 +10,25 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-# Second groups of the same ranks, and meshes of smaller ones, by the process group they belong to. Units share
-# them, as communicators are dear.
+# Second groups of the same ranks, and smaller ones, by the process group they belong to. Units share them, as
+# communicators are dear.
 _reduce_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_smaller_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[int, DeviceMesh]] = WeakKeyDictionary()
+_smaller_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class SmallerGroup:
+    """Neighbours among the ranks that share a parameter's shards.
+
+    Args:
+        name: of their process group.
+        world: their number.
+        rank: this rank's index among them.
+    """
+
+    name: str
+    world: int
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -115,12 +130,20 @@ class DataParallelMeshInfo:
             by_mesh_dim[self.shard_mesh_dim] = sharded
         return tuple(by_mesh_dim)
 
-    def with_smaller_groups(self, size: int) -> FSDPMeshInfo:
-        """Return the same ranks with groups of ``size`` neighbours that shard; the first call makes their groups."""
-        made = _smaller_meshes.setdefault(self.mesh.get_group(self.shard_mesh_dim), {})
+    def smaller_group(self, size: int) -> SmallerGroup | None:
+        """Return the ``size`` neighbours that this rank is one of, or None if they would be one rank, or all.
+
+        The first call makes their process group; every rank must make it.
+        """
+        if not 1 < size < self.shard_world:
+            return None
+        shard_group = self.mesh.get_group(self.shard_mesh_dim)
+        made = _smaller_groups.setdefault(shard_group, {})
         if size not in made:
-            made[size] = DeviceMesh(self.mesh.device_type, self.mesh.mesh.view(-1, size))
-        return HSDPMeshInfo(made[size], shard_mesh_dim=1, replicate_mesh_dim=0)
+            first = self.shard_rank // size * size
+            ranks = dist.get_process_group_ranks(shard_group)[first : first + size]
+            made[size] = dist.new_group(ranks, use_local_synchronization=True)
+        return SmallerGroup(made[size].group_name, size, self.shard_rank % size)
 
     def new_reduce_scatter_group(self) -> str:
         """Make a second process group of the ranks that shard and return its name; every rank must call it."""

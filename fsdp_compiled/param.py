@@ -223,7 +223,7 @@ class FSDPParam:
         info, status, (dtype, reduce_dtype) = self.placement.mesh_info, self.status, self.dtypes
         world = info.shard_world * info.replicate_world
         scaling = reduction_for(reduce_dtype, world, status.divide_factor, status.sum_only)
-        smaller = status.post_forward_mesh if status.reshard_after_forward else None
+        self.smaller = info.smaller_group(status.post_forward_size if status.reshard_after_forward else 0)
         return Route(
             shape=self.layout.shape,
             dim=self.layout.dim,
@@ -241,8 +241,8 @@ class FSDPParam:
             pre_divide=scaling.pre_divide,
             op=scaling.op,
             post_divide=scaling.post_divide,
-            post_forward_group=smaller.shard_group if smaller else "",
-            post_forward_world=smaller.shard_world if smaller else 0,
+            post_forward_group=self.smaller.name if self.smaller else "",
+            post_forward_world=self.smaller.world if self.smaller else 0,
             gather_comm=status.gather_comm,
             reduce_comm=status.reduce_comm,
             reduce_hook=status.reduce_hook,
@@ -380,11 +380,11 @@ class FSDPParam:
 
     def to_sharded_post_forward(self) -> None:
         """Register the sharded parameter, and keep a shard over the smaller group rather than the whole."""
-        mesh = self.status.post_forward_mesh
-        if mesh is None or self._unsharded is None or self.extension is not None:
+        smaller = self.smaller
+        if smaller is None or self._unsharded is None or self.extension is not None:
             raise FSDPError(f"{self.name}: expected an unsharded parameter and a smaller group, found {self.state}")
         whole = local_of(self._unsharded.param.detach())
-        kept = take_shard(whole, replace(self.layout, world=mesh.shard_world), mesh.shard_rank)
+        kept = take_shard(whole, replace(self.layout, world=smaller.world), smaller.rank)
         self.to_sharded()
         self._post_forward = (kept, self.route.post_forward())
         self.state = ShardedState.SHARDED_POST_FORWARD

@@ -122,7 +122,7 @@ class FSDPState:
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Reshard (True) or keep (False) after forward, whether or not this is the root."""
         self.reshards_by_default = False
-        self.configure(reshard_after_forward=reshard, post_forward_mesh=None)
+        self.configure(reshard_after_forward=reshard, post_forward_size=0)
 
     def configure(self, **changes: Any) -> None:
         """Change fields of :class:`UnitStatus` and let parameters and traced reads see it."""

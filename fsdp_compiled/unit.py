@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .mesh import DataParallelMeshInfo, FSDPMeshInfo
+from .mesh import DataParallelMeshInfo
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy
 
 
@@ -23,7 +23,7 @@ class UnitStatus:
         name: the unit's full name, as far as known.
         hooked: the eager hooks have gathered this unit for the module call or backward under way.
         reshard_after_forward: free (True) or keep (False) unsharded parameters between forward and backward.
-        post_forward_mesh: if they are freed, the smaller groups that hold them sharded until backward.
+        post_forward_size: if they are freed, how many ranks hold them sharded until backward; 0 for all.
         reshard_after_backward: free (True) or keep (False) them after backward.
         keep_unsharded_storage: whether a reshard leaves the unsharded memory allocated.
         unshard_in_backward: whether backward gathers at all.
@@ -40,7 +40,7 @@ class UnitStatus:
     name: str
     hooked: bool = False
     reshard_after_forward: bool = True
-    post_forward_mesh: FSDPMeshInfo | None = None
+    post_forward_size: int = 0
     reshard_after_backward: bool = True
     keep_unsharded_storage: bool = False
     unshard_in_backward: bool = True

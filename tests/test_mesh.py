@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import Replicate, Shard
 
 from fsdp_compiled.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, data_parallel_mesh
@@ -34,6 +36,18 @@ def test_replicas_only():
     info = DDPMeshInfo(init_device_mesh("cpu", (4,)), replicate_mesh_dim=0)
     assert (info.shard_world, info.shard_rank, info.replicate_world, info.shard_group) == (1, 0, 4, "")
     assert info.placements(Shard(0)) == (Replicate(),)
+
+
+def test_smaller_groups_within_a_part_of_the_world():
+    dist.destroy_process_group()
+    dist.init_process_group("fake", rank=5, world_size=16)
+    mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("data", "model"))["data"]  # ranks 1, 3, 5, ... 15
+    info = data_parallel_mesh(mesh)
+    small = info.smaller_group(4)
+    assert small is not None and (small.world, small.rank) == (4, 2)
+    assert dist.get_process_group_ranks(_resolve_process_group(small.name)) == [1, 3, 5, 7]
+    assert info.smaller_group(4) == small  # made once
+    assert info.smaller_group(1) is None and info.smaller_group(8) is None
 
 
 def test_roles_are_required():

@@ -233,9 +233,8 @@ def _notes(state: FSDPState, unit: str, kept: Sequence[FSDPParam]) -> Iterator[s
 def _options(state: FSDPState, unit: str) -> Iterator[str]:
     """What the user asked of this unit beyond plain sharding."""
     status, params = state.status, state.params
-    if status.reshard_after_forward and status.post_forward_mesh is not None:
-        small = status.post_forward_mesh.shard_world
-        yield f"kept from forward sharded over {small} ranks, where backward gathers it"
+    if any(param.smaller is not None for param in params):
+        yield f"kept from forward sharded over {status.post_forward_size} ranks, where backward gathers it"
     if lent := [param for param in params if param.is_lent]:
         yield f"{_within(lent, unit)} shared with other units: gathered for each of them"
     if extended := [param for param in params if param.extension is not None]:

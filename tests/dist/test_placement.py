@@ -6,6 +6,7 @@ import unittest
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -18,6 +19,7 @@ from fsdp_compiled import (
     ShardPlacementResult,
     fully_shard,
 )
+from fsdp_compiled.lookup import states_below
 from fsdp_compiled.param import ShardedState
 from fsdp_compiled.testing import MLPStack
 from tests.graphs import record
@@ -69,8 +71,8 @@ def test_backward_gathers_over_the_smaller_group():
         for kind in ("forward", "backward")
     }
     assert worlds == {"forward": {4}, "backward": {2}}
-    small = model._get_fsdp_state().status.post_forward_mesh
-    assert small is not None and small.mesh is model.blocks[0]._get_fsdp_state().status.post_forward_mesh.mesh
+    (group,) = {param.smaller for state in states_below([model]) for param in state.params}
+    assert (group.world, group.rank) == (2, dist.get_rank() % 2)
     model.set_reshard_after_forward(True)
     assert model.scale is not None and model._fsdp_params["scale"].route.post_forward_world == 0
 
@@ -86,10 +88,11 @@ def test_replicas_only(mode):
     assert_trains_like_one_process(model, call, alone)
 
 
-@row("shard_placement_fn")
+@row("shard_placement_fn", "reshard")
 @eager_and_full
+@pytest.mark.parametrize("reshard", [True, 2])
 @on_ranks(4)
-def test_a_mesh_of_its_own_for_some_parameters(mode):
+def test_a_mesh_of_its_own_for_some_parameters(mode, reshard):
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     hybrid = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
 
@@ -99,9 +102,11 @@ def test_a_mesh_of_its_own_for_some_parameters(mode):
         return ShardPlacementResult(Shard(1 if param.shape[1] % 2 == 0 else 0), hybrid)
 
     alone, model = MLP(), MLP()
-    call = shard(model, mode, shard_placement_fn=choose)
+    call = shard(model, mode, shard_placement_fn=choose, reshard_after_forward=reshard)
     assert model.blocks[0][0].weight.placements == (Replicate(), Shard(1))
     assert model.blocks[0][0].bias.placements == (Shard(0),)
+    kept = {param: (owner.smaller is not None) for param, owner in model.blocks[0][0]._fsdp_params.items()}
+    assert kept == {"weight": False, "bias": reshard is not True}  # the weight is sharded over no more than two
     assert_trains_like_one_process(model, call, alone)
 
 
