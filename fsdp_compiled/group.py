@@ -212,11 +212,17 @@ def _outputs_of(param: FSDPParam, gathers: Sequence[_Gather]) -> tuple[list[Shar
 
 
 def group_params(params: Sequence[FSDPParam], status: UnitStatus) -> list[FSDPParamGroup]:
-    """Divide a unit's parameters into groups of equal mesh and dtypes, in order of first appearance."""
+    """Divide a unit's parameters into groups of equal mesh and dtypes, in order of first appearance.
+
+    Within a group, small odd ones come last, where they do not misalign the rest of a bucket.
+    """
     groups: dict[Hashable, list[FSDPParam]] = {}
     for param in params:
         info = param.placement.mesh_info
         shared = param if param.is_lent else None
         key = (info.shard_group, info.replicate_group, info.shard_world, param.leaf.dtype, *param.dtypes, shared)
         groups.setdefault(key, []).append(param)
-    return [FSDPParamGroup(members, status) for members in groups.values()]
+    return [
+        FSDPParamGroup(sorted(members, key=lambda param: -param.layout.granularity), status)
+        for members in groups.values()
+    ]

@@ -43,7 +43,8 @@ class FSDPModule:
         """Compile this module in place, as ``nn.Module.compile`` does.
 
         The graph of an outermost unit has its collectives inside. Calls of any other unit from uncompiled code
-        keep their hooks outside the graph.
+        keep their hooks outside the graph, unless it is one of PyTorch's own modules, such as ``nn.Linear``, and
+        Dynamo (2.15) begins before the hooks.
 
         Args:
             args: given to ``torch.compile``, as are ``kwargs``.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import fx
@@ -201,6 +202,12 @@ def travelling_bytes(node: fx.Node) -> int:
     shard = value_of(source_of(node)) if is_unshard(node) else value_of(node)
     dtype = route.dtype if is_unshard(node) else route.reduce_dtype
     return int(shard.numel()) * dtype.itemsize * route.shard_world
+
+
+def granularity(node: fx.Node) -> int:
+    """Return how many elements of an opaque node's shard a GPU may at most move at a time, a power of two."""
+    shard = value_of(source_of(node)) if is_unshard(node) else value_of(node)
+    return gcd(16, int(shard.numel()))
 
 
 def is_heavy(node: fx.Node) -> bool:

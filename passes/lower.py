@@ -14,6 +14,7 @@ from math import prod
 
 import torch
 from torch import fx
+from torch._inductor import config  # see pipeline.py
 
 from . import cost, emitter, ir
 from .emitter import Emitter
@@ -42,9 +43,11 @@ class Lower:
     def __call__(self, graph: fx.Graph) -> None:
         nodes = list(graph.nodes)
         for index, (bucket, ticket) in enumerate(_buckets(filter(ir.is_unshard, nodes))):
-            _lower_gather(bucket, _bundle(index, bucket, ticket))
+            packed = _packed(bucket)
+            _lower_gather(bucket[0], packed, _bundle(index, packed, ticket))
         for index, (bucket, ticket) in enumerate(_buckets(filter(ir.is_reduce_grad, nodes))):
-            _lower_reduction(bucket, _bundle(index, bucket, ticket))
+            packed = _packed(bucket)
+            _lower_reduction(bucket[-1], packed, _bundle(index, packed, ticket))
 
 
 def _buckets(nodes: Iterable[fx.Node]) -> list[tuple[list[fx.Node], ir.Ticket | None]]:
@@ -53,6 +56,13 @@ def _buckets(nodes: Iterable[fx.Node]) -> list[tuple[list[fx.Node], ir.Ticket | 
     for node in nodes:
         found.setdefault(ir.ticket_of(node) or node, []).append(node)
     return [(bucket, ir.ticket_of(bucket[0])) for bucket in found.values()]
+
+
+def _packed(bucket: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the members in the order in which they travel; on a GPU, small odd ones must not misalign the rest."""
+    if not has_streams(bucket[0]):
+        return list(bucket)
+    return sorted(bucket, key=lambda node: -ir.granularity(node))
 
 
 def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> ir.Bundle:
@@ -91,8 +101,8 @@ def _leaves_compute(bucket: Sequence[fx.Node]) -> bool:
     return all(_is_parameter(ir.source_of(node)) for node in bucket)
 
 
-def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
-    emit = Emitter(bucket[0], bundle)
+def _lower_gather(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
+    emit = Emitter(place, bundle)
     route = ir.route_of(bucket[0])
     sizes = [ir.value_of(ir.source_of(node)).numel() for node in bucket]
     if _leaves_compute(bucket):
@@ -110,12 +120,21 @@ def _lower_gather(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
 def _gather_beside_compute(
     emit: Emitter, bucket: Sequence[fx.Node], sizes: Sequence[int], in_place: bool
 ) -> list[fx.Node]:
+    _require_no_cuda_graphs()
     pieces = _split(emit, emitter.launch_gather(emit, bucket, in_place), [ir.aligned(size) for size in sizes], dim=0)
     unsharded = []
     for node, piece, size in zip(bucket, pieces, sizes, strict=True):
         flat = piece if size == ir.aligned(size) else emit(aten.slice.Tensor, piece, 0, 0, size)
         unsharded.append(_without_padding(emit, flat, ir.route_of(node)))
     return unsharded
+
+
+def _require_no_cuda_graphs() -> None:
+    if config.triton.cudagraphs:
+        raise NotImplementedError(
+            "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
+            "compile with mode='max-autotune-no-cudagraphs' or the default"
+        )
 
 
 def has_streams(node: fx.Node) -> bool:
@@ -169,8 +188,8 @@ def _without_padding(emit: Emitter, flat: fx.Node, route: Route) -> fx.Node:
 # ---- reduce-scatter ----
 
 
-def _lower_reduction(bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
-    emit = Emitter(bucket[-1].next, bundle)
+def _lower_reduction(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
+    emit = Emitter(place.next, bundle)
     route = ir.route_of(bucket[0])
     rows = emitter.copy_in_gradients(emit, bucket) if has_streams(bucket[0]) else _copy_in(emit, bucket, route)
     sizes = [ir.value_of(node).numel() for node in bucket]

@@ -9,8 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import _create_work_from_future
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_compiled.collectives import comm, copies, streams
@@ -60,12 +58,6 @@ class RecordingStreams:
 
     def wait(self, event: _Event) -> None:
         self.say(f"waits for {event.name}")
-
-    def work(self, name: str) -> dist.Work:
-        self.say(f"leaves the wait for {name} to the graph")
-        future = torch.futures.Future()
-        future.set_result(None)
-        return _create_work_from_future(future)
 
     def freed(self, tensor: torch.Tensor, what: str) -> None:
         """Say so when ``tensor`` is freed."""

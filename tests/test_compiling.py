@@ -88,10 +88,10 @@ def test_compiling_in_place_brings_the_hooks_in_but_not_for_inner_units(fake_gro
     assert gathered == []
     assert all(param.grad is not None for param in model.parameters())
 
-    unit = model.layers[0]
-    unit.compile(fullgraph=True, backend="eager")
-    unit(torch.randn(4, 8))
-    assert gathered == [unit._get_fsdp_state()]
+    outer = fully_shard(nn.Sequential(fully_shard(Net())))
+    outer[0].compile(fullgraph=True, backend="eager")
+    outer[0](torch.randn(4, 8))
+    assert gathered == [outer[0]._get_fsdp_state()]
 
 
 def test_a_schedule_holds_for_one_compile_only(spy):

@@ -131,8 +131,11 @@ def test_one_launch_whatever_the_number_of_parameters(kernels, monkeypatch):
     launched = []
     run = kernels._copy.run
     monkeypatch.setattr(kernels._copy, "run", lambda *args, **options: launched.append(1) or run(*args, **options))
-    kernels.copy_in_shards([torch.ones(n % 7) for n in range(60)], torch.empty(sum(n % 7 for n in range(60))))
-    assert launched == [1]
+    for length, launches in ((lambda n: 4 * n, 1), (lambda n: 5, 1), (lambda n: 4 * n if n < 40 else 5, 2)):
+        launched.clear()
+        shards = [torch.ones(length(n)) for n in range(60)]
+        kernels.copy_in_shards(shards, torch.empty(sum(map(len, shards))))
+        assert len(launched) == launches
 
 
 def test_the_width_follows_what_every_address_and_length_divide_by(kernels):

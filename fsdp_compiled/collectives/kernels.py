@@ -2,14 +2,15 @@
 
 All four copies move **pieces**: what one rank contributes of one tensor, contiguous in the packed buffer and, in the
 tensor, ``outer`` runs of ``inner`` elements. The tensors' addresses and the pieces travel to the kernel as tables, so
-that one launch serves any number of parameters. Importing this module imports triton.
+that one launch serves any number of parameters, and a second those of odd sizes. Importing this module imports
+triton.
 """
 
 # ruff: noqa: ANN001, ANN202
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, import-untyped, no-untyped-call, operator, index"
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
 from math import gcd
 
@@ -141,10 +142,13 @@ def _run(
     divisor: float = 1.0,
     accumulates: bool = False,
 ) -> None:
-    """Launch once for each dtype among ``tensors``."""
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        chosen = tuple(tensor.dtype == dtype for tensor in tensors)
-        table, granularity = blocks.table(chosen, packed.device)
+    """Launch once for each dtype among ``tensors``; and once more for those too odd for wide reads and writes."""
+    widest = [_WIDEST_BYTES // min(tensor.itemsize, packed.itemsize) for tensor in tensors]
+    kinds = [(tensor.dtype, blocks.granularity(i) >= widest[i]) for i, tensor in enumerate(tensors)]
+    for dtype, is_wide in dict.fromkeys(kinds):
+        chosen = tuple(kind == (dtype, is_wide) for kind in kinds)
+        granularity = gcd(*(blocks.granularity(i) for i, is_chosen in enumerate(chosen) if is_chosen))
+        table = blocks.table(chosen, packed.device, _stream(packed.device))
         if not len(table):
             continue
         addresses = tuple(
@@ -189,15 +193,21 @@ class Blocks:
 
     def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
         self._rows = rows
-        self._made: dict[tuple[tuple[bool, ...], torch.device], tuple[Tensor, int]] = {}
+        self._made: dict[Hashable, Tensor] = {}
+        self._granularity: dict[int, int] = {}
+        for index, *numbers in rows:
+            self._granularity[index] = gcd(_WIDEST_BYTES, self._granularity.get(index, 0), *numbers[1:])
 
-    def table(self, chosen: tuple[bool, ...], device: torch.device) -> tuple[Tensor, int]:
-        """Return the chosen tensors' blocks, int64 ``[blocks, 8]``, and the greatest divisor of their numbers."""
-        key = (chosen, device)
+    def granularity(self, index: int) -> int:
+        """Return how many elements of a tensor may at most be moved at a time, a power of two."""
+        return self._granularity.get(index, _WIDEST_BYTES)
+
+    def table(self, chosen: tuple[bool, ...], device: torch.device, stream: int) -> Tensor:
+        """Return the chosen tensors' blocks, int64 ``[blocks, 8]``; made anew on each stream, see `_addresses`."""
+        key = (chosen, device, stream)
         if key not in self._made:
             rows = [row for row in self._rows if chosen[row[0]]]
-            granularity = gcd(0, *(value for row in rows for value in row[2:]))
-            self._made[key] = (torch.tensor(rows, dtype=torch.int64).view(-1, _COLUMNS).to(device), granularity)
+            self._made[key] = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
         return self._made[key]
 
 
@@ -250,8 +260,8 @@ def _product(sizes: Sequence[int]) -> int:
 @lru_cache(maxsize=_TABLES)
 def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     """Return the addresses on ``device``; made anew on each stream, in whose order the table is filled."""
-    table = torch.tensor(addresses, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
 
 
 def _stream(device: torch.device) -> int:

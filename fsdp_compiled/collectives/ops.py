@@ -94,7 +94,7 @@ def _launch_gather(shards: Sequence[Tensor], texts: Sequence[str], in_place: boo
     if side is None:
         pending.wait()
     else:
-        register_work(whole, side.work(GATHERS))
+        register_work(whole, streams.After(side, GATHERS))
     return whole
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from functools import cache
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._C._distributed_c10d import _create_work_from_future  # type: ignore[attr-defined]
 
 from ..errors import FSDPError
 
@@ -44,9 +42,6 @@ class Streams(Protocol):
 
     def wait(self, event: Event) -> None:
         """Let compute wait for ``event``."""
-
-    def work(self, name: str) -> dist.Work:
-        """Return a work that ends with all that the side stream was given so far."""
 
 
 class CudaStreams:
@@ -77,11 +72,24 @@ class CudaStreams:
     def wait(self, event: Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
 
-    def work(self, name: str) -> dist.Work:
-        under_way: torch.futures.Future[None] = torch.futures.Future(devices=[self._device])
-        with torch.cuda.stream(self._stream(name)):
-            under_way.set_result(None)
-        return _create_work_from_future(under_way)
+
+class After(dist.Work):
+    """A work that ends with all that a side stream was given so far.
+
+    Args:
+        streams: of the device.
+        name: of the side stream.
+    """
+
+    def __init__(self, streams: Streams, name: str) -> None:
+        super().__init__()
+        self._streams = streams
+        self._event = streams.record(name)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        """Let compute wait; the host does not, so no time runs out."""
+        self._streams.wait(self._event)
+        return True
 
 
 def streams_of(device: torch.device) -> Streams | None:

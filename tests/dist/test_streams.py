@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -280,9 +281,35 @@ def test_both_kinds_of_graphs_agree_bit_by_bit():
     assert all(map(torch.equal, got, want))
 
 
+WAIT = "compute: waits for gathers"
+
+
 def _launch(*steps: str) -> list[str]:
-    steps = ("waits for compute", *steps)
-    return [*(f"gathers: {step}" for step in steps), "compute: leaves the wait for gathers to the graph"]
+    return [f"gathers: {step}" for step in ("waits for compute", *steps)]
+
+
+@on_ranks(2)
+def test_small_odd_parameters_travel_last():
+    with _graphs_for_a_gpu():
+        model = fully_shard(nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 16)))
+        call, recorder = record(model, UNIT)
+        call(torch.ones(2, 16)).sum().backward()
+    gathered, reduced = (
+        next(bundle for node in recorder.only(kind, after=True).nodes if (bundle := ir.bundle_of(node)))
+        for kind in ("forward", "backward")
+    )
+    assert reduced.reduces and not gathered.reduces
+    for bundle in (gathered, reduced):  # each rank has 48, 8, 40 and 3 elements of these
+        first, *between, last = bundle.params
+        assert (first, sorted(between), last) == ("0.weight", ["1.bias", "1.weight"], "0.bias")
+
+
+@on_ranks(2)
+def test_cuda_graphs_are_refused():
+    with _graphs_for_a_gpu(), config.patch("triton.cudagraphs", True):
+        call = shard(MLP(), "full", inductor=True)
+        with pytest.raises(Exception, match="CUDA graphs .* cannot hold collectives that other streams run"):
+            call(torch.ones(2, 10))
 
 
 @on_ranks(2)
@@ -292,7 +319,7 @@ def test_a_graph_gathers_large_parameters_into_place():
         call(torch.ones(2, 256))
         with recording(patch, compute=False) as found:
             call(torch.ones(2, 256))
-        assert found.log == _launch("all-gathers into place")
+        assert found.log == [*_launch("all-gathers into place"), WAIT]
     (launch,) = [node for node in recorder.only("forward", after=True).nodes if ir.leaves_compute(node)]
     assert ir.bundle_of(launch).is_in_place
 
@@ -306,7 +333,8 @@ def test_what_a_graph_runs_where():
         with recording(patch, compute=False) as found:
             call(x)
         same_on_ranks(found.log)
-        assert found.log == _launch("copy in shards", "all-gather", "copy out gathered") * 2
+        launch = _launch("copy in shards", "all-gather", "copy out gathered")
+        assert found.log == [*launch, *launch, WAIT, WAIT]
     forward, backward = ([target_name(node) for node in graph.nodes] for _, graph in recorder.after)
     steps = ("launch_gather", "wait_tensor", "addmm", "copy_in_gradients", "reduce_scatter_tensor", "mm")
     assert [name for name in forward if name in steps] == [

@@ -13,8 +13,9 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def many_ranks():
-    """Rank 0 of 8 that are not there: collectives send nothing, compute and copies are real."""
+def many_ranks(monkeypatch):
+    """Rank 0 of 8 that are not there: every rank's shard is rank 0's, and reductions do nothing."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     dist.init_process_group("fake", rank=0, world_size=8)
     yield
     dist.destroy_process_group()
