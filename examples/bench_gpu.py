@@ -5,11 +5,12 @@
 *Copies*: each of the four copies of a bucket, in bytes read and written per second, beside a device-to-device copy
 and beside PyTorch's own operators for FSDP2.
 
-*Steps*: forward and backward of a Llama-style model as rank 0 of a made-up group, whose collectives send nothing:
-compute and copies are real. The unsharded compiled model is what sharding must not slow down.
+*Steps*: forward and backward of a Llama-style model as rank 0 of ranks that are not there (``made_up_group.py``):
+compute and copies are real, and collectives write their results, but nothing is sent. The unsharded compiled model is
+what sharding must not slow down.
 
-*Wire*: the same, with collectives that keep their stream busy for as long as the cluster's model says, so that
-whatever does not overlap is seen. What is exposed is the step's time beyond that without a wire.
+*Wire*: the same programs, with collectives that keep their stream busy for as long as the cluster's model says, so
+that whatever does not overlap is seen. What is exposed is the step's time beyond that without a wire.
 
 ``--device cpu --preset tiny --seq 32 --world 4 --sizes 1`` runs the same program without a GPU, to try it.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import platform
 import statistics
 import time
@@ -28,35 +30,38 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
+import made_up_group
 import torch
 import torch.distributed as dist
+from made_up_group import MadeUpGroup
 from model import PRESETS, Llama
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0; FSDP2's interfaces have no public name.
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as TorchAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as TorchReduceScatter
-
-from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard
-from fsdp_compiled.collectives import AllGather, ReduceScatter, copies
-from fsdp_compiled.passes import cost
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.collectives import copies
 
 MIB = 2**20
 COPY_WORLD = 8
+COLD_BYTES = 256 * MIB  # more than any GPU's cache
 
 
 # ---- time ----
 
 
 def seconds_of(run: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Return the median time of ``run``, on the device where it has a clock."""
+    """Return the median time of ``run``, on the device where it has a clock.
+
+    There caches are cold, and the device is kept busy until the host has queued the work, whose time does not count.
+    """
     found = []
+    other = torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
     for _ in range(repeats):
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            other.zero_()
+            torch.cuda._sleep(10**6)  # about half a millisecond
             start.record()
             run()
             end.record()
@@ -69,6 +74,18 @@ def seconds_of(run: Callable[[], Any], device: torch.device, repeats: int) -> fl
     return statistics.median(found)
 
 
+def seconds_each(run: Callable[[], Any], device: torch.device, times: int) -> float:
+    """Return the mean time of ``run`` when called so many times without a pause, host and device together."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for _ in range(times):
+        run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / times
+
+
 # ---- copies ----
 
 
@@ -77,7 +94,8 @@ class Copied:
     """One copy of one bucket: bytes read and written per second, by whom."""
 
     copy: str
-    mib: int
+    mib: int  # of the bucket's unsharded parameters
+    moved_mib: float  # read and written by this copy
     ours_gb_s: float
     torch_gb_s: float
     device_gb_s: float  # of a copy from one buffer to another
@@ -90,7 +108,7 @@ def copies_table(device: torch.device, sizes_mib: Sequence[int], repeats: int) -
         other = torch.empty_like(bucket.rows)
         plain = _rate(4 * bucket.numel, partial(other.copy_, bucket.rows), device, repeats)
         for name, size, ours, theirs in bucket.cases():
-            yield Copied(name, mib, *(_rate(size, run, device, repeats) for run in (ours, theirs)), plain)
+            yield Copied(name, mib, size / MIB, *(_rate(size, run, device, repeats) for run in (ours, theirs)), plain)
 
 
 def _rate(size: int, run: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -152,66 +170,6 @@ def _block_shapes(numel: int) -> list[tuple[int, int]]:
     ] * 2
 
 
-# ---- a wire that sends nothing, but takes its time ----
-
-
-class _Wire:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def busy(self, whole: Tensor, group: dist.ProcessGroup, reduces: bool) -> None:
-        if whole.device.type != "cuda":
-            return
-        cluster = cost.detect(whole.device)
-        world = dist.get_world_size(group)
-        link = cluster.intra if world <= cluster.ranks_per_node else cluster.inter
-        microseconds = link.collective_us(whole.numel() * whole.element_size(), world, reduces=reduces)
-        torch.cuda._sleep(int(microseconds * 1e-6 * _cycles_per_second(whole.device)))
-
-
-class _WireGather(_Wire):
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        self.busy(output_tensor, group, reduces=False)
-
-
-class _WireScatter(_Wire):
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
-    ) -> None:
-        self.busy(input_tensor, group, reduces=True)
-
-
-_cycles: dict[torch.device, float] = {}
-
-
-def _cycles_per_second(device: torch.device) -> float:
-    if device not in _cycles:
-        torch.cuda._sleep(10**6)
-        _cycles[device] = 10**7 / seconds_of(lambda: torch.cuda._sleep(10**7), device, 5)
-    return _cycles[device]
-
-
-class OurGather(_WireGather, AllGather): ...
-
-
-class OurScatter(_WireScatter, ReduceScatter): ...
-
-
-class TheirGather(_WireGather, TorchAllGather): ...
-
-
-class TheirScatter(_WireScatter, TorchReduceScatter): ...
-
-
-def add_wire(model: nn.Module) -> None:
-    """Let every collective of a sharded model take its time."""
-    for module in model.modules():
-        ours = isinstance(module, FSDPModule)
-        if ours or isinstance(module, TorchFSDPModule):
-            module.set_custom_all_gather(OurGather() if ours else TheirGather())
-            module.set_custom_reduce_scatter(OurScatter() if ours else TheirScatter())
-
-
 # ---- steps ----
 
 
@@ -268,27 +226,28 @@ class Stepped:
 
 
 def steps_table(args: argparse.Namespace, device: torch.device) -> Iterator[Stepped]:
-    """Time every contender in every made-up world."""
-    for world in args.world:
-        dist.init_process_group("fake", rank=0, world_size=world)
+    """Time the unsharded model, and every other contender in every made-up world."""
+    for world in [1, *args.world]:
+        if world > 1:
+            made_up_group.start(world)
         for name in args.only:
-            ms, peak = _step(name, args, device, wire=False)
-            wired = None if name == "unsharded compiled" else _step(name, args, device, wire=True)[0]
-            yield Stepped(world, name, ms, wired, peak)
-        dist.destroy_process_group()
+            if (name == "unsharded compiled") == (world == 1):
+                yield Stepped(world, name, *_step(name, args, device))
+        if world > 1:
+            dist.destroy_process_group()
 
 
-def _step(name: str, args: argparse.Namespace, device: torch.device, wire: bool) -> tuple[float, float | None]:
+def _step(name: str, args: argparse.Namespace, device: torch.device) -> tuple[float, float | None, float | None]:
+    """Return milliseconds without and with a wire, and the peak of allocated MiB."""
     torch._dynamo.reset()
     gc.collect()
     config = replace(PRESETS[args.preset], max_seq=args.seq)
     with torch.device(device):
         model = Llama(config)
-        model.init_weights(seed=0)
-        call = WAYS[name](model)
         tokens = torch.randint(config.vocab, (args.batch, args.seq + 1))
-    if wire:
-        add_wire(model)
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)
+    call = WAYS[name](model)
 
     def step() -> None:
         call(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -300,21 +259,29 @@ def _step(name: str, args: argparse.Namespace, device: torch.device, wire: bool)
     if device.type == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    seconds = seconds_of(step, device, args.steps)
+    seconds = seconds_each(step, device, args.steps)
     peak = torch.cuda.max_memory_allocated() / MIB if device.type == "cuda" else None
-    return seconds * 1e3, peak
+    wired = None if name == "unsharded compiled" else _wired(step, device, args.steps)
+    return seconds * 1e3, wired, peak
+
+
+def _wired(step: Callable[[], None], device: torch.device, times: int) -> float:
+    MadeUpGroup.wire = True
+    step()
+    seconds = seconds_each(step, device, times)
+    MadeUpGroup.wire = False
+    return seconds * 1e3
 
 
 # ---- the report ----
 
 
 def show_copies(rows: Sequence[Copied]) -> None:
-    print(
-        f"\n{'copy':20}{'MiB':>6}{'ours GB/s':>12}{'torch GB/s':>12}{'copy GB/s':>12}{'of copy':>10}{'of torch':>10}"
-    )
+    rates = f"{'ours GB/s':>12}{'torch GB/s':>12}{'copy GB/s':>12}{'of copy':>10}{'of torch':>10}"
+    print(f"\n{'copy':20}{'MiB':>6}{'moved':>8}{rates}")
     for row in rows:
         print(
-            f"{row.copy:20}{row.mib:6}{row.ours_gb_s:12.1f}{row.torch_gb_s:12.1f}{row.device_gb_s:12.1f}"
+            f"{row.copy:20}{row.mib:6}{row.moved_mib:8.0f}{row.ours_gb_s:12.1f}{row.torch_gb_s:12.1f}{row.device_gb_s:12.1f}"
             f"{row.ours_gb_s / row.device_gb_s:10.2f}{row.ours_gb_s / row.torch_gb_s:10.2f}"
         )
 
@@ -323,7 +290,7 @@ def show_steps(rows: Sequence[Stepped]) -> None:
     titles = f"{'ms':>10}{'of unsharded':>14}{'with wire':>12}{'exposed':>10}{'peak MiB':>10}"
     print(f"\n{'ranks':>5}  {'contender':26}{titles}")
     for row in rows:
-        base = [each.ms for each in rows if each.world == row.world and each.contender == "unsharded compiled"]
+        base = [each.ms for each in rows if each.contender == "unsharded compiled"]
         ratio = f"{row.ms / base[0]:.3f}" if base else ""
         tail = "".join(
             f"{'' if value is None else format(value, '.1f'):>{width}}"
@@ -341,7 +308,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="timed; 3 more come first")
     parser.add_argument("--world", type=int, nargs="*", default=[8, 64], help="sizes of the made-up group")
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--sizes", type=int, nargs="*", default=[4, 64, 256], help="of buckets, in MiB")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[64, 256, 1024], help="of buckets, in MiB")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 
@@ -351,6 +318,8 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "8")  # ranks on a node, for the cluster's model
+    made_up_group.measure_clock(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     print(f"{name}, torch {torch.__version__}, {datetime.now():%Y-%m-%d}")
     copied = list(copies_table(device, args.sizes, repeats=20))

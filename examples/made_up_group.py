@@ -1,0 +1,120 @@
+"""A process group of ranks that are not there, for one GPU alone: what rank 0 would compute, copy and wait for.
+
+Every other rank's part is this rank's own: an all-gather writes it to all places, a reduce-scatter takes this rank's
+chunk. That happens on a stream of the group's, as NCCL's does, and writes as much memory. With ``MadeUpGroup.wire``
+each collective also keeps that stream busy for as long as the cluster's model says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_compiled.collectives import streams
+from fsdp_compiled.passes import cost
+
+STREAM = "made-up wire"
+
+
+class _Done(dist.Work):
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+
+class MadeUpGroup(dist.ProcessGroup):
+    """Rank 0 of ``size``; see the module."""
+
+    wire = False  # whether collectives take their time
+
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
+    def getBackendName(self) -> str:
+        return "made-up"
+
+    def _allgather_base(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work:
+        return self._send([output], [input], reduces=False)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: object = None
+    ) -> dist.Work:
+        return self._send(outputs, inputs, reduces=False)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work:
+        return self._send([output], [input], reduces=True)
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], options: object = None
+    ) -> dist.Work:
+        return self._send(outputs, inputs, reduces=True)
+
+    # Their names from torch 2.13 on.
+    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
+    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
+
+    def _send(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], reduces: bool) -> dist.Work:
+        device = inputs[0].device
+        side = streams.streams_of(device)
+        if side is None:
+            self._move(outputs, inputs, reduces)
+            return _Done()
+        with side.beside(STREAM):
+            self._move(outputs, inputs, reduces)
+            if self.wire:
+                self._take_time(inputs if reduces else outputs, device, reduces)
+        return streams.After(side, STREAM)
+
+    def _move(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], reduces: bool) -> None:
+        for output, input in zip(outputs, inputs, strict=True):
+            if reduces:
+                output.view(-1).copy_(input.view(self.size(), -1)[0])
+                continue
+            rows = output.view(self.size(), -1)
+            is_in_place = rows.data_ptr() == input.data_ptr()
+            (rows[1:] if is_in_place else rows).copy_(input.view(1, -1))
+
+    def _take_time(self, wholes: Sequence[Tensor], device: torch.device, reduces: bool) -> None:
+        cluster, world = cost.detect(device), self.size()
+        link = cluster.intra if world <= cluster.ranks_per_node else cluster.inter
+        size_bytes = sum(whole.numel() * whole.element_size() for whole in wholes)
+        microseconds = link.collective_us(size_bytes, world, reduces=reduces)
+        torch.cuda._sleep(int(microseconds * 1e-6 * _cycles_per_second(device)))
+
+
+_cycles: dict[torch.device, float] = {}
+
+
+def _cycles_per_second(device: torch.device) -> float:
+    if device not in _cycles:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(10**6)
+        start.record()
+        torch.cuda._sleep(10**7)
+        end.record()
+        end.synchronize()
+        _cycles[device] = 10**7 / (start.elapsed_time(end) / 1e3)
+    return _cycles[device]
+
+
+def measure_clock(device: torch.device) -> None:
+    """Find out how long the GPU sleeps, while nothing else runs on it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        _cycles_per_second(device)
+
+
+def start(world: int) -> None:
+    """Make the default process group one of ``world`` ranks that are not there."""
+    dist.init_process_group("made_up", store=dist.HashStore(), rank=0, world_size=world)
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> MadeUpGroup:
+    return MadeUpGroup(rank, size)
+
+
+dist.Backend.register_backend("made_up", _create, devices=["cpu", "cuda"])
