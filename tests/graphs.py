@@ -12,7 +12,8 @@ from functorch.compile import make_boxed_func
 from torch import fx, nn
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-from fsdp_compiled import SchedulePolicy, options
+from fsdp_compiled import SchedulePolicy, options, passes
+from fsdp_compiled.passes.policy import DEFAULT
 
 
 @dataclass
@@ -23,7 +24,9 @@ class Recorder:
     after: list[tuple[str, fx.Graph]] = field(default_factory=list)
     dynamo_graphs: int = 0
     options: dict[str, Any] = field(default_factory=dict)
-    lower: bool = True  # False: run graphs as they are before the post-grad passes, and compile no code
+    policy: SchedulePolicy = DEFAULT  # of the passes, without code
+    lower: bool = True  # False: run graphs as they are before the post-grad passes
+    code: bool = False  # let Inductor compile code, which takes most of the time
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
         self.dynamo_graphs += 1
@@ -33,9 +36,13 @@ class Recorder:
     def _inner(self, gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         self.before.append((kind, copy.deepcopy(gm.graph)))
-        if not self.lower:
-            return make_boxed_func(gm.forward)
-        compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+        if self.lower and self.code:
+            compiled = compile_fx_inner(gm, example_inputs, **kwargs)
+        else:
+            for run in passes.post_grad(self.policy) if self.lower else ():
+                run(gm.graph)
+            gm.recompile()
+            compiled = make_boxed_func(gm.forward)
         self.after.append((kind, gm.graph))
         return compiled
 
@@ -46,10 +53,10 @@ class Recorder:
 
 
 def record(
-    model: nn.Module, schedule: SchedulePolicy | None = None, lower: bool = True, **kwargs: Any
+    model: nn.Module, schedule: SchedulePolicy = DEFAULT, lower: bool = True, code: bool = False, **kwargs: Any
 ) -> tuple[Callable[..., Any], Recorder]:
     torch._dynamo.reset()
-    recorder = Recorder(options=options(schedule) if schedule else {}, lower=lower)
+    recorder = Recorder(options=options(schedule), policy=schedule, lower=lower, code=code)
     return torch.compile(model, backend=recorder, fullgraph=True, **kwargs), recorder
 
 

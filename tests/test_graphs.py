@@ -9,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled.passes.policy import DEFAULT
 from tests.graphs import Recorder, outputs, record, sequence, target_name
 from tests.parity import row
 from tests.training import llama, shard, token_batches
@@ -37,7 +38,7 @@ class Net(nn.Module):
 UNIT = SchedulePolicy(bucket="unit", prefetch=1)
 
 
-def _graphs(model, *args, schedule=None):
+def _graphs(model, *args, schedule=DEFAULT):
     call, recorder = record(model, schedule)
     call(*args).sum().backward()
     assert recorder.dynamo_graphs == 1
@@ -208,7 +209,7 @@ def test_two_sharded_models_in_one_graph_share_no_bucket():
 def test_regional_compilation_shares_one_graph_without_collectives():
     model = Net()
     torch._dynamo.reset()
-    recorder = Recorder()
+    recorder = Recorder(code=True)
     for block in model.blocks:
         fully_shard_with_compiled_compute(block, compile_kwargs={"backend": recorder, "fullgraph": True})
     fully_shard(model)

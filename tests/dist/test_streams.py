@@ -328,7 +328,7 @@ def test_a_graph_gathers_large_parameters_into_place():
 def test_what_a_graph_runs_where():
     with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
         model, x = _two_layers(), my_part(batches(1, 8, 6)[0])
-        call, recorder = record(model, UNIT)
+        call, recorder = record(model, UNIT, code=True)
         call(x).sum().backward()
         with recording(patch, compute=False) as found:
             call(x)
