@@ -189,11 +189,15 @@ def test_options_that_change_what_travels():
     model[2].weight = model[0].weight
     offload = CPUOffloadPolicy(pin_memory=False)
     fully_shard(model[0], reshard_after_forward=2, offload_policy=offload)
-    fully_shard(model[1], offload_policy=offload)
+    policy = MixedPrecisionPolicy(
+        torch.bfloat16, param_dtype_override_fn=lambda param: param.dtype if param.ndim == 1 else None
+    )
+    fully_shard(model[1], offload_policy=offload, mp_policy=policy)
     fully_shard(model, offload_policy=offload)
     model[0].set_gradient_divide_factor(3)
     model[0].set_all_reduce_hook(lambda row: None)
     model[1].set_requires_all_reduce(False)
+    model[1].set_keep_unsharded_storage(True)
     text = str(explain(model))
     for note in (
         "kept from forward sharded over 2 ranks, where backward gathers it",
@@ -201,6 +205,8 @@ def test_options_that_change_what_travels():
         "CPUOffloadPolicy: shards and gradients live on the CPU",
         "set_gradient_divide_factor: sums of gradients are divided by 3",
         "set_all_reduce_hook: the user's function sees reduced gradients",
+        "set_keep_unsharded_storage: a reshard leaves the memory of uncompiled units allocated",
+        "param_dtype_override_fn: not cast to torch.bfloat16: 1 parameter, bias",
         "set_requires_all_reduce(False): gradients stay reduced over the shards only",
     ):
         assert note in " ".join(text.split()), note

@@ -243,6 +243,10 @@ def _options(state: FSDPState, unit: str) -> Iterator[str]:
         yield f"{_within(parallel, unit)} also sharded by other parallelism: bytes are those of this rank's part"
     if any(param.placement.offload is not None for param in params):
         yield "CPUOffloadPolicy: shards and gradients live on the CPU"
+    if uncast := [param for param in params if param.placement.mp_policy.param_dtype != state.mp_policy.param_dtype]:
+        yield f"param_dtype_override_fn: not cast to {state.mp_policy.param_dtype}: {_within(uncast, unit)}"
+    if status.keep_unsharded_storage:
+        yield "set_keep_unsharded_storage: a reshard leaves the memory of uncompiled units allocated"
     if status.divide_factor is not None:
         yield f"set_gradient_divide_factor: sums of gradients are divided by {status.divide_factor:g}"
     if status.gather_comm or status.reduce_comm:
