@@ -76,14 +76,17 @@ def seconds_of(run: Callable[[], Any], device: torch.device, repeats: int) -> fl
 
 def seconds_each(run: Callable[[], Any], device: torch.device, times: int) -> float:
     """Return the mean time of ``run`` when called so many times without a pause, host and device together."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    _synchronize(device)
     begin = time.perf_counter()
     for _ in range(times):
         run()
+    _synchronize(device)
+    return (time.perf_counter() - begin) / times
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - begin) / times
 
 
 # ---- copies ----
@@ -177,11 +180,15 @@ def unsharded(model: Llama) -> Callable[..., Tensor]:
     return torch.compile(model.to(torch.bfloat16), fullgraph=True)
 
 
+def _in_blocks(model: Llama, shard: Callable[..., Any]) -> Callable[..., Tensor]:
+    for block in model.blocks:
+        shard(block)
+    return shard(model)
+
+
 def fsdp2(model: Llama) -> Callable[..., Tensor]:
     policy = TorchMixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        torch_fully_shard(block, mp_policy=policy)
-    return torch_fully_shard(model, mp_policy=policy)
+    return _in_blocks(model, partial(torch_fully_shard, mp_policy=policy))
 
 
 def fsdp2_compiled_blocks(model: Llama) -> Callable[..., Tensor]:
@@ -192,9 +199,7 @@ def fsdp2_compiled_blocks(model: Llama) -> Callable[..., Tensor]:
 
 def ours_eager(model: Llama) -> Callable[..., Tensor]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+    return _in_blocks(model, partial(fully_shard, mp_policy=policy))
 
 
 def ours_full_graph(model: Llama) -> Callable[..., Tensor]:
@@ -257,7 +262,6 @@ def _step(name: str, args: argparse.Namespace, device: torch.device) -> tuple[fl
     for _ in range(3):
         step()
     if device.type == "cuda":
-        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     seconds = seconds_each(step, device, args.steps)
     peak = torch.cuda.max_memory_allocated() / MIB if device.type == "cuda" else None

@@ -94,8 +94,8 @@ def fully_shard(
         check_shared(name, taken, plan.default)
     check_whole_units_below(modules)
     size = 0 if isinstance(reshard, bool | None) else reshard
-    for (name, param, _), placement in zip(found.own, placements, strict=True):
-        if size:
+    if size:
+        for (name, param, _), placement in zip(found.own, placements, strict=True):
             check_smaller_group(name, param, placement, size)
 
     _move_to_device(modules, mesh_info.device, ignored_params or set())

@@ -92,6 +92,12 @@ class ForwardOrder:
         return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
 
 
+def is_in_backward() -> bool:
+    """Tell whether the autograd engine is running a backward on this thread."""
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+    return torch._C._current_graph_task_id() != -1
+
+
 class GradientReductionHandle:
     """Waits for what ``FSDPModule.finalize_backward(async_op=True)`` has begun."""
 
@@ -231,6 +237,5 @@ class FSDPStateContext:
 
     def recover(self) -> None:
         """Reset if the last backward died: its callback never came, and no backward is under way."""
-        # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-        if self.callback_queued and torch._C._current_graph_task_id() == -1:
+        if self.callback_queued and not is_in_backward():
             self.reset(drop_pending=False)

@@ -20,6 +20,7 @@ from .collectives import (
 )
 from .layout import ShardLayout
 from .param import FSDPParam, ShardedState
+from .passes import ir
 from .passes.route import Route
 from .unit import UnitStatus
 
@@ -147,7 +148,7 @@ class FSDPParamGroup:
             for param in self.params:
                 grad = param.take_unsharded_grad()
                 if grad is not None:
-                    param.pending.add(grad, param.dtypes[1])
+                    param.pending.add(grad)
             return
         ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
         if not ready:
@@ -183,7 +184,7 @@ class FSDPParamGroup:
                 if reduction.is_whole:
                     param.land(grad)
                 else:
-                    param.partial.add(grad.clone(), param.dtypes[1])
+                    param.partial.add(grad.clone())
 
     def drop_reduce(self) -> None:
         """Wait for the reductions under way and forget their results."""
@@ -223,6 +224,6 @@ def group_params(params: Sequence[FSDPParam], status: UnitStatus) -> list[FSDPPa
         key = (info.shard_group, info.replicate_group, info.shard_world, param.leaf.dtype, *param.dtypes, shared)
         groups.setdefault(key, []).append(param)
     return [
-        FSDPParamGroup(sorted(members, key=lambda param: -param.layout.granularity), status)
+        FSDPParamGroup(sorted(members, key=lambda param: -ir.granularity(param.layout.shard_numel)), status)
         for members in groups.values()
     ]

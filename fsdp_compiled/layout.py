@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd, prod
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,6 @@ class ShardLayout:
     def shard_numel(self) -> int:
         """Elements of one padded chunk."""
         return prod(self.shard_shape)
-
-    @cached_property
-    def granularity(self) -> int:
-        """How many elements of a chunk a GPU may at most move at a time, a power of two."""
-        return gcd(16, self.shard_numel)
 
     @cached_property
     def numel(self) -> int:

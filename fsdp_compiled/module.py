@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import AllGather, Hook, ReduceScatter
-from .context import GradientReductionHandle
+from .context import GradientReductionHandle, is_in_backward
 from .lookup import states_below, unit_state
 from .owner import TracedCall, rebase, with_code_of_its_own
 from .policy import require_bool
@@ -346,8 +346,7 @@ class FSDPModule:
         """
         require_bool("enabled", enabled)
         state = _outermost("set_manual_backward_finalization", self)
-        # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             raise RuntimeError("set_manual_backward_finalization: expected no backward under way; call it before")
         state._lazy_init().finalizes_manually = enabled
 
@@ -367,7 +366,7 @@ class FSDPModule:
         context = _outermost("finalize_backward", self)._lazy_init()
         if not context.finalizes_manually:
             raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before forward")
-        if torch._C._current_graph_task_id() != -1:
+        if is_in_backward():
             raise RuntimeError("finalize_backward: expected no backward under way; call it afterwards")
         if context.finalizing is not None:
             raise RuntimeError("finalize_backward: wait for the handle of the last finalization first")

@@ -128,8 +128,8 @@ class FSDPParam:
         if differentiable:
             on_gradient(self.leaf, self._land)
         self._unsharded = None
-        self.pending = PendingGrad(self.layout.shape, self._on_landing)
-        self.partial = PendingGrad(self.layout.shard_shape, self._on_landing)
+        self.pending = PendingGrad(self.layout.shape, self.dtypes[1], self._on_landing)
+        self.partial = PendingGrad(self.layout.shard_shape, self.dtypes[1], self._on_landing)
         self.publish()
 
     def _new_extension(self) -> AllGatherExtension:
@@ -166,9 +166,9 @@ class FSDPParam:
         self._link(current, padded)
         self._register(current)
         if pending is not None:
-            self.pending.add(pending.to(self.device), self.dtypes[1])
+            self.pending.add(pending.to(self.device))
         if partial is not None:
-            self.partial.add(partial.to(self.device), self.dtypes[1])
+            self.partial.add(partial.to(self.device))
 
     def check_replacement(self, current: Tensor) -> None:
         """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""
@@ -209,6 +209,8 @@ class FSDPParam:
 
     def publish(self) -> None:
         """Write what a traced read needs into constants; call it after any change of name or policy."""
+        size = self.status.post_forward_size if self.status.reshard_after_forward else 0
+        self.smaller = self.placement.mesh_info.smaller_group(size)
         self.route = self._route()
         self.route_text = self.route.encode()
         self.partial_route_text = replace(self.route, sink_is_sharded=True).encode()
@@ -223,7 +225,6 @@ class FSDPParam:
         info, status, (dtype, reduce_dtype) = self.placement.mesh_info, self.status, self.dtypes
         world = info.shard_world * info.replicate_world
         scaling = reduction_for(reduce_dtype, world, status.divide_factor, status.sum_only)
-        self.smaller = info.smaller_group(status.post_forward_size if status.reshard_after_forward else 0)
         return Route(
             shape=self.layout.shape,
             dim=self.layout.dim,
@@ -290,9 +291,9 @@ class FSDPParam:
         if not self.leaf.requires_grad:
             return
         if not self.status.reduce_grads:
-            self.pending.prepare(self.dtypes[1], self.placement.device)
+            self.pending.prepare(self.placement.device)
         if not self.status.all_reduce_grads:
-            self.partial.prepare(self.dtypes[1], self.placement.device)
+            self.partial.prepare(self.placement.device)
 
     @property
     def has_unsharded_grad(self) -> bool:

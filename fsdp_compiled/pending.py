@@ -30,19 +30,22 @@ class PendingGrad:
 
     Args:
         shape: of the gradients.
+        dtype: in which they are summed.
         on_arrival: called when a compiled backward has added one.
     """
 
-    def __init__(self, shape: Sequence[int], on_arrival: Callable[[], None]) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, on_arrival: Callable[[], None]) -> None:
         self._shape = tuple(shape)
+        self._dtype = dtype
         self._on_arrival = on_arrival
         self.leaf: nn.Parameter | None = None  # made when the first gradient is expected
 
-    def prepare(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Make the leaf, on the gradients' device, in the dtype in which they are summed."""
+    def prepare(self, device: torch.device) -> nn.Parameter:
+        """Return the leaf, made at the first call, on the gradients' device."""
         if self.leaf is None:
-            self.leaf = nn.Parameter(torch.zeros(1, dtype=dtype, device=device).expand(self._shape))
+            self.leaf = nn.Parameter(torch.zeros(1, dtype=self._dtype, device=device).expand(self._shape))
             on_gradient(self.leaf, self._arrive)
+        return self.leaf
 
     def _arrive(self, leaf: Tensor) -> None:
         self._on_arrival()
@@ -52,12 +55,10 @@ class PendingGrad:
         """The sum, or None."""
         return None if self.leaf is None else self.leaf.grad
 
-    def add(self, grad: Tensor, dtype: torch.dtype) -> None:
-        """Add a gradient; the first is summed in ``dtype``, unless :meth:`prepare` said otherwise."""
-        self.prepare(dtype, grad.device)
-        assert self.leaf is not None
-        grad = grad.to(self.leaf.dtype)
-        self.leaf.grad = grad if self.leaf.grad is None else self.leaf.grad.add_(grad)
+    def add(self, grad: Tensor) -> None:
+        """Add a gradient."""
+        leaf, grad = self.prepare(grad.device), grad.to(self._dtype)
+        leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
 
     def take(self) -> Tensor | None:
         """Return the sum and forget it."""

@@ -175,6 +175,18 @@ def of_kind(device: torch.device) -> Cluster:
     return CLUSTERS["CPU" if device.type == "cpu" else "H100"]
 
 
+def goes_into_place(device: torch.device, dims: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Tell whether each of a bucket's parameters is to be gathered straight into its own memory.
+
+    Args:
+        device: of compute.
+        dims: along which they are sharded; only where it is the first does a gather leave them whole.
+        sizes: bytes of each, unsharded; an empty one goes into place only alone.
+    """
+    can = all(dim == 0 for dim in dims) and (len(sizes) == 1 or all(sizes))
+    return can and of_kind(device).gathers_into_place(sizes)
+
+
 def detect(device: torch.device) -> Cluster:
     """Return the cluster that ``device`` belongs to.
 

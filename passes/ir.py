@@ -121,6 +121,11 @@ def bundle_of(node: fx.Node) -> Bundle | None:
     return node.meta.get(MARK)
 
 
+def granularity(numel: int) -> int:
+    """Return how many elements of a shard of so many a GPU may at most move at a time, a power of two."""
+    return gcd(16, numel)
+
+
 def aligned(numel: int) -> int:
     """Return ``numel`` rounded up so far that in a flat buffer what follows begins at a multiple of 16 bytes."""
     return -(-numel // 16) * 16
@@ -199,15 +204,13 @@ def is_wait(node: fx.Node) -> bool:
 def travelling_bytes(node: fx.Node) -> int:
     """Return the size of what an opaque node sends around: unsharded and padded, in the dtype of the wire."""
     route = route_of(node)
-    shard = value_of(source_of(node)) if is_unshard(node) else value_of(node)
     dtype = route.dtype if is_unshard(node) else route.reduce_dtype
-    return int(shard.numel()) * dtype.itemsize * route.shard_world
+    return shard_numel(node) * dtype.itemsize * route.shard_world
 
 
-def granularity(node: fx.Node) -> int:
-    """Return how many elements of an opaque node's shard a GPU may at most move at a time, a power of two."""
-    shard = value_of(source_of(node)) if is_unshard(node) else value_of(node)
-    return gcd(16, int(shard.numel()))
+def shard_numel(node: fx.Node) -> int:
+    """Return the elements of the padded shard that an opaque node gathers from, or reduces to."""
+    return int((value_of(source_of(node)) if is_unshard(node) else value_of(node)).numel())
 
 
 def is_heavy(node: fx.Node) -> bool:

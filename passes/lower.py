@@ -62,7 +62,7 @@ def _packed(bucket: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the members in the order in which they travel; on a GPU, small odd ones must not misalign the rest."""
     if not has_streams(bucket[0]):
         return list(bucket)
-    return sorted(bucket, key=lambda node: -ir.granularity(node))
+    return sorted(bucket, key=lambda node: -ir.granularity(ir.shard_numel(node)))
 
 
 def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> ir.Bundle:
@@ -86,12 +86,9 @@ def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> 
 def _goes_into_place(bucket: Sequence[fx.Node]) -> bool:
     """Tell whether each parameter is gathered straight into its own memory, rather than copied there."""
     routes, sizes = [ir.route_of(node) for node in bucket], [ir.travelling_bytes(node) for node in bucket]
-    if any(route.dim != 0 or route.gather_comm for route in routes):
+    if routes[0].gather_comm or (len(bucket) > 1 and not _leaves_compute(bucket)):
         return False
-    if len(bucket) == 1:
-        return True
-    cluster = cost.of_kind(ir.value_of(bucket[0]).device)
-    return _leaves_compute(bucket) and all(sizes) and cluster.gathers_into_place(sizes)
+    return cost.goes_into_place(ir.value_of(bucket[0]).device, [route.dim for route in routes], sizes)
 
 
 def _leaves_compute(bucket: Sequence[fx.Node]) -> bool:
@@ -104,7 +101,7 @@ def _leaves_compute(bucket: Sequence[fx.Node]) -> bool:
 def _lower_gather(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = Emitter(place, bundle)
     route = ir.route_of(bucket[0])
-    sizes = [ir.value_of(ir.source_of(node)).numel() for node in bucket]
+    sizes = [ir.shard_numel(node) for node in bucket]
     if _leaves_compute(bucket):
         unsharded = _gather_beside_compute(
             emit, bucket, [size * route.shard_world for size in sizes], bundle.is_in_place

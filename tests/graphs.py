@@ -16,6 +16,14 @@ from fsdp_compiled import SchedulePolicy, options, passes
 from fsdp_compiled.passes.policy import DEFAULT
 
 
+def without_code(gm: fx.GraphModule, schedule: SchedulePolicy | None) -> Callable[..., Any]:
+    """Return what runs a graph as it is, after the passes that a schedule has for it, if one is given."""
+    for run in passes.post_grad(schedule) if schedule else ():
+        run(gm.graph)
+    gm.recompile()
+    return make_boxed_func(gm.forward)
+
+
 @dataclass
 class Recorder:
     """A backend: Inductor, recording every forward, backward and inference graph in order of compilation."""
@@ -23,14 +31,13 @@ class Recorder:
     before: list[tuple[str, fx.Graph]] = field(default_factory=list)
     after: list[tuple[str, fx.Graph]] = field(default_factory=list)
     dynamo_graphs: int = 0
-    options: dict[str, Any] = field(default_factory=dict)
-    policy: SchedulePolicy = DEFAULT  # of the passes, without code
+    schedule: SchedulePolicy = DEFAULT
     lower: bool = True  # False: run graphs as they are before the post-grad passes
     code: bool = False  # let Inductor compile code, which takes most of the time
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
         self.dynamo_graphs += 1
-        patches = {**self.options, "force_disable_caches": True}  # also while backward is compiled, later
+        patches = {**options(self.schedule), "force_disable_caches": True}  # also while backward is compiled, later
         return compile_fx(gm, example_inputs, inner_compile=self._inner, config_patches=patches)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -39,10 +46,7 @@ class Recorder:
         if self.lower and self.code:
             compiled = compile_fx_inner(gm, example_inputs, **kwargs)
         else:
-            for run in passes.post_grad(self.policy) if self.lower else ():
-                run(gm.graph)
-            gm.recompile()
-            compiled = make_boxed_func(gm.forward)
+            compiled = without_code(gm, self.schedule if self.lower else None)
         self.after.append((kind, gm.graph))
         return compiled
 
@@ -56,7 +60,7 @@ def record(
     model: nn.Module, schedule: SchedulePolicy = DEFAULT, lower: bool = True, code: bool = False, **kwargs: Any
 ) -> tuple[Callable[..., Any], Recorder]:
     torch._dynamo.reset()
-    recorder = Recorder(options=options(schedule), policy=schedule, lower=lower, code=code)
+    recorder = Recorder(schedule=schedule, lower=lower, code=code)
     return torch.compile(model, backend=recorder, fullgraph=True, **kwargs), recorder
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from model import Config, Llama
 from torch import Tensor, fx, nn
 from torch._inductor.compile_fx import compile_fx
 from torch.distributed.tensor import DTensor
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, passes
+from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
 from fsdp_compiled.passes.policy import DEFAULT
+from tests.graphs import without_code
 from tests.ranks import same_on_ranks
 
 INDUCTOR = "FSDP_COMPILED_TESTS_WITH_INDUCTOR"  # set by --inductor, for the ranks' processes
@@ -76,10 +76,7 @@ def _without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
 
 
 def _run_passes(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-    for run in passes.post_grad(DEFAULT):
-        run(gm.graph)
-    gm.recompile()
-    return make_boxed_func(gm.forward)
+    return without_code(gm, DEFAULT)
 
 
 def my_part(batch: Tensor) -> Tensor:

@@ -147,8 +147,7 @@ def _run(
     kinds = [(tensor.dtype, blocks.granularity(i) >= widest[i]) for i, tensor in enumerate(tensors)]
     for dtype, is_wide in dict.fromkeys(kinds):
         chosen = tuple(kind == (dtype, is_wide) for kind in kinds)
-        granularity = gcd(*(blocks.granularity(i) for i, is_chosen in enumerate(chosen) if is_chosen))
-        table = blocks.table(chosen, packed.device, _stream(packed.device))
+        table, granularity = blocks.table(chosen, packed.device, _stream(packed.device))
         if not len(table):
             continue
         addresses = tuple(
@@ -193,7 +192,7 @@ class Blocks:
 
     def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
         self._rows = rows
-        self._made: dict[Hashable, Tensor] = {}
+        self._made: dict[Hashable, tuple[Tensor, int]] = {}
         self._granularity: dict[int, int] = {}
         for index, *numbers in rows:
             self._granularity[index] = gcd(_WIDEST_BYTES, self._granularity.get(index, 0), *numbers[1:])
@@ -202,12 +201,17 @@ class Blocks:
         """Return how many elements of a tensor may at most be moved at a time, a power of two."""
         return self._granularity.get(index, _WIDEST_BYTES)
 
-    def table(self, chosen: tuple[bool, ...], device: torch.device, stream: int) -> Tensor:
-        """Return the chosen tensors' blocks, int64 ``[blocks, 8]``; made anew on each stream, see `_addresses`."""
+    def table(self, chosen: tuple[bool, ...], device: torch.device, stream: int) -> tuple[Tensor, int]:
+        """Return the chosen tensors' blocks, int64 ``[blocks, 8]``, and how many elements may be moved at a time.
+
+        They are made anew on each stream, see :func:`_addresses`.
+        """
         key = (chosen, device, stream)
         if key not in self._made:
             rows = [row for row in self._rows if chosen[row[0]]]
-            self._made[key] = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
+            table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
+            granularity = gcd(*(self.granularity(i) for i, is_chosen in enumerate(chosen) if is_chosen))
+            self._made[key] = (table, granularity)
         return self._made[key]
 
 

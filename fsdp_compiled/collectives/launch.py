@@ -71,8 +71,7 @@ def launch_gather(
 @lru_cache(maxsize=1024)
 def _goes_into_place(layouts: tuple[ShardLayout, ...], dtype: torch.dtype, device: torch.device) -> bool:
     sizes = [layout.world * layout.shard_numel * dtype.itemsize for layout in layouts]
-    can = all(layout.dim == 0 and size > 0 for layout, size in zip(layouts, sizes, strict=True))
-    return can and cost.of_kind(device).gathers_into_place(sizes)
+    return cost.goes_into_place(device, [layout.dim for layout in layouts], sizes)
 
 
 class _Begun(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
 from fsdp_compiled.inspect import capture
+from tests.graphs import without_code
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
@@ -74,10 +75,7 @@ def _traced_only(schedule):
         return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
     def compiled(module, inputs):
-        for run in passes.post_grad(schedule) if schedule else ():
-            run(module.graph)
-        module.recompile()
-        return make_boxed_func(module.forward)
+        return without_code(module, schedule)
 
     return aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
 
