@@ -5,9 +5,10 @@ It knows DTensor specs and mesh dimensions; it must not know modules or collecti
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -43,16 +44,24 @@ class OuterParallelism:
 
     spec: DTensorSpec
     dp_dims: frozenset[int] = frozenset()
+    _wrap_opaquely: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
+
+    def __post_init__(self) -> None:
+        if self.dp_dims and not _TAKES_GRAD_PLACEMENTS:
+
+            def wrap_opaquely(local: Tensor) -> DTensor:
+                return _WrapLocal.apply(local, self)
+
+            # A function of this object's own: Dynamo hands such a function nothing but tensors and constants.
+            object.__setattr__(self, "_wrap_opaquely", torch.compiler.allow_in_graph(wrap_opaquely))
 
     def wrap(self, local: Tensor) -> DTensor:
         """Return the unsharded parameter, differentiable, from its local tensor; Dynamo traces this."""
+        if self._wrap_opaquely is not None:
+            return self._wrap_opaquely(local)
         spec = self.spec
         whole: dict[str, Any] = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
         if self.dp_dims:
-            if not _TAKES_GRAD_PLACEMENTS:
-                raise NotImplementedError(
-                    "dp_mesh_dims: compiling a model whose parameters are DTensors on the full mesh needs torch 2.13"
-                )
             whole["grad_placements"] = self._grad_placements
         return DTensor.from_local(local, spec.mesh, spec.placements, **whole)
 
@@ -77,6 +86,22 @@ class OuterParallelism:
             grad = grad.redistribute(placements=wanted)
         local = grad.to_local()
         return local.wait() if hasattr(local, "wait") else local
+
+
+class _WrapLocal(torch.autograd.Function):
+    """``DTensor.from_local`` with ``grad_placements``, for torch 2.11, which has none.
+
+    Not for newer ones: there Dynamo makes a mesh an input of the graph, and one hidden in here would be another.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, outer: OuterParallelism) -> DTensor:
+        ctx.outer = outer
+        return DTensor(local.view_as(local), copy.copy(outer.spec), requires_grad=local.requires_grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.outer.local_grad(grad), None
 
 
 def outer_parallelism(info: DataParallelMeshInfo, param: Tensor) -> OuterParallelism | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import unittest
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,8 +210,6 @@ def test_on_top_of_tensor_parallelism(mode, hybrid):
 @eager_and_full
 @on_ranks(4)
 def test_named_dimensions_of_a_full_mesh(mode):
-    if mode == "full" and torch.__version__ < "2.13":
-        raise unittest.SkipTest("compiled, it is refused there")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))  # see test_on_top_of_tensor_parallelism
     alone, model = Parallel(), Parallel(mesh)
     plans = {"0": Shard(0), "2": Shard(1)}
