@@ -224,11 +224,15 @@ class FSDPStateContext:
             group.launch_replica_reduce()
         for group in groups:
             group.wait_reduce()
+        for group in groups:
+            group.wait_on_host()
 
     def reset(self, drop_pending: bool) -> None:
         """Return to the state between two steps after an exception; ``drop_pending`` forgets stored gradients too."""
         self.comm.drop_reduce()
         for state in self.states:
+            for group in state.groups:
+                group.drop_reduce()
             state.reset(drop_pending)
         self.post_forward_order.clear()
         self.forward_order, self.ahead = ForwardOrder(), None

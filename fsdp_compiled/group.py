@@ -54,6 +54,11 @@ class _Reduction:
     pending: Pending[list[Tensor]]
     is_whole: bool
 
+    def land(self, results: Sequence[Tensor]) -> None:
+        """Add the results to the sharded parameters' gradients."""
+        for param, grad in zip(self.params, results, strict=True):
+            param.land(grad)
+
 
 @dataclass(eq=False)
 class FSDPParamGroup:
@@ -68,6 +73,7 @@ class FSDPParamGroup:
     status: UnitStatus
     _gathers: list[_Gather] = field(default_factory=list, repr=False)
     _reductions: list[_Reduction] = field(default_factory=list, repr=False)
+    _arriving: list[tuple[_Reduction, list[Tensor]]] = field(default_factory=list, repr=False)
 
     @property
     def is_unsharded(self) -> bool:
@@ -177,20 +183,34 @@ class FSDPParamGroup:
 
     @torch.no_grad()
     def wait_reduce(self) -> None:
-        """Finish the reductions and add the results to the sharded parameters' gradients."""
+        """Let compute wait for the reductions and add the results to the sharded parameters' gradients.
+
+        Where those live on the host, that is left to :meth:`wait_on_host`, so that the host can go on with backward.
+        """
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
-            for param, grad in zip(reduction.params, reduction.pending.wait(), strict=True):
-                if reduction.is_whole:
-                    param.land(grad)
-                else:
-                    param.partial.add(grad.clone())
+            results = reduction.pending.wait()
+            if not reduction.is_whole:
+                for param, part in zip(reduction.params, results, strict=True):
+                    param.partial.add(part.clone())
+            elif reduction.params[0].placement.offload is None:
+                reduction.land(results)
+            else:
+                self._arriving.append((reduction, results))
+
+    def wait_on_host(self) -> None:
+        """Add the results that have moved to the host to the sharded parameters' gradients."""
+        arriving, self._arriving = self._arriving, []
+        for reduction, results in arriving:
+            reduction.pending.wait_on_host()
+            reduction.land(results)
 
     def drop_reduce(self) -> None:
         """Wait for the reductions under way and forget their results."""
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
             reduction.pending.wait()
+        self._arriving.clear()
 
     def _total_gradient(self, param: FSDPParam) -> Tensor | None:
         grad, pending = param.take_unsharded_grad(), param.pending.take()

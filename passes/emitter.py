@@ -106,6 +106,16 @@ def all_reduce(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
     return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
 
 
+def send_to_host(emit: Emitter, row: fx.Node) -> fx.Node:
+    """Insert the start of ``row``'s way to the host."""
+    return emit(torch.ops.fsdp_compiled.send_to_host.default, row)
+
+
+def arrival(emit: Emitter, sent: fx.Node) -> fx.Node:
+    """Insert the host's wait for what was sent there."""
+    return emit(torch.ops._c10d_functional.wait_tensor.default, sent)
+
+
 def reduce_hook(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
     """Insert the user's hook on a reduced row and return its result."""
     return emit(torch.ops.fsdp_compiled.reduce_hook.default, row, route.reduce_hook)

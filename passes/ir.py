@@ -24,6 +24,7 @@ REDUCE_HOOK_SCHEMA = "reduce_hook(Tensor row, str hook) -> Tensor"
 WITH_GRADIENT_SCHEMA = "with_gradient(Tensor whole, Tensor leaf, Tensor? sink, str route) -> Tensor"
 TAKE_SHARD_SCHEMA = "take_shard(Tensor whole, int dim, int world, str group) -> Tensor"
 LAUNCH_GATHER_SCHEMA = "launch_gather(Tensor[] shards, str[] routes, bool in_place) -> Tensor"
+SEND_TO_HOST_SCHEMA = "send_to_host(Tensor row) -> Tensor"
 COPY_IN_SHARDS_SCHEMA = "copy_in_shards(Tensor[] shards, Tensor(a!) row) -> ()"
 COPY_OUT_GATHERED_SCHEMA = "copy_out_gathered(Tensor rows, Tensor(a!)[] outs, int[] dims) -> ()"
 COPY_IN_GRADIENTS_SCHEMA = (
@@ -198,7 +199,17 @@ def group_of(launch: fx.Node) -> tuple[str, int]:
 
 def is_wait(node: fx.Node) -> bool:
     """Tell whether ``node`` waits for a collective of ours."""
-    return _is_ours(node, [f"{_C10D}.wait_tensor"])
+    return _is_ours(node, [f"{_C10D}.wait_tensor"]) and not is_sent_to_host(source_of(node))
+
+
+def is_sent_to_host(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts moving reduced gradients to the host."""
+    return _is_ours(node, [f"{NAMESPACE}.send_to_host"])
+
+
+def is_arrival(node: fx.Node) -> bool:
+    """Tell whether ``node`` lets the host wait for gradients that move there."""
+    return _is_ours(node, [f"{_C10D}.wait_tensor"]) and is_sent_to_host(source_of(node))
 
 
 def travelling_bytes(node: fx.Node) -> int:

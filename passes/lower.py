@@ -37,7 +37,8 @@ class Lower:
 
     A node without a ticket travels alone. On a GPU, the gather of parameters takes its copies along to a side stream
     (``launch_gather``), or needs none, where the parameters are so large that it is faster to gather each into place;
-    and one kernel copies gradients in (``copy_in_gradients``).
+    one kernel copies gradients in (``copy_in_gradients``); and gradients whose shards live on the CPU go there beside
+    compute (``send_to_host``).
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -191,13 +192,27 @@ def _lower_reduction(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundl
     rows = emitter.copy_in_gradients(emit, bucket) if has_streams(bucket[0]) else _copy_in(emit, bucket, route)
     sizes = [ir.value_of(node).numel() for node in bucket]
     row = _divide(emit, _reduce(emit, rows, route), route.post_divide)
-    shards = []
-    for node, piece in zip(bucket, _split(emit, row, sizes, dim=1), strict=True):
-        shard = emit(aten.reshape.default, piece, list(ir.value_of(node).shape))
-        shard = emit.cast(shard, ir.route_of(node).grad_dtype)
-        shards.append(emit.put(shard, "cpu") if route.device else shard)
-    for node, shard in zip(bucket, shards, strict=True):
-        _replace(node, shard)
+    for node, piece in zip(bucket, _sharded_gradients(emit, bucket, row, sizes), strict=True):
+        _replace(node, emit(aten.reshape.default, piece, list(ir.value_of(node).shape)))
+
+
+def _sharded_gradients(
+    emit: Emitter, bucket: Sequence[fx.Node], row: fx.Node, sizes: Sequence[int]
+) -> Sequence[fx.Node]:
+    """Return each member's part of the reduced row, in its dtype and where its shard lives."""
+    moves, dtypes = bool(ir.route_of(bucket[0]).device), [ir.route_of(node).grad_dtype for node in bucket]
+    if moves and has_streams(bucket[0]) and len(set(dtypes)) == 1:
+        (row,) = _move_to_host(emit, [emit.cast(row, dtypes[0])])
+        return _split(emit, row, sizes, dim=1)
+    pieces = [emit.cast(piece, dtype) for piece, dtype in zip(_split(emit, row, sizes, dim=1), dtypes, strict=True)]
+    return _move_to_host(emit, pieces) if moves else pieces
+
+
+def _move_to_host(emit: Emitter, rows: Sequence[fx.Node]) -> list[fx.Node]:
+    if not has_streams(rows[0]):
+        return [emit.put(row, "cpu") for row in rows]
+    sent = [emitter.send_to_host(emit, row) for row in rows]
+    return [emitter.arrival(emit, each) for each in sent]
 
 
 def _copy_in(emit: Emitter, bucket: Sequence[fx.Node], route: Route) -> fx.Node:

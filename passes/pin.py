@@ -27,7 +27,7 @@ class Pin:
 
     Each launch or wait follows the one before it, and the heavy compute between the two. So a launch can be neither
     hoisted, which would break the memory bound, nor sunk past the next wait, and a wait cannot be hoisted, which
-    would expose the collective.
+    would expose the collective. Likewise the gradients' way to the host and its wait for them.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -42,7 +42,7 @@ def _dependencies(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
     for node in graph.nodes:
         if ir.is_heavy(node):
             after.append(node)
-        elif ir.is_launch(node) or ir.is_wait(node):
+        elif any(is_bound(node) for is_bound in (ir.is_launch, ir.is_wait, ir.is_sent_to_host, ir.is_arrival)):
             others = [earlier for earlier in after if earlier not in node.all_input_nodes]
             if others:
                 dependencies[node] = OrderedSet(others)

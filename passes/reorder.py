@@ -14,7 +14,7 @@ from torch import fx
 from . import ir, schedule
 from .policy import DEFAULT, SchedulePolicy
 from .schedule import Action
-from .survey import Compute, Flight, cluster_of, flights, load_of
+from .survey import Compute, Flight, cluster_of, compute_of, flights, landing, load_of
 
 # Which of a flight's stages an action places. An all-reduce is launched where its reduce-scatter's wait ends.
 _STAGE = {
@@ -35,28 +35,33 @@ class Reorder:
         G0 W0 c0 G1 W1 c1 G2 W2 c2        ->  G0 G1 W0 c0 G2 W1 c1 W2 c2
         c0 R0 V0 c1 R1 V1 c2 R2 V2        ->  c0 R0 c1 R1 c2 R2 V0 V1 V2
 
-    with gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``.
+    with gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``. The host waits last of all, for
+    gradients that move to it.
     """
 
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
-        found = flights(graph)
-        if not found:
+        found, landed = flights(graph), landing(graph)
+        if not found and not landed:
             return
-        mine = {node for flight in found for node in flight.nodes}
-        compute = Compute(graph, mine.__contains__)
+        compute = compute_of(graph, found)
+        actions = self._decide(graph, compute, found) if found else []
+        ir.put_in_order(_order(graph, compute, found, actions, landed), graph)
+
+    def _decide(self, graph: fx.Graph, compute: Compute, found: list[Flight]) -> list[Action]:
         load = load_of(graph, compute, found, cluster_of(graph, self.policy.cluster))
         least = max(schedule.least_bytes(load))
         bound = self.policy.in_flight_bytes
         bound_bytes = max(f.bundle.bound_bytes for f in found) if bound == "auto" else bound
-        actions = schedule.decide(
+        return schedule.decide(
             load, max(bound_bytes, least), None if self.policy.prefetch == "auto" else self.policy.prefetch
         )
-        ir.put_in_order(_order(graph, compute, found, actions), graph)
 
 
-def _order(graph: fx.Graph, compute: Compute, found: list[Flight], actions: list[Action]) -> Iterator[fx.Node]:
+def _order(
+    graph: fx.Graph, compute: Compute, found: list[Flight], actions: list[Action], landed: list[fx.Node]
+) -> Iterator[fx.Node]:
     yield from (node for node in list(graph.nodes) if node.op == "placeholder")
     gathers = [flight.stages() for flight in found if not flight.bundle.reduces]
     reductions = [flight.stages() for flight in found if flight.bundle.reduces]
@@ -67,3 +72,4 @@ def _order(graph: fx.Graph, compute: Compute, found: list[Flight], actions: list
         stages = (gathers if action.kind == "gather" else reductions)[action.index]
         yield from stages[_STAGE[action.kind, action.verb]]
     yield from compute.nodes[placed:]
+    yield from landed

@@ -65,7 +65,7 @@ class Route:
         return self if dtype == self.dtype else replace(self, dtype=dtype)
 
     def over_shards_only(self) -> Route:
-        """Return the way of a gradient that is not reduced over replicas yet and stays in ``reduce_dtype``."""
+        """Return the way of a gradient not reduced over replicas yet: it stays with compute, in ``reduce_dtype``."""
         return replace(
             self,
             grad_dtype=self.reduce_dtype,
@@ -73,6 +73,7 @@ class Route:
             replicate_world=1,
             post_divide=1.0,
             reduce_hook="",
+            device="",
         )
 
     def for_shard(self, shard: torch.Tensor) -> Route:

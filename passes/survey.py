@@ -113,18 +113,43 @@ class Flight:
         return [source for node in self.nodes for source in node.all_input_nodes if source not in mine]
 
 
+def landing(graph: fx.Graph) -> list[fx.Node]:
+    """Return the host's waits for gradients, and what unpacks them, that nothing but the graph's caller reads."""
+    found: dict[fx.Node, None] = {}
+    for node in filter(ir.is_arrival, graph.nodes):
+        unpacked = _dependents(node)
+        if all(ir.bundle_of(user) for user in unpacked):
+            found |= dict.fromkeys([node, *unpacked])
+    return list(found)
+
+
+def _dependents(node: fx.Node) -> list[fx.Node]:
+    """Return all that is computed from ``node``, the nearest first."""
+    found = [user for user in node.users if user.op != "output"]
+    for each in found:
+        found += [user for user in each.users if user.op != "output" and user not in found]
+    return found
+
+
 def flights(graph: fx.Graph) -> list[Flight]:
-    """Return every bucket of a lowered graph that communicates, in order of launch."""
+    """Return every bucket of a lowered graph that communicates, in order of launch, without :func:`landing`."""
     found: dict[ir.Bundle, list[fx.Node]] = {}
+    landed = set(landing(graph))
     for node in graph.nodes:
         bundle = ir.bundle_of(node)
-        if bundle is not None:
+        if bundle is not None and node not in landed:
             found.setdefault(bundle, []).append(node)
     every = [
         Flight(bundle, tuple(nodes), tuple(filter(ir.is_launch, nodes)), tuple(filter(ir.is_wait, nodes)))
         for bundle, nodes in found.items()
     ]
     return [flight for flight in every if flight.launches]
+
+
+def compute_of(graph: fx.Graph, found: Sequence[Flight]) -> Compute:
+    """Return the compute of a lowered graph, ``found`` being its flights."""
+    ours = {node for flight in found for node in flight.nodes} | set(landing(graph))
+    return Compute(graph, ours.__contains__)
 
 
 def load_of(graph: fx.Graph, compute: Compute, found: Sequence[Flight], cluster: cost.Cluster) -> Load:

@@ -98,6 +98,7 @@ def recording(patch: pytest.MonkeyPatch, compute: bool = True) -> Iterator[Recor
     recorded(copies, "copy_out_gathered", "copy out gathered")
     recorded(copies, "copy_in_gradients", "copy in gradients", "reduce-scatter input")
     recorded(copies, "copy_out_reduced", "copy out reduced")
+    recorded(copies, "to_host", "to the host")
     if not compute:
         recorded(comm, "all_gather_into_tensor", "all-gather")
         recorded(comm, "all_gather_into_tensors", "all-gathers into place")

@@ -113,8 +113,8 @@ reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_4, sum, 4,
 wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [2] float16
 reshape_default_5 = reshape(wait_tensor_default, [1, -1]) [1, 2] float16
 div_tensor_1 = div(reshape_default_5, 2.0) [1, 2] float16
-reshape_default_6 = reshape(div_tensor_1, [2]) [2] float16
-convert_element_type_default_1 = convert_element_type(reshape_default_6, torch.float32) [2] float32
+convert_element_type_default_1 = convert_element_type(div_tensor_1, torch.float32) [1, 2] float32
+reshape_default_6 = reshape(convert_element_type_default_1, [2]) [2] float32
 reshape_default = reshape(s, [-1]) [8] float32
 reshape_default_1 = reshape(reshape_default, [1, -1]) [1, 8] float32
 reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32""",
@@ -162,8 +162,8 @@ reshape_default_4 = reshape(reshape_default_3, [-1]) [8] float32
 reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_4, avg, 4, shard) [2] float32
 wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default) [2] float32
 reshape_default_5 = reshape(wait_tensor_default_1, [1, -1]) [1, 2] float32
-reshape_default_6 = reshape(reshape_default_5, [2]) [2] float32
-device_put_default_1 = device_put(reshape_default_6, cpu) [2] float32""",
+device_put_default_1 = device_put(reshape_default_5, cpu) [1, 2] float32
+reshape_default_6 = reshape(device_put_default_1, [2]) [2] float32""",
         )
 
 

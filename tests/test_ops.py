@@ -78,6 +78,10 @@ def test_opcheck_of_a_gather_beside_compute():
     opcheck(torch.ops.fsdp_compiled.launch_gather.default, (shards, routes, False))
 
 
+def test_opcheck_of_the_way_to_the_host():
+    opcheck(torch.ops.fsdp_compiled.send_to_host.default, (torch.randn(1, 7),))
+
+
 def test_what_a_gpu_without_triton_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsdp_compiled.collectives.kernels", None)
     with pytest.raises(

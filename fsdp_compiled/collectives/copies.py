@@ -39,6 +39,11 @@ def copy_out_reduced(row: Tensor, outs: Sequence[Tensor], divisor: float, accumu
     _for(row.device).copy_out_reduced(row, outs, divisor, accumulate)
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` in memory of the host, pinned if it has to move; it is there when the stream is that far."""
+    return tensor.to("cpu", non_blocking=True)
+
+
 def _for(device: torch.device) -> ModuleType:
     if device.type != "cuda":
         return reference

@@ -21,7 +21,7 @@ from ..passes.route import Route
 from . import comm, copies, streams
 from .streams import Pending
 
-GATHERS, SCATTERS, REPLICAS = "gathers", "scatters", "replicas"  # side streams
+GATHERS, SCATTERS, REPLICAS, TO_HOST = "gathers", "scatters", "replicas", "to host"  # side streams
 _c10d = torch.ops._c10d_functional
 
 
@@ -146,7 +146,8 @@ def launch_reduction(
         carried: what earlier reductions over the shard group left, added before the replicas are reduced.
 
     Returns:
-        Work that ends in the padded sharded gradients, which may share memory.
+        Work that ends in the padded sharded gradients, which may share memory. If the route leads to another
+        device, the host reads them and has to wait as well.
     """
     dims = [layout.dim for layout in layouts]
     rows = copies.copy_in_gradients(grads, dims, route.shard_world, route.reduce_dtype, route.pre_divide)
@@ -159,9 +160,9 @@ def launch_reduction(
         return _c10d.wait_tensor(row) if route.shard_world > 1 else row
 
     if route.replicate_world == 1:
-        return streams.launch(SCATTERS, rows.device, begin, lambda row: follow(wait(row)), _to_host(route))
+        return streams.launch(SCATTERS, rows.device, begin, lambda row: follow(wait(row)))
     scattered = streams.launch(SCATTERS, rows.device, begin, wait)
-    return scattered.then(REPLICAS, rows.device, follow, _to_host(route))
+    return scattered.then(REPLICAS, rows.device, follow)
 
 
 def launch_replica_reduction(
@@ -171,11 +172,7 @@ def launch_replica_reduction(
     row = parts[0].new_empty(sum(part.numel() for part in parts))
     copies.copy_in_shards(parts, row)
     follow = _following(layouts, route, [route.grad_dtype] * len(parts), ())
-    return streams.launch(REPLICAS, row.device, lambda: row, follow, _to_host(route))
-
-
-def _to_host(route: Route) -> bool:
-    return bool(route.device)
+    return streams.launch(REPLICAS, row.device, lambda: row, follow)
 
 
 def _start_scatter(rows: Tensor, route: Route) -> Tensor:
@@ -200,8 +197,8 @@ def _following(
             row = _c10d.wait_tensor(_c10d.all_reduce(row, route.op, route.replicate_group))
         if route.reduce_hook:
             row = comm.reduce_hook(row, route.reduce_hook)
-        outs = _copied_out(row, layouts, dtypes, route.post_divide)
-        return [out.to("cpu", non_blocking=True) for out in outs] if route.device else outs
+        copy_out = _copied_out_to_host if route.device else _copied_out
+        return copy_out(row, layouts, dtypes, route.post_divide)
 
     return follow
 
@@ -210,11 +207,26 @@ def _copied_out(
     row: Tensor, layouts: Sequence[ShardLayout], dtypes: Sequence[torch.dtype], divisor: float
 ) -> list[Tensor]:
     if divisor == 1.0 and all(dtype == row.dtype for dtype in dtypes):
-        pieces = row.split([layout.shard_numel for layout in layouts])
-        return [piece.view(layout.shard_shape) for piece, layout in zip(pieces, layouts, strict=True)]
+        return _pieces(row, layouts)
     outs = [row.new_empty(layout.shard_shape, dtype=dtype) for layout, dtype in zip(layouts, dtypes, strict=True)]
     copies.copy_out_reduced(row, outs, divisor, accumulate=False)
     return outs
+
+
+def _copied_out_to_host(
+    row: Tensor, layouts: Sequence[ShardLayout], dtypes: Sequence[torch.dtype], divisor: float
+) -> list[Tensor]:
+    if len(set(dtypes)) > 1:
+        return [copies.to_host(out) for out in _copied_out(row, layouts, dtypes, divisor)]
+    if divisor != 1.0 or dtypes[0] != row.dtype:
+        source, row = row, row.new_empty(row.shape, dtype=dtypes[0])
+        copies.copy_out_reduced(source, [row], divisor, accumulate=False)
+    return _pieces(copies.to_host(row), layouts)
+
+
+def _pieces(row: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
+    pieces = row.split([layout.shard_numel for layout in layouts])
+    return [piece.view(layout.shard_shape) for piece, layout in zip(pieces, layouts, strict=True)]
 
 
 def _row_of(parts: Sequence[Tensor | None], layouts: Sequence[ShardLayout], like: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,9 @@ from torch import Tensor
 from ..layout import ShardLayout
 from ..passes import ir
 from ..passes.route import Route
-from . import reference, streams
+from . import copies, reference, streams
 from .comm import define, differentiate, process_group, register_work
-from .launch import GATHERS, launch_gather, launch_reduction
+from .launch import GATHERS, TO_HOST, launch_gather, launch_reduction
 
 
 def unshard(shard: Tensor, sink: Tensor | None, route: str) -> Tensor:
@@ -125,7 +126,10 @@ def meta_parameter(name: str) -> str:
 
 def _reduce_grad(grad: Tensor, text: str) -> Tensor:
     route = Route.decode(text)
-    (reduced,) = launch_reduction([grad], [_layout(route)], route, [route.grad_dtype]).wait()
+    pending = launch_reduction([grad], [_layout(route)], route, [route.grad_dtype])
+    (reduced,) = pending.wait()
+    if route.device:
+        pending.wait_on_host()
     # An operator's result must not share storage with its input, as it would where nothing is communicated.
     return reduced.clone() if route.shard_world * route.replicate_world == 1 else reduced
 
@@ -134,6 +138,33 @@ def _reduce_grad_fake(grad: Tensor, text: str) -> Tensor:
     route = Route.decode(text)
     device = "cpu" if route.device else grad.device
     return grad.new_empty(_layout(route).shard_shape, dtype=route.grad_dtype, device=device)
+
+
+_last_to_host: WeakKeyDictionary[streams.Streams, streams.AfterOnHost] = WeakKeyDictionary()
+
+
+def _send_to_host(row: Tensor) -> Tensor:
+    """Start moving ``row`` to the host; ``_c10d_functional.wait_tensor`` lets the host wait for the result.
+
+    The copy reads a copy of ``row``, whose memory a graph may use again at once. Of those at most two are kept:
+    compute waits for the move before the last.
+    """
+    side = streams.streams_of(row.device)
+    source = row.clone()
+    if side is None:
+        return copies.to_host(source)
+    before = _last_to_host.get(side)
+    if before is not None:
+        before.release()
+    with side.beside(TO_HOST):
+        host = copies.to_host(source)
+    _last_to_host[side] = work = streams.AfterOnHost(side, TO_HOST, source)
+    register_work(host, work)
+    return host
+
+
+def _send_to_host_fake(row: Tensor) -> Tensor:
+    return torch.empty_like(row, device="cpu")
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -161,6 +192,7 @@ def _take_shard_fake(whole: Tensor, dim: int, world: int, group: str) -> Tensor:
 
 define(ir.UNSHARD_SCHEMA, _unshard, _unshard_fake)
 define(ir.LAUNCH_GATHER_SCHEMA, _launch_gather, _launch_gather_fake)
+define(ir.SEND_TO_HOST_SCHEMA, _send_to_host, _send_to_host_fake)
 define(ir.REDUCE_GRAD_SCHEMA, _reduce_grad, _reduce_grad_fake)
 define(ir.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
 define(ir.WITH_GRADIENT_SCHEMA, lambda whole, *_: whole.clone(), lambda whole, *_: torch.empty_like(whole))

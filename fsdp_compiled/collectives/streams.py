@@ -92,6 +92,32 @@ class After(dist.Work):
         return True
 
 
+class AfterOnHost(After):
+    """As :class:`After`, where the host reads the result.
+
+    Args:
+        streams: of the device.
+        name: of the side stream.
+        source: what the work reads.
+    """
+
+    def __init__(self, streams: Streams, name: str, source: object) -> None:
+        super().__init__(streams, name)
+        self._source: object | None = source
+
+    def release(self) -> None:
+        """Let compute wait, and forget what the work has read."""
+        if self._source is not None:
+            super().wait()
+            self._source = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        """Let compute wait and then the host, as long as it takes."""
+        self.release()
+        self._event.synchronize()
+        return True
+
+
 def streams_of(device: torch.device) -> Streams | None:
     """Return the side streams of ``device``; None for a CPU, where work is done in turn with compute."""
     if device.type != "cuda":
@@ -109,10 +135,12 @@ class Pending(Generic[Result]):
 
     Args:
         finish: does or awaits what is left of the work and returns its result; it holds what the work needs.
+        event: after the work; None where compute does it, and with it the host.
     """
 
-    def __init__(self, finish: Callable[[], Result]) -> None:
+    def __init__(self, finish: Callable[[], Result], event: Event | None = None) -> None:
         self._finish: Callable[[], Result] | None = finish
+        self._event = event
 
     def wait(self) -> Result:
         """Let compute wait for the work, once, and forget what the work has held."""
@@ -121,32 +149,24 @@ class Pending(Generic[Result]):
             raise FSDPError("a collective was waited for twice")
         return finish()
 
-    def then(
-        self, name: str, device: torch.device, work: Callable[[Result], Following], to_host: bool = False
-    ) -> Pending[Following]:
-        """Go on with the result on the side stream ``name``, or, where there is none, when compute waits.
+    def wait_on_host(self) -> None:
+        """Let the host wait for work that compute has waited for, and whose result the host is to read."""
+        if self._event is not None:
+            self._event.synchronize()
 
-        Args:
-            name: of the side stream.
-            device: of compute.
-            work: what to do.
-            to_host: the host reads the result and is to wait for it too.
-        """
+    def then(self, name: str, device: torch.device, work: Callable[[Result], Following]) -> Pending[Following]:
+        """Go on with the result on the side stream ``name``, or, where there is none, when compute waits."""
         streams = streams_of(device)
         if streams is None:
             return Pending(lambda: work(self.wait()))
         held = self._finish
         with streams.beside(name):
             result = work(self.wait())
-        return _under_way(streams, name, result, (held, work), to_host)
+        return _under_way(streams, name, result, (held, work))
 
 
 def launch(
-    name: str,
-    device: torch.device,
-    begin: Callable[[], Begun],
-    finish: Callable[[Begun], Result],
-    to_host: bool = False,
+    name: str, device: torch.device, begin: Callable[[], Begun], finish: Callable[[Begun], Result]
 ) -> Pending[Result]:
     """Begin work beside compute.
 
@@ -156,7 +176,6 @@ def launch(
         begin: starts a collective.
         finish: waits for it and copies its result out: on the side stream, or, where there is none, when compute
             waits.
-        to_host: the host reads the result and is to wait for it too.
     """
     streams = streams_of(device)
     if streams is None:
@@ -164,17 +183,15 @@ def launch(
         return Pending(lambda: finish(begun))
     with streams.beside(name):
         result = finish(begin())
-    return _under_way(streams, name, result, (begin, finish), to_host)
+    return _under_way(streams, name, result, (begin, finish))
 
 
-def _under_way(streams: Streams, name: str, result: Result, held: object, to_host: bool = False) -> Pending[Result]:
+def _under_way(streams: Streams, name: str, result: Result, held: object) -> Pending[Result]:
     event = streams.record(name)
 
     def join() -> Result:
         streams.wait(event)
-        if to_host:
-            event.synchronize()
         return result
 
     join.held = held  # type: ignore[attr-defined]  # what the work reads, until compute waits for it
-    return Pending(join)
+    return Pending(join, event)

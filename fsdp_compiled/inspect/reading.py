@@ -41,8 +41,7 @@ class Scheduled:
 
     @cached_property
     def compute(self) -> Compute:
-        mine = {node for flight in self.flights for node in flight.nodes}
-        return Compute(self.graph, mine.__contains__)
+        return survey.compute_of(self.graph, self.flights)
 
     @cached_property
     def load(self) -> Load:

@@ -15,7 +15,17 @@ from fsdp_compiled.passes import ir, lower
 from tests.graphs import record, target_name
 from tests.ranks import on_ranks, same_on_ranks
 from tests.streams import RecordingStreams, recording
-from tests.training import MLP, assert_trains_like_one_process, batches, my_part, shard, square_loss
+from tests.training import (
+    MLP,
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    full_params,
+    my_part,
+    shard,
+    square_loss,
+    train,
+)
 
 UNIT = SchedulePolicy(bucket="unit", prefetch=1)
 GATHER_MARK = "(a gather)"
@@ -26,9 +36,13 @@ GATHER = """gathers: waits for compute
     gathers: copy out gathered"""
 
 
-def _two_layers(**kwargs) -> nn.Module:
+def _two_layers_alone() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+
+def _two_layers(**kwargs) -> nn.Module:
+    model = _two_layers_alone()
     for layer in model:
         fully_shard(layer, **kwargs)
     return fully_shard(model, **kwargs)
@@ -43,7 +57,7 @@ def _recorded(run: Callable[[RecordingStreams], None]) -> str:
 
 
 def _assert_log(got: str, want: str) -> None:
-    lines = [line.strip() for line in want.replace(GATHER_MARK, GATHER).strip().splitlines()]
+    lines = [line.strip() for line in want.replace(GATHER_MARK, GATHER).splitlines() if line.strip()]
     assert got.splitlines() == lines, "\n" + got
 
 
@@ -186,26 +200,63 @@ def test_large_parameters_train_like_one_process(mode, policy):
         assert_trains_like_one_process(model, call, alone, batches(3, 8, 256))
 
 
+OFFLOAD = CPUOffloadPolicy(pin_memory=False)
+
+
 @on_ranks(2)
-def test_the_host_waits_for_gradients_that_go_to_it():
-    model = fully_shard(nn.Linear(6, 6), offload_policy=CPUOffloadPolicy(pin_memory=False))
+def test_the_host_waits_at_the_end_for_gradients_that_go_to_it():
+    model = _two_layers(offload_policy=OFFLOAD)
 
     def run(found: RecordingStreams) -> None:
         loss = square_loss(model, my_part(batches(1, 8, 6)[0]))
         found.log.clear()
         loss.backward()
+        found.log[:] = [line for line in found.log if "gather" not in line and "compute: compute" not in line]
 
-    log = """
-        compute: compute
+    reduction = """
         compute: copy in gradients
         scatters: waits for compute
         scatters: reduce-scatter
         scatters: wait
+        scatters: to the host
         compute: waits for scatters
-        compute: host waits for scatters
         compute: reduce-scatter input freed
         """
-    _assert_log(_recorded(run), log)
+    _assert_log(_recorded(run), 2 * reduction + 2 * "compute: host waits for scatters\n")
+
+
+@on_ranks(2)
+def test_gradients_of_a_backward_that_failed_land_nowhere():
+    alone, model = _two_layers_alone(), _two_layers(offload_policy=OFFLOAD)
+    data = my_part(batches(1, 8, 6)[0])
+
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("in backward")
+
+    def run(found: RecordingStreams) -> None:
+        x = data.clone().requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(RuntimeError, match="in backward"):
+            square_loss(model, x).backward()
+        model.reset_iter_state()
+        assert all(param.grad is None for param in model.parameters())
+        assert_trains_like_one_process(model, model, alone, batches(2, 8, 6))
+
+    _recorded(run)
+
+
+@on_ranks(4)
+def test_gradients_not_reduced_over_replicas_stay_on_the_device():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(6, 6), mesh=mesh, offload_policy=OFFLOAD)
+    model.set_requires_all_reduce(False)
+
+    def run(found: RecordingStreams) -> None:
+        square_loss(model, my_part(batches(1, 8, 6)[0])).backward()
+        assert "scatters: reduce-scatter" in found.log
+        assert not any("host" in line for line in found.log)
+
+    _recorded(run)
 
 
 class _Branches(nn.Module):
@@ -254,6 +305,54 @@ def test_graphs_take_the_copies_off_the_compute_stream(inductor):
         alone, model = MLP(hidden=9), MLP(hidden=9)
         call = shard(model, "full", inductor=inductor)
         assert_trains_like_one_process(model, call, alone)
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float64])
+@on_ranks(2)
+def test_graphs_move_gradients_to_the_host_beside_compute(inductor, bias_dtype):
+    with _graphs_for_a_gpu():
+        alone, model = MLP(hidden=9), MLP(hidden=9)
+        for block in model.blocks:
+            block[0].bias = nn.Parameter(block[0].bias.detach().to(bias_dtype))
+        policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+        call = shard(model, "full", inductor=inductor, offload_policy=OFFLOAD, mp_policy=policy)
+        data = batches(3, 8, 10)
+        want, got = train(alone, alone, data, square_loss, sharded=False), train(model, call, data, square_loss)
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+        assert model.blocks[0][0].bias.dtype == bias_dtype
+        assert_close({name: whole.float() for name, whole in full_params(model).items()}, full_params(alone))
+
+
+@on_ranks(2)
+def test_a_graph_lets_the_host_wait_last():
+    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        call, recorder = record(_two_layers(offload_policy=OFFLOAD), UNIT, code=True)
+        loss = call(my_part(batches(1, 8, 6)[0])).sum()
+        with recording(patch, compute=False) as found:
+            loss.backward()
+        same_on_ranks(found.log)
+        assert [line for line in found.log if "host" in line] == [
+            *("to host: waits for compute", "to host: to the host", "compute: waits for to host"),
+            *("to host: waits for compute", "to host: to the host", "compute: host waits for to host"),
+            *("compute: waits for to host", "compute: host waits for to host"),
+        ]
+    steps = ("mm", "reduce_scatter_tensor", "send_to_host", "wait_tensor")
+    backward = [name for node in recorder.only("backward", after=True).nodes if (name := target_name(node)) in steps]
+    assert backward[-2:] == ["wait_tensor", "wait_tensor"]
+    assert backward.count("send_to_host") == backward.count("reduce_scatter_tensor") == 2
+
+
+@on_ranks(1)
+def test_the_host_waits_last_where_nothing_is_communicated():
+    with _graphs_for_a_gpu():
+        call, recorder = record(_two_layers(offload_policy=OFFLOAD), UNIT)
+        call(torch.ones(2, 6)).sum().backward()
+    steps = ("mm", "send_to_host", "wait_tensor")  # of four parameters
+    backward = [name for node in recorder.only("backward", after=True).nodes if (name := target_name(node)) in steps]
+    assert backward[-4:] == 4 * ["wait_tensor"]
+    assert sorted(backward[:-4]) == [*(3 * ["mm"]), *(4 * ["send_to_host"])]
+    assert backward[:-4] != sorted(backward[:-4])  # each when it is there
 
 
 @on_ranks(2)

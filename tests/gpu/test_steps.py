@@ -142,10 +142,11 @@ def test_the_host_never_waits_in_a_step(mode, many_ranks):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_shards_on_the_cpu(one_rank):
+@pytest.mark.parametrize("mode", ["eager", "full"])
+def test_shards_on_the_cpu(one_rank, mode):
     alone = _model()
     model = copy.deepcopy(alone).cpu()
-    call = _shard(model, "eager", offload_policy=CPUOffloadPolicy())
+    call = _shard(model, mode, offload_policy=CPUOffloadPolicy())
     x = torch.randn(32, WIDTH, device="cuda")
     for _ in range(2):
         want, got = _loss(alone, x), _loss(call, x)
