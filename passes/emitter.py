@@ -75,10 +75,17 @@ def all_gather(emit: Emitter, row: fx.Node, route: Route) -> fx.Node:
     return emit(torch.ops.aten.view.dtype, rows, dtype) if is_float8 else rows
 
 
-def launch_gather(emit: Emitter, bucket: Sequence[fx.Node], in_place: bool) -> fx.Node:
-    """Insert the launch of a gather that leaves the compute stream with its copies, and the wait; return the wait."""
+def launch_gather(emit: Emitter, bucket: Sequence[fx.Node], in_place: bool, lasting: bool) -> fx.Node:
+    """Insert the launch of a gather that leaves the compute stream with its copies, and the wait; return the wait.
+
+    Args:
+        emit: where.
+        bucket: unshard nodes.
+        in_place: gather each parameter straight into its part of the result.
+        lasting: the shards outlive the wait, as parameters do.
+    """
     shards, texts = [ir.source_of(node) for node in bucket], [str(node.args[-1]) for node in bucket]
-    launch = emit(torch.ops.fsdp_compiled.launch_gather.default, shards, texts, in_place)
+    launch = emit(torch.ops.fsdp_compiled.launch_gather.default, shards, texts, in_place, lasting)
     return emit(torch.ops._c10d_functional.wait_tensor.default, launch)
 
 

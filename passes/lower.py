@@ -93,10 +93,8 @@ def _goes_into_place(bucket: Sequence[fx.Node]) -> bool:
 
 
 def _leaves_compute(bucket: Sequence[fx.Node]) -> bool:
-    """Tell whether the gather takes its copies along to a side stream, where its inputs must outlive the wait."""
-    if not has_streams(bucket[0]) or ir.route_of(bucket[0]).shard_world == 1:
-        return False
-    return all(_is_parameter(ir.source_of(node)) for node in bucket)
+    """Tell whether the gather takes its copies along to a side stream."""
+    return has_streams(bucket[0]) and ir.route_of(bucket[0]).shard_world > 1
 
 
 def _lower_gather(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
@@ -119,7 +117,9 @@ def _gather_beside_compute(
     emit: Emitter, bucket: Sequence[fx.Node], sizes: Sequence[int], in_place: bool
 ) -> list[fx.Node]:
     _require_no_cuda_graphs()
-    pieces = _split(emit, emitter.launch_gather(emit, bucket, in_place), [ir.aligned(size) for size in sizes], dim=0)
+    lasting = all(_is_parameter(ir.source_of(node)) for node in bucket)
+    whole = emitter.launch_gather(emit, bucket, in_place, lasting)
+    pieces = _split(emit, whole, [ir.aligned(size) for size in sizes], dim=0)
     unsharded = []
     for node, piece, size in zip(bucket, pieces, sizes, strict=True):
         flat = piece if size == ir.aligned(size) else emit(aten.slice.Tensor, piece, 0, 0, size)

@@ -75,7 +75,7 @@ def test_opcheck_of_copies():
 def test_opcheck_of_a_gather_beside_compute():
     shards = [torch.randn(16), torch.randn(4, 8)]  # nothing between them, where memory would be arbitrary
     routes = [_route((16,), 1, ""), _route((4, 8), 1, "")]
-    opcheck(torch.ops.fsdp_compiled.launch_gather.default, (shards, routes, False))
+    opcheck(torch.ops.fsdp_compiled.launch_gather.default, (shards, routes, False, True))
 
 
 def test_opcheck_of_the_way_to_the_host():

@@ -76,30 +76,40 @@ def _unshard(shard: Tensor, sink: Tensor | None, text: str) -> Tensor:
     return flat[: layout.numel].view(layout.shape)
 
 
-def _launch_gather(shards: Sequence[Tensor], texts: Sequence[str], in_place: bool) -> Tensor:
+def _launch_gather(shards: Sequence[Tensor], texts: Sequence[str], in_place: bool, lasting: bool) -> Tensor:
     """Start a bucket's gather: all parameters one after the other, each padded to a multiple of the world.
 
     Each begins where :func:`ir.aligned` lets it.
 
     ``in_place`` is what :func:`launch_gather` calls so: each is gathered straight into its part of the result.
-    ``_c10d_functional.wait_tensor`` waits for the result. The shards must outlive the wait without being held, as
-    parameters do. On the CPU nothing is left to wait for.
+    ``_c10d_functional.wait_tensor`` waits for the result. ``lasting`` shards outlive the wait, as parameters do;
+    others, whose memory a graph may use again at once, are copied in by the compute stream. On the CPU nothing is
+    left to wait for.
     """
     routes = _routes(shards, texts)
-    whole = _launch_gather_fake(shards, texts, in_place)
+    whole = _launch_gather_fake(shards, texts, in_place, lasting)
     layouts = [_layout(route) for route in routes]
     sizes = [layout.world * layout.shard_numel for layout in layouts]
     outs = [out[:size] for out, size in zip(whole.split([ir.aligned(size) for size in sizes]), sizes, strict=True)]
-    pending = launch_gather(shards, layouts, routes[0], lambda: outs, in_place)
     side = streams.streams_of(whole.device)
+    if side is not None and not lasting:
+        shards = _copied_in(shards, whole, in_place)
+    pending = launch_gather(shards, layouts, routes[0], lambda: outs, in_place)
     if side is None:
         pending.wait()
     else:
-        register_work(whole, streams.After(side, GATHERS))
+        register_work(whole, streams.After(side, GATHERS, shards))
     return whole
 
 
-def _launch_gather_fake(shards: Sequence[Tensor], texts: Sequence[str], in_place: bool) -> Tensor:
+def _copied_in(shards: Sequence[Tensor], like: Tensor, in_place: bool) -> Sequence[Tensor]:
+    """Return ``shards`` in memory of their own, where and in the dtype that they travel: as one row, if they may."""
+    row = like.new_empty(sum(shard.numel() for shard in shards))
+    copies.copy_in_shards([shard.to(row.device, non_blocking=True) for shard in shards], row)
+    return row.split([shard.numel() for shard in shards]) if in_place else [row]
+
+
+def _launch_gather_fake(shards: Sequence[Tensor], texts: Sequence[str], in_place: bool, lasting: bool) -> Tensor:
     routes = _routes(shards, texts)
     numel = sum(ir.aligned(route.shard_world * _layout(route).shard_numel) for route in routes)
     return shards[0].new_empty(numel, dtype=routes[0].dtype, device=routes[0].device or shards[0].device)

@@ -79,41 +79,33 @@ class After(dist.Work):
     Args:
         streams: of the device.
         name: of the side stream.
-    """
-
-    def __init__(self, streams: Streams, name: str) -> None:
-        super().__init__()
-        self._streams = streams
-        self._event = streams.record(name)
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        """Let compute wait; the host does not, so no time runs out."""
-        self._streams.wait(self._event)
-        return True
-
-
-class AfterOnHost(After):
-    """As :class:`After`, where the host reads the result.
-
-    Args:
-        streams: of the device.
-        name: of the side stream.
-        source: what the work reads.
+        source: what the work reads, kept until compute has waited.
     """
 
     def __init__(self, streams: Streams, name: str, source: object) -> None:
-        super().__init__(streams, name)
+        super().__init__()
+        self._streams = streams
+        self._event = streams.record(name)
         self._source: object | None = source
 
     def release(self) -> None:
         """Let compute wait, and forget what the work has read."""
         if self._source is not None:
-            super().wait()
+            self._streams.wait(self._event)
             self._source = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        """Let compute wait and then the host, as long as it takes."""
+        """Let compute wait; the host does not, so no time runs out."""
         self.release()
+        return True
+
+
+class AfterOnHost(After):
+    """As :class:`After`, where the host reads the result."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        """Let compute wait and then the host, as long as it takes."""
+        super().wait(timeout)
         self._event.synchronize()
         return True
 

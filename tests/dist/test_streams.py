@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from quantised_all_gather import gather_quantised
 from torch import nn
 from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
@@ -353,6 +354,46 @@ def test_the_host_waits_last_where_nothing_is_communicated():
     assert backward[-4:] == 4 * ["wait_tensor"]
     assert sorted(backward[:-4]) == [*(3 * ["mm"]), *(4 * ["send_to_host"])]
     assert backward[:-4] != sorted(backward[:-4])  # each when it is there
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+@on_ranks(4)
+def test_graphs_copy_in_what_they_have_computed_before_they_leave_compute(inductor):
+    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
+        alone, model = MLP(hidden=9), MLP(hidden=9)
+        call = shard(model, "full", inductor=inductor, reshard_after_forward=2)
+        with recording(patch, compute=False) as found:
+            assert_trains_like_one_process(model, call, alone)
+            found.log.clear()
+            loss = square_loss(call, my_part(batches(1, 8, 10)[0]))
+            assert "compute: copy in shards" not in found.log
+            found.log.clear()
+            loss.backward()
+        start = found.log.index("compute: copy in shards")
+        assert found.log[start + 1 : start + 4] == _launch("all-gather", "copy out gathered")
+        assert "gathers: copy in shards" not in found.log
+
+
+@pytest.mark.parametrize("wire", [torch.int8, torch.float8_e4m3fn])
+@on_ranks(2)
+def test_a_quantised_gather_leaves_compute(wire):
+    def losses_and_gradients() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        gather_quantised(model, wire)
+        call, recorder = record(fully_shard(model))
+        loss = square_loss(call, my_part(batches(1, 8, 6)[0]))
+        loss.backward()
+        moved.append(sum(ir.leaves_compute(node) for node in recorder.only("forward", after=True).nodes))
+        return [loss, *(param.grad.to_local() for param in model.parameters())]
+
+    moved = list[int]()
+    want = losses_and_gradients()
+    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch, recording(patch, compute=False):
+        got = losses_and_gradients()
+    assert all(map(torch.equal, got, want))
+    assert moved[0] == 0 < moved[1]
 
 
 @on_ranks(2)
