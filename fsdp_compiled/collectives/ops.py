@@ -61,7 +61,28 @@ def with_gradient(whole: Tensor, leaf: Tensor, sink: Tensor | None, route: str) 
         sink: see :func:`unshard`.
         route: :meth:`Route.encode`.
     """
+    if type(whole) is not Tensor:
+        return _subclass_with_gradient(whole, leaf, sink, route)
     return torch.ops.fsdp_compiled.with_gradient(whole, leaf, sink, route)
+
+
+class _WithGradient(torch.autograd.Function):
+    """:func:`with_gradient` of a tensor subclass, whose own dispatch knows ``detach`` but no operator of ours."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, leaf: Tensor, sink: Tensor | None, route: str) -> Tensor:
+        _save_for_backward(ctx, (leaf, sink, route), whole)
+        return whole.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_unshard_backward(ctx, grad)
+
+
+# Dynamo would try backward with a gradient of the subclass, where it is a plain one.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _subclass_with_gradient(whole: Tensor, leaf: Tensor, sink: Tensor | None, route: str) -> Tensor:
+    return _WithGradient.apply(whole, leaf, sink, route)
 
 
 def _layout(route: Route) -> ShardLayout:

@@ -11,7 +11,15 @@ from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from tests.graphs import record, target_name
 from tests.parity import row
 from tests.ranks import on_ranks
-from tests.training import batches, full, full_grads, mean_over_ranks, my_part
+from tests.training import (
+    assert_trains_like_replicas,
+    batches,
+    full,
+    full_grads,
+    mean_over_ranks,
+    my_part,
+    square_loss,
+)
 
 GATHER = "all_gather_into_tensor"
 each_mode = pytest.mark.parametrize("mode", ["eager", "full"])
@@ -74,6 +82,39 @@ def test_a_quantised_all_gather(mode, wire, sent):
             gathers = [node for node in graph.nodes if node.op == "call_function" and target_name(node) == GATHER]
             sources = {node.all_input_nodes[-1].meta["val"].dtype for node in gathers}
             assert sent in sources and len(sources) == 2
+
+
+@row("tensor-subclass extensions")
+@each_mode
+@on_ranks(2)
+def test_float8_training_of_torchao(mode):
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def model(gathers_float8: bool) -> nn.Module:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32, bias=False)) for _ in range(2)]
+        config = Float8LinearConfig(enable_fsdp_float8_all_gather=gathers_float8, emulate=True)
+        return convert_to_float8_training(nn.Sequential(*blocks), config=config)
+
+    alone, sharded = model(False), model(True)
+    for block in sharded:
+        fully_shard(block)
+    fully_shard(sharded)
+    call, recorder = record(sharded) if mode == "full" else (sharded, None)
+    assert_trains_like_replicas(sharded, call, alone, batches(3, 32, 32))
+    micro_batches = batches(2, 32, 32)
+    for sync, batch in zip((False, True), micro_batches, strict=True):
+        sharded.set_requires_gradient_sync(sync)
+        square_loss(call, my_part(batch)).backward()
+        square_loss(alone, my_part(batch)).backward()
+    for name, grad in full_grads(sharded).items():
+        mine = alone.get_parameter(name).grad
+        torch.distributed.all_reduce(mine)
+        torch.testing.assert_close(grad, mine / 2, rtol=1e-5, atol=1e-7)
+    if recorder is not None:
+        for graph in (recorder.after[0][1], recorder.after[1][1]):
+            gathers = [node for node in graph.nodes if node.op == "call_function" and target_name(node) == GATHER]
+            assert torch.uint8 in {node.all_input_nodes[-1].meta["val"].dtype for node in gathers}
 
 
 def test_half_an_extension_is_refused(fake_group):
