@@ -299,8 +299,6 @@ def check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
             f"{name}: expected a DTensor on a {info.mesh.device_type} mesh as given to fully_shard, got one on "
             f"{mesh.device_type}"
         )
-    if is_extended(local_of(param)):
-        raise NotImplementedError(f"{name}: all-gather extensions on top of tensor parallelism are not implemented")
     if info.dp_mesh_dims is None:
         if mesh.mesh_dim_names is None or info.mesh.mesh_dim_names is None:
             raise ValueError(

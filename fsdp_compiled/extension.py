@@ -5,7 +5,7 @@ A parameter's local tensor takes part if its class has both methods of the proto
 * ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)``, or with ``mesh`` alone, returns
   ``(inputs, metadata)``: what this rank sends, each with the shard's dimension 0 first, and anything;
 * ``fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)`` returns ``(unsharded, inner tensors)``,
-  or fills ``out``, which it returned before.
+  or fills ``out``, which it returned before. Under tensor parallelism all of these are this rank's part.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class AllGatherExtension:
 
     Args:
         shard: this rank's padded shard.
-        mesh: of the shards.
+        mesh: over which the parameter is sharded.
         module: that holds the parameter.
         mp_policy: of its unit.
-        outer: shape and strides of the whole parameter.
+        outer: shape and strides of the whole parameter, of this rank's part if other parallelism shards it too.
         dtype: of compute.
+        device: of compute.
     """
 
     def __init__(
@@ -66,18 +67,23 @@ class AllGatherExtension:
         mp_policy: MixedPrecisionPolicy,
         outer: tuple[torch.Size, tuple[int, ...]],
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.shard = shard
         # Functions rather than bound methods, which Dynamo does not trace.
         self._pre, self._post = getattr(type(shard), PRE), getattr(type(shard), POST)
         self._arguments = (mesh, *outer, module, mp_policy) if _pre_arguments(shard) == 5 else (mesh,)
         self._dtype = dtype
+        self._device = device
         self._metadata: Any = None
 
     def split(self) -> tuple[Sequence[Tensor], Any]:
         """Return (what this rank sends, metadata for :meth:`join`); Dynamo traces this."""
         with torch.no_grad():
-            return self._pre(self.shard, *self._arguments)
+            shard = self.shard
+            if shard.device.type != self._device.type:
+                shard = shard.to(self._device, non_blocking=True)
+            return self._pre(shard, *self._arguments)
 
     def join(self, outputs: Sequence[Tensor], metadata: Any, out: Tensor | None = None) -> Any:
         """Return (unsharded parameter, tensors that hold its memory); with ``out``, fill that and return None."""

@@ -99,6 +99,14 @@ class DataParallelMeshInfo:
         return torch.device(self.mesh.device_type, module.current_device())
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The 1-D mesh over which parameters are sharded; ``mesh`` itself if it has one dimension, or no names."""
+        names = self.mesh.mesh_dim_names
+        if self.mesh.ndim == 1 or names is None or self.shard_mesh_dim is None:
+            return self.mesh
+        return self.mesh[names[self.shard_mesh_dim]]
+
+    @property
     def shard_world(self) -> int:
         """Ranks over which parameters are sharded."""
         return 1 if self.shard_mesh_dim is None else self.mesh.size(self.shard_mesh_dim)

@@ -133,10 +133,11 @@ class FSDPParam:
         self.publish()
 
     def _new_extension(self) -> AllGatherExtension:
-        policy, mesh, module = self.placement.mp_policy, self.placement.mesh_info.mesh, self.info.module
-        outer = (self._spec.tensor_meta.shape, self._spec.tensor_meta.stride)
+        policy, mesh, module = self.placement.mp_policy, self.placement.mesh_info.shard_mesh, self.info.module
+        whole = torch.empty(self.layout.shape, device="meta")
         dtype = resolved(policy, self.shard.dtype)[0]
-        return AllGatherExtension(self.shard, mesh, module, policy, outer, dtype)
+        outer = (whole.shape, whole.stride())
+        return AllGatherExtension(self.shard, mesh, module, policy, outer, dtype, self.placement.device)
 
     def relink(self) -> None:
         """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
@@ -271,7 +272,8 @@ class FSDPParam:
         sent, metadata = extension.split()
         outputs = [collectives.unshard(each, None, self.input_route_text).view(-1, *each.shape[1:]) for each in sent]
         whole, _ = extension.join(outputs, metadata)
-        return collectives.with_gradient(whole, *self._leaf_sink_and_route())
+        local = collectives.with_gradient(whole, *self._leaf_sink_and_route())
+        return local if self.outer is None else self.outer.wrap(local)
 
     def _leaf_sink_and_route(self) -> tuple[Tensor, Tensor | None, str]:
         """Return the leaf, where its gradient goes if not to itself, and how."""
@@ -350,7 +352,7 @@ class FSDPParam:
     def _new_unsharded(self, layouts: Sequence[ShardLayout], dtypes: Sequence[torch.dtype]) -> Unsharded:
         device = self.placement.device
         if self.extension is not None:
-            return ExtendedUnsharded(self.extension, layouts, dtypes, device)
+            return ExtendedUnsharded(self.extension, layouts, dtypes, device, self.outer)
         return UnshardedParam(self.layout, self.dtypes[0], device, self.outer)
 
     def to_unsharded(self) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .extension import AllGatherExtension
 from .layout import ShardLayout
-from .spmd import OuterParallelism
+from .spmd import OuterParallelism, local_of
 
 
 class Unsharded(Protocol):
@@ -76,6 +76,7 @@ class ExtendedUnsharded:
         layouts: of the outputs.
         dtypes: of the outputs.
         device: of compute.
+        outer: other parallelism, of which what the subclass makes is the local part.
     """
 
     param: nn.Parameter
@@ -86,8 +87,10 @@ class ExtendedUnsharded:
         layouts: Sequence[ShardLayout],
         dtypes: Sequence[torch.dtype],
         device: torch.device,
+        outer: OuterParallelism | None,
     ) -> None:
         self._extension = extension
+        self._outer = outer
         self._shapes = [layout.shape for layout in layouts]
         self._outputs = [
             torch.empty(layout.world * layout.shard_numel, dtype=dtype, device=device)
@@ -108,12 +111,13 @@ class ExtendedUnsharded:
         outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
         if not self._made:
             whole, self._inner = self._extension.land(outputs)
-            self.param = nn.Parameter(whole, requires_grad=False)
+            self.param = nn.Parameter(self._outer.leaf(whole) if self._outer else whole, requires_grad=False)
             self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in self._inner}
             self._made = True
             return
-        with torch.autograd._unsafe_preserve_version_counter(self.param):  # type: ignore[attr-defined]
-            self._extension.land(outputs, out=self.param)
+        local = local_of(self.param)
+        with torch.autograd._unsafe_preserve_version_counter(local):  # type: ignore[attr-defined]
+            self._extension.land(outputs, out=local)
 
     def free(self) -> None:
         """Take the memory away, and keep autograd's aliases."""
