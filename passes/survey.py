@@ -76,11 +76,11 @@ def is_returned(node: fx.Node) -> bool:
 
 
 def cluster_of(graph: fx.Graph, given: cost.Cluster | None) -> cost.Cluster:
-    """Return ``given``, or the cluster that the graph's inputs live on."""
+    """Return ``given``, or the cluster that the graph computes on, though shards may live on the CPU."""
     if given is not None:
         return given
-    values = (node.meta.get("val") for node in graph.nodes)
-    return cost.detect(next((v.device for v in values if isinstance(v, torch.Tensor)), torch.device("cpu")))
+    devices = (value.device for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
+    return cost.detect(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
 @dataclass(frozen=True)

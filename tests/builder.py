@@ -45,12 +45,12 @@ class Builder:
         self.mode = FakeTensorMode()
         self.inputs = []
 
-    def input(self, name, *shape, dtype=torch.float32):
+    def input(self, name, *shape, dtype=torch.float32, device="cpu"):
         with self.graph.inserting_after(next(reversed(self.inputs), self.graph._root)):
             node = self.graph.placeholder(name)
         self.inputs.append(node)
         with self.mode:
-            node.meta["val"] = torch.empty(shape, dtype=dtype)
+            node.meta["val"] = torch.empty(shape, dtype=dtype, device=device)
         return node
 
     def op(self, name, args):

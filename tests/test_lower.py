@@ -5,8 +5,9 @@ from __future__ import annotations
 import expecttest
 import torch
 
-from fsdp_compiled.passes import Bucket, Lower, Normalize, SchedulePolicy
+from fsdp_compiled.passes import Bucket, Lower, Normalize, Reorder, SchedulePolicy
 from fsdp_compiled.passes.route import Reduction, reduction_for
+from fsdp_compiled.passes.survey import cluster_of
 from tests.builder import Builder, route
 
 UNIT = SchedulePolicy(bucket="unit")
@@ -143,6 +144,31 @@ reduce_hook_default = reduce_hook(reshape_default_5, 2) [2] float32
 reshape_default_6 = reshape(reduce_hook_default, [1, -1]) [1, 2] float32
 reshape_default_7 = reshape(reshape_default_6, [2]) [2] float32""",
         )
+
+    def test_gradients_of_a_gpu_whose_shards_live_on_the_cpu(self):
+        b = Builder(Bucket(UNIT), Lower(), Reorder(UNIT))
+        b.input("shard", 2)
+        grads = [b.input(name, numel, device="cuda") for name, numel in (("g1", 8), ("g2", 4))]
+        parts = [b.reduce_grad(grad, route(grad.meta["val"].shape, grad.name, device="cuda")) for grad in grads]
+        later = b.call(torch.ops.aten.neg.default, grads[0])
+        self.assertExpectedInline(
+            b.text(*parts, later),
+            """\
+copy_in_gradients_default = copy_in_gradients([g1, g2], [0, 0], 4, torch.float32, 1.0) [4, 3] float32
+reshape_default = reshape(copy_in_gradients_default, [-1]) [12] float32
+reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default, avg, 4, shard) [3] float32
+neg_default = neg(g1) [8] float32
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [3] float32
+reshape_default_1 = reshape(wait_tensor_default, [1, -1]) [1, 3] float32
+send_to_host_default = send_to_host(reshape_default_1) [1, 3] float32
+wait_tensor_default_1 = wait_tensor(send_to_host_default) [1, 3] float32
+split_with_sizes_default = split_with_sizes(wait_tensor_default_1, [2, 1], 1)
+getitem = getitem(split_with_sizes_default, 0) [1, 2] float32
+getitem_1 = getitem(split_with_sizes_default, 1) [1, 1] float32
+reshape_default_2 = reshape(getitem, [2]) [2] float32
+reshape_default_3 = reshape(getitem_1, [1]) [1] float32""",
+        )
+        self.assertEqual(cluster_of(b.graph, None).name, "H100")
 
     def test_shards_on_another_device(self):
         b = Builder(Bucket(UNIT), Lower())
