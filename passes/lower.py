@@ -136,7 +136,7 @@ def _require_no_cuda_graphs() -> None:
 
 
 def has_streams(node: fx.Node) -> bool:
-    """Tell whether copies may leave the compute stream where ``node`` computes; what it reduces may live elsewhere."""
+    """Tell whether copies may leave the compute stream where ``node`` computes; its result may live elsewhere."""
     return ir.value_of(ir.source_of(node) if ir.is_reduce_grad(node) else node).device.type == "cuda"
 
 
