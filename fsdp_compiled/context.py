@@ -194,6 +194,7 @@ class FSDPStateContext:
         if self._ends_with_backward:
             self._finish_reductions()
             self.post_forward_order.clear()
+        self._land_on_host()
         for state in self.states:
             state.end_backward()
         self.callback_queued = False
@@ -224,8 +225,12 @@ class FSDPStateContext:
             group.launch_replica_reduce()
         for group in groups:
             group.wait_reduce()
-        for group in groups:
-            group.wait_on_host()
+        self._land_on_host()
+
+    def _land_on_host(self) -> None:
+        for state in self.states:
+            for group in state.groups:
+                group.wait_on_host()
 
     def reset(self, drop_pending: bool) -> None:
         """Return to the state between two steps after an exception; ``drop_pending`` forgets stored gradients too."""

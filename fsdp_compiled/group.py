@@ -198,6 +198,7 @@ class FSDPParamGroup:
             else:
                 self._arriving.append((reduction, results))
 
+    @torch.no_grad()
     def wait_on_host(self) -> None:
         """Add the results that have moved to the host to the sharded parameters' gradients."""
         arriving, self._arriving = self._arriving, []

@@ -100,7 +100,7 @@ class DataParallelMeshInfo:
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """The 1-D mesh over which parameters are sharded; ``mesh`` itself if it has one dimension, or no names."""
+        """The dimension of ``mesh`` that shards; ``mesh`` itself if it has one dimension only, no names, or none."""
         names = self.mesh.mesh_dim_names
         if self.mesh.ndim == 1 or names is None or self.shard_mesh_dim is None:
             return self.mesh

@@ -137,7 +137,9 @@ class FSDPParam:
         whole = torch.empty(self.layout.shape, device="meta")
         dtype = resolved(policy, self.shard.dtype)[0]
         outer = (whole.shape, whole.stride())
-        return AllGatherExtension(self.shard, mesh, module, policy, outer, dtype, self.placement.device)
+        # The DTensor's local tensor itself, if it needs no padding: torchao keeps its scale there.
+        shard = self._local if self._local.shape == self.shard.shape else self.shard
+        return AllGatherExtension(shard, mesh, module, policy, outer, dtype, self.placement.device)
 
     def relink(self) -> None:
         """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
@@ -167,9 +169,9 @@ class FSDPParam:
         self._link(current, padded)
         self._register(current)
         if pending is not None:
-            self.pending.add(pending.to(self.device))
+            self.pending.add(pending.to(self.placement.device))
         if partial is not None:
-            self.partial.add(partial.to(self.device))
+            self.partial.add(partial.to(self.placement.device))
 
     def check_replacement(self, current: Tensor) -> None:
         """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""

@@ -84,7 +84,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Keep sharded parameters, gradients and optimizer state on the CPU.
 
     Args:
-        pin_memory: whether to pin that memory so that copies overlap.
+        pin_memory: whether to pin the shards' memory so that their way to the device overlaps with compute. Gradients
+            that come from a GPU are pinned in any case.
     """
 
     pin_memory: bool = True

@@ -189,6 +189,8 @@ def _without_padding(emit: Emitter, flat: fx.Node, route: Route) -> fx.Node:
 def _lower_reduction(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = Emitter(place.next, bundle)
     route = ir.route_of(bucket[0])
+    if has_streams(bucket[0]):
+        _require_no_cuda_graphs()
     rows = emitter.copy_in_gradients(emit, bucket) if has_streams(bucket[0]) else _copy_in(emit, bucket, route)
     sizes = [ir.value_of(node).numel() for node in bucket]
     row = _divide(emit, _reduce(emit, rows, route), route.post_divide)

@@ -61,6 +61,7 @@ class Reduction:
         second_us: of the all-reduce; 0 for none.
         second_lane: name of its link.
         pack_us: compute time of the copy into the collective's input.
+        moves_on: the result has a way to go, to the host, and is to be waited for as soon as it is there.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -70,6 +71,7 @@ class Reduction:
     second_us: float = 0.0
     second_lane: str = ""
     pack_us: float = 0.0
+    moves_on: bool = False
 
     @property
     def made(self) -> int:
@@ -250,7 +252,7 @@ class _Sweep:
     launches: dict[int, int]
     done: list[Action] = field(default_factory=list)
     pending: deque[int] = field(default_factory=deque)  # reductions launched and not waited for
-    second: list[int] = field(default_factory=list)  # all-reduces launched and not waited for
+    second: dict[int, int] = field(default_factory=dict)  # all-reduces launched, where, and not waited for
     in_flight: int = 0
 
     def actions(self) -> list[Action]:
@@ -301,13 +303,19 @@ class _Sweep:
             self._wait(position, self.pending[0])
 
     def _follow_up(self, position: int, clock: Sequence[float]) -> None:
-        """Start the all-reduces of reduce-scatters that must be done by now."""
+        """Go on with the results of reductions that must be done by now: all-reduces, and moves."""
+        alone = 1 - self.load.taken_from_compute
         for index in list(self.pending):
             reduction = self.load.reductions[index]
-            busy_us = reduction.us * (1 - self.load.taken_from_compute)
-            if not reduction.second_us or clock[position] - clock[reduction.ready] < busy_us:
+            if not (reduction.second_us or reduction.moves_on):
+                break
+            if clock[position] - clock[reduction.ready] < reduction.us * alone:
                 break
             self._wait(position, index)
+        for index, launched in list(self.second.items()):
+            reduction = self.load.reductions[index]
+            if reduction.moves_on and clock[position] - clock[launched] >= reduction.second_us * alone:
+                self._finish(position, index)
 
     def _wait(self, position: int, index: int) -> None:
         self.pending.remove(index)
@@ -315,13 +323,13 @@ class _Sweep:
         self.in_flight -= self.load.reductions[index].bytes
         if self.load.reductions[index].second_us:
             self._act(position, "launch", "second", index)
-            self.second.append(index)
+            self.second[index] = position
 
     def _finish(self, position: int, index: int) -> None:
         if index in self.pending:
             self._wait(position, index)
         if index in self.second:
-            self.second.remove(index)
+            del self.second[index]
             self._act(position, "wait", "second", index)
 
 

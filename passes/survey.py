@@ -174,7 +174,9 @@ def _gather(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Gather:
     elif pieces > 1:
         pack_us, unpack_us = cluster.copy_us(size // world), cluster.copy_us(size)
     if ir.leaves_compute(launch):
-        us, pack_us, unpack_us = us + pack_us + unpack_us, 0.0, 0.0
+        copies_in_first = not launch.args[3]  # see emitter.launch_gather
+        us += unpack_us + (0.0 if copies_in_first else pack_us)
+        pack_us, unpack_us = cluster.copy_us(size // world) if copies_in_first else 0.0, 0.0
     return Gather(
         bytes=size,
         us=us,
@@ -206,6 +208,7 @@ def _reduction(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Reduc
         second_us=times[1] if len(times) > 1 else 0.0,
         second_lane=cluster.lane(links[-1]),
         pack_us=cluster.copy_us(sum(flight.bundle.sizes)) if len(flight.bundle.params) > 1 else 0.0,
+        moves_on=any(map(ir.is_sent_to_host, flight.nodes)),
     )
 
 

@@ -59,6 +59,9 @@ class RecordingStreams:
     def wait(self, event: _Event) -> None:
         self.say(f"waits for {event.name}")
 
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        self.say(f"lends {name} {tensor.numel()} elements")
+
     def freed(self, tensor: torch.Tensor, what: str) -> None:
         """Say so when ``tensor`` is freed."""
         weakref.finalize(tensor, self.say, f"{what} freed")

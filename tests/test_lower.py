@@ -170,6 +170,16 @@ reshape_default_3 = reshape(getitem_1, [1]) [1] float32""",
         )
         self.assertEqual(cluster_of(b.graph, None).name, "H100")
 
+    def test_the_host_waits_before_compute_reads_what_has_moved(self):
+        b = Builder(Lower(), Reorder())
+        grads = [b.input(name, 4, device="cuda") for name in ("g1", "g2")]
+        parts = [b.reduce_grad(grad, route((4,), grad.name, device="cuda")) for grad in grads]
+        lines = b.text(b.call(torch.ops.aten.neg.default, parts[0]), parts[1]).splitlines()
+        steps = [line.split(" = ")[1].split("(")[0] for line in lines]
+        kept = [step for step in steps if step in ("reduce_scatter_tensor", "send_to_host", "wait_tensor", "neg")]
+        sent, arrived = ["wait_tensor", "send_to_host"], "wait_tensor"
+        assert kept == [*(2 * ["reduce_scatter_tensor"]), *sent, arrived, *sent, "neg", arrived]
+
     def test_shards_on_another_device(self):
         b = Builder(Bucket(UNIT), Lower())
         whole = b.unshard(b.input("s", 2), route((8,), "w", device="meta"))

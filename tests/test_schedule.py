@@ -83,6 +83,14 @@ def test_an_all_reduce_follows_when_its_reduce_scatter_must_be_done():
     assert shown(load) == "0 R0 1 R1 r0 A0 2 R2 r1 A1 3 R3 r2 A2 r3 A3 a0 a1 a2 a3"
 
 
+def test_what_moves_on_is_waited_for_when_it_must_be_there():
+    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, moves_on=True) for i in range(4))
+    assert shown(Load((10.0,) * 4, (), reductions)) == "0 R0 1 R1 r0 2 R2 r1 3 R3 r2 r3"
+    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, second_us=3.0, moves_on=True) for i in range(4))
+    shown_load = shown(Load((10.0,) * 4, (), reductions))
+    assert shown_load == "0 R0 1 R1 r0 A0 2 R2 r1 A1 a0 3 R3 r2 A2 a1 r3 A3 a2 a3"
+
+
 def test_the_timeline_of_hidden_and_exposed_collectives():
     load = layers(3, us=15.0)
     timeline = schedule.play(load, schedule.decide(load, 1000, 1))
@@ -135,7 +143,9 @@ def loads(draw):
         ready = max(made for made, _ in parts) + 1
         second_us = draw(st.sampled_from([0.0, 7.0]))
         needed = draw(st.integers(ready, count))
-        reductions.append(Reduction(parts, draw(st.floats(0, 30)), needed, second_us=second_us))
+        moves_on = draw(st.booleans())
+        us = draw(st.floats(0, 30))
+        reductions.append(Reduction(parts, us, needed, second_us=second_us, moves_on=moves_on))
     compute_us = tuple(draw(st.lists(st.floats(0, 20), min_size=count, max_size=count)))
     return Load(compute_us, tuple(gathers), tuple(reductions), draw(st.sampled_from([0.0, 0.3, 1.0])))
 

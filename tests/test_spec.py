@@ -36,6 +36,19 @@ def test_a_removed_wait():
         verify(graph, "after X")
 
 
+def test_gradients_on_their_way_to_the_host():
+    b = Builder(Bucket(SchedulePolicy(bucket="unit")), Lower(), Reorder())
+    part = b.reduce_grad(b.input("g", 8, device="cuda"), route((8,), "w", device="cuda"))
+    b.text(part)
+    arrival = _one(b.graph, ir.is_arrival)
+    arrival.replace_all_uses_with(ir.source_of(arrival))
+    with pytest.raises(GraphError, match="reshape_default_2 reads send_to_host_default without waiting for it"):
+        verify(b.graph)
+    b.graph.erase_node(arrival)
+    with pytest.raises(GraphError, match="launch and wait: send_to_host_default has 0 waits"):
+        verify(b.graph)
+
+
 def test_a_read_that_does_not_wait():
     graph = _lowered()
     launch = _one(graph, ir.is_launch)

@@ -1,9 +1,9 @@
 """The two halves of a bucket's collective: launch returns work under way, its ``wait`` the result.
 
 Hooks and graphs share it. On an accelerator, gathers run on one side stream with their copy-in and copy-out,
-reduce-scatters on a second and all-reduces over replicas on a third; only the copy-in of gradients, which are to be
-freed at once, stays on the compute stream. It knows tensors, layouts and routes; it must not know parameters, units
-or who waits when.
+reduce-scatters on a second and all-reduces over replicas on a third. Hooks move reduced gradients to the host on the
+stream that reduces them, graphs on a fourth. The copy-in of gradients, which are to be freed at once, stays on the
+compute stream. It knows tensors, layouts and routes; it must not know parameters, units or who waits when.
 """
 
 from __future__ import annotations

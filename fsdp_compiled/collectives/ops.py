@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -114,20 +113,22 @@ def _launch_gather(shards: Sequence[Tensor], texts: Sequence[str], in_place: boo
     outs = [out[:size] for out, size in zip(whole.split([ir.aligned(size) for size in sizes]), sizes, strict=True)]
     side = streams.streams_of(whole.device)
     if side is not None and not lasting:
-        shards = _copied_in(shards, whole, in_place)
+        row = _copied_in(shards, whole)
+        side.lend(GATHERS, row)
+        shards = row.split([shard.numel() for shard in shards]) if in_place else [row]
     pending = launch_gather(shards, layouts, routes[0], lambda: outs, in_place)
     if side is None:
         pending.wait()
     else:
-        register_work(whole, streams.After(side, GATHERS, shards))
+        register_work(whole, streams.After(side, GATHERS))
     return whole
 
 
-def _copied_in(shards: Sequence[Tensor], like: Tensor, in_place: bool) -> Sequence[Tensor]:
-    """Return ``shards`` in memory of their own, where and in the dtype that they travel: as one row, if they may."""
+def _copied_in(shards: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return ``shards`` as one row of their own, where and in the dtype that they travel."""
     row = like.new_empty(sum(shard.numel() for shard in shards))
     copies.copy_in_shards([shard.to(row.device, non_blocking=True) for shard in shards], row)
-    return row.split([shard.numel() for shard in shards]) if in_place else [row]
+    return row
 
 
 def _launch_gather_fake(shards: Sequence[Tensor], texts: Sequence[str], in_place: bool, lasting: bool) -> Tensor:
@@ -171,26 +172,18 @@ def _reduce_grad_fake(grad: Tensor, text: str) -> Tensor:
     return grad.new_empty(_layout(route).shard_shape, dtype=route.grad_dtype, device=device)
 
 
-_last_to_host: WeakKeyDictionary[streams.Streams, streams.AfterOnHost] = WeakKeyDictionary()
-
-
 def _send_to_host(row: Tensor) -> Tensor:
     """Start moving ``row`` to the host; ``_c10d_functional.wait_tensor`` lets the host wait for the result.
 
-    The copy reads a copy of ``row``, whose memory a graph may use again at once. Of those at most two are kept:
-    compute waits for the move before the last.
+    The move reads a copy of ``row``, whose memory a graph may use again at once.
     """
-    side = streams.streams_of(row.device)
-    source = row.clone()
+    side, source = streams.streams_of(row.device), row.clone()
     if side is None:
         return copies.to_host(source)
-    before = _last_to_host.get(side)
-    if before is not None:
-        before.release()
     with side.beside(TO_HOST):
         host = copies.to_host(source)
-    _last_to_host[side] = work = streams.AfterOnHost(side, TO_HOST, source)
-    register_work(host, work)
+    side.lend(TO_HOST, source)
+    register_work(host, streams.After(side, TO_HOST, to_host=True))
     return host
 
 

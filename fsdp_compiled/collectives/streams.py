@@ -1,8 +1,9 @@
 """Side streams of an accelerator, and work under way on one.
 
-Work is begun on a side stream at the point that compute has reached, and waited for by events, never by the host. So
-memory needs no ``record_stream``: what work and compute share comes from the compute stream's pool, where it is freed
-after compute has waited for the work; what only the work uses comes from the side stream's pool and is freed at once.
+Work is begun on a side stream at the point that compute has reached, and waited for by events; by the host only where
+it reads the result. What work and compute share comes from the compute stream's pool, where it is freed after compute
+has waited for the work; what only the work uses comes from the side stream's pool and is freed at once. Only what a
+graph has computed, and may forget before the wait, is lent by ``record_stream``.
 It knows streams and events; it must not know tensors' meaning.
 """
 
@@ -43,6 +44,9 @@ class Streams(Protocol):
     def wait(self, event: Event) -> None:
         """Let compute wait for ``event``."""
 
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        """Let nobody use the memory of ``tensor``, once it is freed, before the side stream is done with it."""
+
 
 class CudaStreams:
     """The side streams of one CUDA device.
@@ -72,6 +76,9 @@ class CudaStreams:
     def wait(self, event: Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
 
+    def lend(self, name: str, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self._stream(name))
+
 
 class After(dist.Work):
     """A work that ends with all that a side stream was given so far.
@@ -79,34 +86,21 @@ class After(dist.Work):
     Args:
         streams: of the device.
         name: of the side stream.
-        source: what the work reads, kept until compute has waited.
+        to_host: the host reads the result.
     """
 
-    def __init__(self, streams: Streams, name: str, source: object) -> None:
+    def __init__(self, streams: Streams, name: str, to_host: bool = False) -> None:
         super().__init__()
         self._streams = streams
         self._event = streams.record(name)
-        self._source: object | None = source
+        self._to_host = to_host
 
-    def release(self) -> None:
-        """Let compute wait, and forget what the work has read."""
-        if self._source is not None:
+    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+        """Let compute wait, or, if it reads the result, the host, as long as it takes."""
+        if self._to_host:
+            self._event.synchronize()
+        else:
             self._streams.wait(self._event)
-            self._source = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        """Let compute wait; the host does not, so no time runs out."""
-        self.release()
-        return True
-
-
-class AfterOnHost(After):
-    """As :class:`After`, where the host reads the result."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        """Let compute wait and then the host, as long as it takes."""
-        super().wait(timeout)
-        self._event.synchronize()
         return True
 
 

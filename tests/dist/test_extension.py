@@ -98,6 +98,14 @@ def test_float8_training_of_torchao(mode):
     fully_shard(sharded)
     call, recorder = record(sharded) if mode == "full" else (sharded, None)
     assert_trains_like_replicas(sharded, call, alone, batches(3, 32, 32))
+    from torchao.float8 import fsdp_utils
+
+    with pytest.MonkeyPatch.context() as patch:  # the scales that were computed for all weights at once are used
+        batch = my_part(batches(1, 32, 32)[0])
+        want = square_loss(call, batch)
+        fsdp_utils.precompute_float8_dynamic_scale_for_fsdp(sharded)
+        patch.setattr(fsdp_utils, "hp_tensor_to_float8_dynamic", None)
+        assert torch.equal(square_loss(call, batch), want)
     micro_batches = batches(2, 32, 32)
     for sync, batch in zip((False, True), micro_batches, strict=True):
         sharded.set_requires_gradient_sync(sync)

@@ -21,6 +21,7 @@ from tests.training import (
     assert_close,
     assert_trains_like_one_process,
     batches,
+    full_grads,
     full_params,
     my_part,
     shard,
@@ -226,6 +227,31 @@ def test_the_host_waits_at_the_end_for_gradients_that_go_to_it():
     _assert_log(_recorded(run), 2 * reduction + 2 * "compute: host waits for scatters\n")
 
 
+@pytest.mark.parametrize("manually", [False, True])
+@on_ranks(2)
+def test_gradients_land_on_the_host_after_every_backward(manually):
+    alone, model = _two_layers_alone(), _two_layers(offload_policy=OFFLOAD)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: param.add_(param.grad, alpha=0.0))
+
+    def run(found: RecordingStreams) -> None:
+        model.set_is_last_backward(False)
+        model.set_manual_backward_finalization(manually)
+        data = batches(3, 8, 6)
+        for batch in data[:2]:
+            square_loss(model, my_part(batch)).backward()
+        assert all(param.grad is not None for param in model[1].parameters())
+        model.set_is_last_backward(True)
+        square_loss(model, my_part(data[2])).backward()
+        if manually:
+            model.finalize_backward(async_op=True).wait()
+        for batch in data:
+            square_loss(alone, batch).backward()
+        assert_close(full_grads(model), full_grads(alone))
+
+    _recorded(run)
+
+
 @on_ranks(2)
 def test_gradients_of_a_backward_that_failed_land_nowhere():
     alone, model = _two_layers_alone(), _two_layers(offload_policy=OFFLOAD)
@@ -334,9 +360,8 @@ def test_a_graph_lets_the_host_wait_last():
             loss.backward()
         same_on_ranks(found.log)
         assert [line for line in found.log if "host" in line] == [
-            *("to host: waits for compute", "to host: to the host", "compute: waits for to host"),
-            *("to host: waits for compute", "to host: to the host", "compute: host waits for to host"),
-            *("compute: waits for to host", "compute: host waits for to host"),
+            *(2 * ["to host: waits for compute", "to host: to the host", "compute: lends to host 21 elements"]),
+            *(2 * ["compute: host waits for to host"]),
         ]
     steps = ("mm", "reduce_scatter_tensor", "send_to_host", "wait_tensor")
     backward = [name for node in recorder.only("backward", after=True).nodes if (name := target_name(node)) in steps]
@@ -370,7 +395,8 @@ def test_graphs_copy_in_what_they_have_computed_before_they_leave_compute(induct
             found.log.clear()
             loss.backward()
         start = found.log.index("compute: copy in shards")
-        assert found.log[start + 1 : start + 4] == _launch("all-gather", "copy out gathered")
+        assert found.log[start + 1].startswith("compute: lends gathers")
+        assert found.log[start + 2 : start + 5] == _launch("all-gather", "copy out gathered")
         assert "gathers: copy in shards" not in found.log
 
 

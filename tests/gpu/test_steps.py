@@ -100,7 +100,7 @@ def test_nccl_gathers_on_a_side_stream(one_rank):
         torch.ops._c10d_functional.wait_tensor(outs[0])
         comm.register_work(alone, comm.all_gather_into_tensor(alone, parts[0], dist.group.WORLD))
         torch.ops._c10d_functional.wait_tensor(alone)
-    comm.register_work(outs[0], streams.After(side, GATHERS, outs))
+    comm.register_work(outs[0], streams.After(side, GATHERS))
     torch.ops._c10d_functional.wait_tensor(outs[0])
     for out, part in zip([*outs, alone], [*parts, parts[0]], strict=True):
         assert torch.equal(out, part)
