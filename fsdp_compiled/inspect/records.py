@@ -34,8 +34,8 @@ class Collective:
         exposed_us: how long compute stands still for it.
         start_us: on the graph's timeline, when the link begins with it.
         end_us: when the link is done.
-        copies: who copies into and out of its buffers; nobody where it gathers each parameter straight into place. What
-            the graph itself has computed is copied in by compute in any case.
+        copies: who copies into and out of its buffers; nobody where it gathers each parameter straight into place.
+            What the graph itself has computed is copied in by compute in any case.
         verdict: "hidden", or "exposed: " and by what it is limited.
     """
 
