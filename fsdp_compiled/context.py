@@ -194,7 +194,8 @@ class FSDPStateContext:
         if self._ends_with_backward:
             self._finish_reductions()
             self.post_forward_order.clear()
-        self._land_on_host()
+        else:
+            self._land_on_host()
         for state in self.states:
             state.end_backward()
         self.callback_queued = False

@@ -172,6 +172,11 @@ def leaves_compute(node: fx.Node) -> bool:
     return _is_ours(node, [f"{NAMESPACE}.launch_gather"])
 
 
+def copies_in_first(launch: fx.Node) -> bool:
+    """Tell whether compute copies in what a node that :func:`leaves_compute` gathers: it may not last."""
+    return not launch.args[3]
+
+
 def is_scatter_launch(node: fx.Node) -> bool:
     """Tell whether ``node`` starts a reduce-scatter of ours."""
     return _is_ours(node, [f"{_C10D}.reduce_scatter_tensor", f"{NAMESPACE}.custom_reduce_scatter"])
@@ -210,6 +215,16 @@ def is_sent_to_host(node: fx.Node) -> bool:
 def is_arrival(node: fx.Node) -> bool:
     """Tell whether ``node`` lets the host wait for gradients that move there."""
     return _is_ours(node, [f"{_C10D}.wait_tensor"]) and is_sent_to_host(source_of(node))
+
+
+def begins(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts work beside compute: a collective, or gradients' way to the host."""
+    return is_launch(node) or is_sent_to_host(node)
+
+
+def awaits(node: fx.Node) -> bool:
+    """Tell whether ``node`` waits for what :func:`begins`."""
+    return is_wait(node) or is_arrival(node)
 
 
 def travelling_bytes(node: fx.Node) -> int:

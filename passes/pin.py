@@ -42,7 +42,7 @@ def _dependencies(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
     for node in graph.nodes:
         if ir.is_heavy(node):
             after.append(node)
-        elif any(is_bound(node) for is_bound in (ir.is_launch, ir.is_wait, ir.is_sent_to_host, ir.is_arrival)):
+        elif ir.begins(node) or ir.awaits(node):
             others = [earlier for earlier in after if earlier not in node.all_input_nodes]
             if others:
                 dependencies[node] = OrderedSet(others)

@@ -52,8 +52,8 @@ def _used_before_defined(graph: fx.Graph) -> Iterator[str]:
 
 def _launch_without_its_wait(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
-        if ir.is_launch(node) or ir.is_sent_to_host(node):
-            waits = [user for user in node.users if ir.is_wait(user) or ir.is_arrival(user)]
+        if ir.begins(node):
+            waits = [user for user in node.users if ir.awaits(user)]
             if len(waits) != 1:
                 yield f"{node.name} has {len(waits)} waits, expected one"
             for user in set(node.users) - set(waits):

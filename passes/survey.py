@@ -174,9 +174,10 @@ def _gather(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Gather:
     elif pieces > 1:
         pack_us, unpack_us = cluster.copy_us(size // world), cluster.copy_us(size)
     if ir.leaves_compute(launch):
-        copies_in_first = not launch.args[3]  # see emitter.launch_gather
-        us += unpack_us + (0.0 if copies_in_first else pack_us)
-        pack_us, unpack_us = cluster.copy_us(size // world) if copies_in_first else 0.0, 0.0
+        if ir.copies_in_first(launch):
+            us, pack_us, unpack_us = us + unpack_us, cluster.copy_us(size // world), 0.0
+        else:
+            us, pack_us, unpack_us = us + pack_us + unpack_us, 0.0, 0.0
     return Gather(
         bytes=size,
         us=us,

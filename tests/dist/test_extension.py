@@ -93,10 +93,7 @@ def test_a_quantised_all_gather(mode, wire, sent):
 @on_ranks(2)
 def test_float8_training_of_torchao(mode):
     alone, sharded = _float8_model(gathers_float8=False), _float8_model(gathers_float8=True)
-    for block in sharded:
-        fully_shard(block)
-    fully_shard(sharded)
-    call, recorder = record(sharded) if mode == "full" else (sharded, None)
+    call, recorder = _shard(sharded, mode)
     assert_trains_like_replicas(sharded, call, alone, batches(3, 32, 32))
     from torchao.float8 import fsdp_utils
 
@@ -127,10 +124,7 @@ def test_float8_training_of_torchao(mode):
 def test_float8_training_of_torchao_with_replicas(mode):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", f"shard_{mode}"))  # see test_placement
     alone, sharded = _float8_model(gathers_float8=False), _float8_model(gathers_float8=True)
-    for block in sharded:
-        fully_shard(block, mesh=mesh)
-    fully_shard(sharded, mesh=mesh)
-    call, _ = record(sharded) if mode == "full" else (sharded, None)
+    call, _ = _shard(sharded, mode, mesh=mesh)
     assert_trains_like_replicas(sharded, call, alone, batches(3, 32, 32))
 
 
@@ -145,10 +139,7 @@ def test_float8_training_of_torchao_on_top_of_tensor_parallelism(mode):
     alone, sharded = _float8_model(gathers_float8=False), _float8_model(gathers_float8=True)
     for block in (*alone, *sharded):
         parallelize_module(block, tp, {"0": Float8ColwiseParallel(), "2": Float8RowwiseParallel()})
-    for block in sharded:
-        fully_shard(block, mesh=dp)
-    fully_shard(sharded, mesh=dp)
-    call, _ = record(sharded) if mode == "full" else (sharded, None)
+    call, _ = _shard(sharded, mode, mesh=dp)
     # torchao scales each rank's part of a gathered weight by itself, but a weight that is not gathered as a whole.
     for batch in batches(3, 32, 32):
         mine = batch.chunk(2)[dp.get_local_rank()]
@@ -164,6 +155,13 @@ def test_float8_training_of_torchao_on_top_of_tensor_parallelism(mode):
         for model in (alone, sharded):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
+
+
+def _shard(model, mode, **kwargs):
+    for block in model:
+        fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+    return record(model) if mode == "full" else (model, None)
 
 
 def _float8_model(gathers_float8: bool) -> nn.Module:
