@@ -6,13 +6,13 @@ It writes the decision beside each opaque node; it must not emit anything, nor s
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from torch import fx
 
 from . import grouping, ir
-from .cost import Cluster
+from .cost import Cluster, GatherKind
 from .grouping import Member, Wire, Work
 from .policy import DEFAULT, SchedulePolicy
 from .route import Route, scaling_of
@@ -33,7 +33,7 @@ class Bucket:
 
     def __call__(self, graph: fx.Graph) -> None:
         nodes = [n for n in graph.nodes if ir.is_unshard(n) or ir.is_reduce_grad(n)]
-        plan = grouping.decide_buckets(_work(graph, nodes, cluster_of(graph, self.policy.cluster)), self.policy)
+        plan = grouping.decide_buckets(work_of(graph, nodes, cluster_of(graph, self.policy.cluster)), self.policy)
         buckets = [[member.index for member in bucket] for bucket in plan.gathers]
         buckets += [[member.index for member in bucket] for bucket in plan.reductions]
         for number, bucket in enumerate(buckets):
@@ -41,9 +41,10 @@ class Bucket:
                 ir.give_ticket(nodes[index], ir.Ticket(number, plan.bound_bytes))
 
 
-def _work(graph: fx.Graph, nodes: list[fx.Node], cluster: Cluster) -> Work:
+def work_of(graph: fx.Graph, nodes: list[fx.Node], cluster: Cluster) -> Work:
+    """Return what ``nodes``, the opaque ones of ``graph``, ask for; a member's index is the node's."""
     compute = Compute(graph, lambda node: ir.is_unshard(node) or ir.is_reduce_grad(node))
-    wire = cache(lambda route_key: _wire(route_key, cluster))
+    wire = cache(lambda groups: _wire(groups, cluster))
     gathers, reductions = [], []
     for index, node in enumerate(nodes):
         route, reads = ir.route_of(node), compute.reads([node])
@@ -52,12 +53,12 @@ def _work(graph: fx.Graph, nodes: list[fx.Node], cluster: Cluster) -> Work:
         if ir.is_unshard(node) and route.shard_world > 1:
             kept = size if is_returned(node) else 0
             gather = Gather(size, 0.0, reads.first, reads.last, min(exists, reads.first), kept)
-            gathers.append(Member(index, route.param, _gather_key(route), route.unit, wire(_groups(route)), gather))
+            over = replace(wire(_groups(route)), device=ir.value_of(node).device.type, kind=_kind_of(node, route))
+            gathers.append(Member(index, route.param, _gather_key(route), route.unit, over, gather, route.dim))
         elif ir.is_reduce_grad(node) and route.shard_world * route.replicate_world > 1:
             reduction = Reduction(((exists - 1, size),), 0.0, reads.first)
-            reductions.append(
-                Member(index, route.param, _reduce_key(route), route.unit, wire(_groups(route)), reduction)
-            )
+            over = replace(wire(_groups(route)), moves_to_host=ir.changes_device(ir.source_of(node), node))
+            reductions.append(Member(index, route.param, _reduce_key(route), route.unit, over, reduction))
     gathers.sort(key=lambda member: member.alone.first)
     reductions.sort(key=lambda member: member.alone.ready)
     return Work(compute.time(cluster), tuple(gathers), tuple(reductions), cluster)
@@ -71,6 +72,16 @@ def _reduce_key(route: Route) -> tuple[Hashable, ...]:
     groups = (route.scatter_group, route.shard_world, route.replicate_group, route.replicate_world)
     unit = route.unit if route.reduce_hook or route.reduce_comm else ""  # the user's code sees units
     return *groups, route.reduce_dtype, scaling_of(route), route.reduce_comm, route.reduce_hook, route.device, unit
+
+
+def _kind_of(node: fx.Node, route: Route) -> GatherKind:
+    shard, beside = ir.source_of(node), ir.gathers_beside_compute(node)
+    return GatherKind(
+        in_place=beside and not route.gather_comm,
+        beside=beside,
+        lasting=ir.is_parameter(shard),
+        from_host=ir.changes_device(shard, node),
+    )
 
 
 def _groups(route: Route) -> tuple[str, int, str, int]:

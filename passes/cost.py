@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,6 +72,7 @@ class Cluster:
         taken_from_compute: share of a collective's time during which compute cannot run: 1 where both use the
             same cores, 0 where an engine of its own moves the data.
         piece_us: added to an all-gather by each further buffer that it gathers into.
+        host_bytes_per_s: one way between device and host. *Source* of the default: 16 lanes of PCIe 5.0.
     """
 
     name: str
@@ -84,9 +85,10 @@ class Cluster:
     ranks_per_node: int = 8
     taken_from_compute: float = 0.0
     piece_us: float = 0.0
+    host_bytes_per_s: float = 64e9
 
     def __post_init__(self) -> None:
-        _positive(self, ("flops_16bit", "flops_32bit", "memory_bytes_per_s", "ranks_per_node"))
+        _positive(self, ("flops_16bit", "flops_32bit", "memory_bytes_per_s", "ranks_per_node", "host_bytes_per_s"))
         if not 0.0 <= self.taken_from_compute <= 1.0:
             raise ValueError(f"Cluster.taken_from_compute: expected 0 to 1, got {self.taken_from_compute}")
 
@@ -103,12 +105,60 @@ class Cluster:
         """Return the time to read and write ``size_bytes`` in device memory."""
         return 2e6 * size_bytes / (EFFICIENCY * self.memory_bytes_per_s)
 
+    def host_us(self, size_bytes: int) -> float:
+        """Return the time to move ``size_bytes`` to the host, or from there."""
+        return 1e6 * size_bytes / (EFFICIENCY * self.host_bytes_per_s)
+
+    def gather_times(self, sizes: Sequence[int], link: Link, world: int, how: GatherKind) -> GatherTimes:
+        """Return the times of one all-gather of parameters of these bytes, unsharded."""
+        size = sum(sizes)
+        us, pack_us, unpack_us = link.collective_us(size, world), 0.0, 0.0
+        if how.from_host:
+            us += self.host_us(size // world)
+        if how.in_place:
+            us += (len(sizes) - 1) * self.piece_us
+        elif len(sizes) > 1:
+            pack_us, unpack_us = self.copy_us(size // world), self.copy_us(size)
+        if not how.beside:
+            return GatherTimes(us, pack_us, unpack_us)
+        if how.lasting:
+            return GatherTimes(us + pack_us + unpack_us, 0.0, 0.0)
+        return GatherTimes(us + unpack_us, self.copy_us(size // world), 0.0)
+
     def gathers_into_place(self, sizes: Sequence[int]) -> bool:
         """Tell whether to gather unsharded parameters of these bytes each into its own memory, in one launch.
 
         Otherwise one buffer is gathered and copied out of. A single parameter always goes into place.
         """
         return (len(sizes) - 1) * self.piece_us <= self.copy_us(sum(sizes))
+
+
+@dataclass(frozen=True)
+class GatherKind:
+    """What happens around an all-gather.
+
+    Args:
+        in_place: each parameter is gathered straight into its own memory.
+        beside: copies run on a side stream.
+        lasting: where they do, the shards outlive the collective; others are copied in by compute.
+        from_host: the shards live there.
+    """
+
+    in_place: bool
+    beside: bool = False
+    lasting: bool = True
+    from_host: bool = False
+
+
+PLAIN_GATHER = GatherKind(in_place=False)
+
+
+class GatherTimes(NamedTuple):
+    """Of an all-gather: on the link, with what runs on its stream, and of compute before and after."""
+
+    us: float
+    pack_us: float
+    unpack_us: float
 
 
 def _positive(record: object, fields: tuple[str, ...]) -> None:
@@ -131,7 +181,9 @@ def _ranks_of(group: str, world: int) -> list[int]:
 _NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
 
 
-def _gpu(name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink_gb: float, nic_gb: float) -> Cluster:
+def _gpu(
+    name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink_gb: float, nic_gb: float, pcie_gb: float
+) -> Cluster:
     return Cluster(
         name=name,
         flops_16bit=tflops_16 * 1e12,
@@ -141,16 +193,17 @@ def _gpu(name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink
         intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, nvlink_gb * 1e9),
         inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, nic_gb * 1e9),
         piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
+        host_bytes_per_s=pcie_gb * 1e9,
     )
 
 
 CLUSTERS: Mapping[str, Cluster] = {
     # *Source:* NVIDIA's datasheets (SXM parts): dense bf16 and fp32 FLOP/s, memory, half of NVLink's two-way
-    # bandwidth; one network card for each GPU as in NVIDIA's DGX systems.
-    "H100": _gpu("H100", 989, 67, 3350, 450, 50),
-    "H200": _gpu("H200", 989, 67, 4800, 450, 50),
-    "A100": _gpu("A100", 312, 19.5, 2039, 300, 25),
-    "B200": _gpu("B200", 2250, 75, 8000, 900, 50),
+    # bandwidth and of PCIe's; one network card for each GPU as in NVIDIA's DGX systems.
+    "H100": _gpu("H100", 989, 67, 3350, 450, 50, 64),
+    "H200": _gpu("H200", 989, 67, 4800, 450, 50, 64),
+    "A100": _gpu("A100", 312, 19.5, 2039, 300, 25, 32),
+    "B200": _gpu("B200", 2250, 75, 8000, 900, 50, 64),
     # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
     # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
     # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for
@@ -166,6 +219,7 @@ CLUSTERS: Mapping[str, Cluster] = {
         ranks_per_node=8,
         taken_from_compute=1.0,
         piece_us=10.0,
+        host_bytes_per_s=25e9,  # its own memory
     ),
 }
 

@@ -11,8 +11,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
+import torch
+
 from . import schedule
-from .cost import Cluster, Link
+from .cost import PLAIN_GATHER, Cluster, GatherKind, Link, goes_into_place
 from .policy import MIB, SchedulePolicy
 from .schedule import Gather, Load, Reduction
 
@@ -27,7 +29,13 @@ Record = TypeVar("Record", Gather, Reduction)
 
 @dataclass(frozen=True)
 class Wire:
-    """What a collective runs over: a shard group's link, and for reductions perhaps the replicas' link."""
+    """What a collective runs over: a shard group's link, and for reductions perhaps the replicas' link.
+
+    Args:
+        device: type of the device of compute.
+        kind: of gathers; ``in_place`` says that they may be.
+        moves_to_host: of reductions.
+    """
 
     link: Link
     world: int
@@ -35,6 +43,9 @@ class Wire:
     second: Link | None = None
     second_world: int = 1
     second_lane: str = ""
+    device: str = "cpu"
+    kind: GatherKind = PLAIN_GATHER
+    moves_to_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class Member(Generic[Record]):
         unit: name of the parameter's unit.
         wire: what it travels over.
         alone: its record; the times on the link are filled in for the bucket.
+        dim: along which the parameter is sharded.
     """
 
     index: int
@@ -56,6 +68,7 @@ class Member(Generic[Record]):
     unit: str
     wire: Wire
     alone: Record
+    dim: int = 0
 
 
 Bucket = tuple[Member[Record], ...]
@@ -141,18 +154,22 @@ def load_of(work: Work, plan: Plan) -> Load:
 
 def _joined_gather(bucket: Bucket[Gather], cluster: Cluster) -> Gather:
     records, wire = [member.alone for member in bucket], bucket[0].wire
-    size = sum(record.bytes for record in records)
-    copies = len(bucket) > 1  # what travels alone is neither packed nor unpacked
+    sizes = [record.bytes for record in records]
+    in_place = wire.kind.in_place and goes_into_place(
+        torch.device(wire.device), [member.dim for member in bucket], sizes
+    )
+    kind = replace(wire.kind, in_place=in_place, lasting=all(member.wire.kind.lasting for member in bucket))
+    times = cluster.gather_times(sizes, wire.link, wire.world, kind)
     return Gather(
-        bytes=size,
-        us=wire.link.collective_us(size, wire.world),
+        bytes=sum(sizes),
+        us=times.us,
         first=min(record.first for record in records),
         last=max(record.last for record in records),
         earliest=max(record.earliest for record in records),
         kept_bytes=sum(record.kept_bytes for record in records),
         lane=wire.lane,
-        pack_us=cluster.copy_us(size // wire.world) if copies else 0.0,
-        unpack_us=cluster.copy_us(size) if copies else 0.0,
+        pack_us=times.pack_us,
+        unpack_us=times.unpack_us,
     )
 
 
@@ -171,6 +188,7 @@ def _joined_reduction(bucket: Bucket[Reduction], cluster: Cluster) -> Reduction:
         second_us=0.0 if only_second else second,
         second_lane=wire.second_lane,
         pack_us=cluster.copy_us(size) if len(bucket) > 1 else 0.0,
+        host_us=cluster.host_us(size // wire.world) if wire.moves_to_host else 0.0,
     )
 
 

@@ -6,6 +6,7 @@ positions. It knows nothing of modules, process groups or schedules.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import gcd
@@ -225,6 +226,30 @@ def begins(node: fx.Node) -> bool:
 def awaits(node: fx.Node) -> bool:
     """Tell whether ``node`` waits for what :func:`begins`."""
     return is_wait(node) or is_arrival(node)
+
+
+def has_streams(node: fx.Node) -> bool:
+    """Tell whether copies may leave the compute stream where ``node`` computes; its result may live elsewhere."""
+    return value_of(source_of(node) if is_reduce_grad(node) else node).device.type == "cuda"
+
+
+def gathers_beside_compute(node: fx.Node) -> bool:
+    """Tell whether an unshard takes its copies along to a side stream."""
+    return has_streams(node) and route_of(node).shard_world > 1
+
+
+def changes_device(source: fx.Node, result: fx.Node) -> bool:
+    """Tell whether ``result``, made of ``source``, lives elsewhere."""
+    return value_of(source).device.type != value_of(result).device.type
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Tell whether ``node`` is a parameter's shard, which outlives the step, by the name that AOTAutograd gives it.
+
+    Inputs of forward graphs and what backward graphs take of them are called primals, those of inference graphs arg;
+    what forward has computed for backward, which may be freed or overwritten there, has other names.
+    """
+    return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
 
 
 def travelling_bytes(node: fx.Node) -> int:

@@ -7,7 +7,6 @@ after its last gradient.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -61,7 +60,7 @@ def _buckets(nodes: Iterable[fx.Node]) -> list[tuple[list[fx.Node], ir.Ticket | 
 
 def _packed(bucket: Sequence[fx.Node]) -> list[fx.Node]:
     """Return the members in the order in which they travel; on a GPU, small odd ones must not misalign the rest."""
-    if not has_streams(bucket[0]):
+    if not ir.has_streams(bucket[0]):
         return list(bucket)
     return sorted(bucket, key=lambda node: -ir.granularity(ir.shard_numel(node)))
 
@@ -87,21 +86,16 @@ def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> 
 def _goes_into_place(bucket: Sequence[fx.Node]) -> bool:
     """Tell whether each parameter is gathered straight into its own memory, rather than copied there."""
     routes, sizes = [ir.route_of(node) for node in bucket], [ir.travelling_bytes(node) for node in bucket]
-    if routes[0].gather_comm or (len(bucket) > 1 and not _leaves_compute(bucket)):
+    if routes[0].gather_comm or (len(bucket) > 1 and not ir.gathers_beside_compute(bucket[0])):
         return False
     return cost.goes_into_place(ir.value_of(bucket[0]).device, [route.dim for route in routes], sizes)
-
-
-def _leaves_compute(bucket: Sequence[fx.Node]) -> bool:
-    """Tell whether the gather takes its copies along to a side stream."""
-    return has_streams(bucket[0]) and ir.route_of(bucket[0]).shard_world > 1
 
 
 def _lower_gather(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = Emitter(place, bundle)
     route = ir.route_of(bucket[0])
     sizes = [ir.shard_numel(node) for node in bucket]
-    if _leaves_compute(bucket):
+    if ir.gathers_beside_compute(bucket[0]):
         unsharded = _gather_beside_compute(
             emit, bucket, [size * route.shard_world for size in sizes], bundle.is_in_place
         )
@@ -117,7 +111,7 @@ def _gather_beside_compute(
     emit: Emitter, bucket: Sequence[fx.Node], sizes: Sequence[int], in_place: bool
 ) -> list[fx.Node]:
     _require_no_cuda_graphs()
-    lasting = all(_is_parameter(ir.source_of(node)) for node in bucket)
+    lasting = all(ir.is_parameter(ir.source_of(node)) for node in bucket)
     whole = emitter.launch_gather(emit, bucket, in_place, lasting)
     pieces = _split(emit, whole, [ir.aligned(size) for size in sizes], dim=0)
     unsharded = []
@@ -133,20 +127,6 @@ def _require_no_cuda_graphs() -> None:
             "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
             "compile with mode='max-autotune-no-cudagraphs' or the default"
         )
-
-
-def has_streams(node: fx.Node) -> bool:
-    """Tell whether copies may leave the compute stream where ``node`` computes; its result may live elsewhere."""
-    return ir.value_of(ir.source_of(node) if ir.is_reduce_grad(node) else node).device.type == "cuda"
-
-
-def _is_parameter(node: fx.Node) -> bool:
-    """Tell whether ``node`` is a parameter's shard, which outlives the step, by the name that AOTAutograd gives it.
-
-    Inputs of forward graphs and what backward graphs take of them are called primals, those of inference graphs arg;
-    what forward has computed for backward, which may be freed or overwritten there, has other names.
-    """
-    return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
 
 
 def _travelling(emit: Emitter, node: fx.Node, route: Route) -> fx.Node:
@@ -189,9 +169,9 @@ def _without_padding(emit: Emitter, flat: fx.Node, route: Route) -> fx.Node:
 def _lower_reduction(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = Emitter(place.next, bundle)
     route = ir.route_of(bucket[0])
-    if has_streams(bucket[0]):
+    if ir.has_streams(bucket[0]):
         _require_no_cuda_graphs()
-    rows = emitter.copy_in_gradients(emit, bucket) if has_streams(bucket[0]) else _copy_in(emit, bucket, route)
+    rows = emitter.copy_in_gradients(emit, bucket) if ir.has_streams(bucket[0]) else _copy_in(emit, bucket, route)
     sizes = [ir.value_of(node).numel() for node in bucket]
     row = _divide(emit, _reduce(emit, rows, route), route.post_divide)
     for node, piece in zip(bucket, _sharded_gradients(emit, bucket, row, sizes), strict=True):
@@ -203,7 +183,7 @@ def _sharded_gradients(
 ) -> Sequence[fx.Node]:
     """Return each member's part of the reduced row, in its dtype and where its shard lives."""
     moves, dtypes = bool(ir.route_of(bucket[0]).device), [ir.route_of(node).grad_dtype for node in bucket]
-    if moves and has_streams(bucket[0]) and len(set(dtypes)) == 1:
+    if moves and ir.has_streams(bucket[0]) and len(set(dtypes)) == 1:
         (row,) = _move_to_host(emit, [emit.cast(row, dtypes[0])])
         return _split(emit, row, sizes, dim=1)
     pieces = [emit.cast(piece, dtype) for piece, dtype in zip(_split(emit, row, sizes, dim=1), dtypes, strict=True)]
@@ -211,7 +191,7 @@ def _sharded_gradients(
 
 
 def _move_to_host(emit: Emitter, rows: Sequence[fx.Node]) -> list[fx.Node]:
-    if not has_streams(rows[0]):
+    if not ir.has_streams(rows[0]):
         return [emit.put(row, "cpu") for row in rows]
     sent = [emitter.send_to_host(emit, row) for row in rows]
     return [emitter.arrival(emit, each) for each in sent]
@@ -268,9 +248,11 @@ def _concatenate(emit: Emitter, nodes: Sequence[fx.Node], dim: int = 0) -> fx.No
 
 
 def _split(emit: Emitter, rows: fx.Node, sizes: Sequence[int], dim: int) -> list[fx.Node]:
+    """Return pieces of these sizes; what is left only aligns the next row."""
     if len(sizes) == 1:
         return [rows]
-    pieces = emit(aten.split_with_sizes.default, rows, list(sizes), dim)
+    rest = ir.value_of(rows).shape[dim] - sum(sizes)
+    pieces = emit(aten.split_with_sizes.default, rows, [*sizes, rest] if rest else list(sizes), dim)
     return [emit.getitem(pieces, index) for index in range(len(sizes))]
 
 

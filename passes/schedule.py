@@ -61,7 +61,7 @@ class Reduction:
         second_us: of the all-reduce; 0 for none.
         second_lane: name of its link.
         pack_us: compute time of the copy into the collective's input.
-        moves_on: the result has a way to go, to the host, and is to be waited for as soon as it is there.
+        host_us: of the result's way to the host, for whose sake it is waited for as soon as it is there; 0 for none.
     """
 
     parts: tuple[tuple[int, int], ...]
@@ -71,7 +71,7 @@ class Reduction:
     second_us: float = 0.0
     second_lane: str = ""
     pack_us: float = 0.0
-    moves_on: bool = False
+    host_us: float = 0.0
 
     @property
     def made(self) -> int:
@@ -307,14 +307,14 @@ class _Sweep:
         alone = 1 - self.load.taken_from_compute
         for index in list(self.pending):
             reduction = self.load.reductions[index]
-            if not (reduction.second_us or reduction.moves_on):
+            if not (reduction.second_us or reduction.host_us):
                 break
             if clock[position] - clock[reduction.ready] < reduction.us * alone:
                 break
             self._wait(position, index)
         for index, launched in list(self.second.items()):
             reduction = self.load.reductions[index]
-            if reduction.moves_on and clock[position] - clock[launched] >= reduction.second_us * alone:
+            if reduction.host_us and clock[position] - clock[launched] >= reduction.second_us * alone:
                 self._finish(position, index)
 
     def _wait(self, position: int, index: int) -> None:
@@ -344,8 +344,12 @@ def _by_position(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
 
 
 def play(load: Load, actions: Sequence[Action]) -> Timeline:
-    """Return when everything happens, on one compute lane and one lane for each link."""
-    now = 0.0
+    """Return when everything happens: on one compute lane, one for each link and one to the host.
+
+    The host waits last for what moves to it, and so does the collective that was the last to move.
+    """
+    now = host_free = 0.0
+    last_moved: tuple[Kind, int] | None = None
     free: dict[str, float] = {}
     timed: dict[tuple[Kind, int], Timed] = {}
     spans = []
@@ -360,7 +364,7 @@ def play(load: Load, actions: Sequence[Action]) -> Timeline:
         if action is None:
             break
         key = (action.kind, action.index)
-        us, lane, pack_us, unpack_us = _costs(load, action)
+        us, lane, pack_us, unpack_us, host_us = _costs(load, action)
         if action.verb == "launch":
             now += pack_us
             start = max(now, free.get(lane, 0.0))
@@ -372,17 +376,23 @@ def play(load: Load, actions: Sequence[Action]) -> Timeline:
             stall = max(0.0, timed[key].end_us - now)
             timed[key] = replace(timed[key], exposed_us=timed[key].exposed_us + stall)
             now += stall + unpack_us
+            if host_us:
+                host_free, last_moved = max(now, host_free) + host_us, key
+    if last_moved is not None and host_free > now:
+        timed[last_moved] = replace(timed[last_moved], exposed_us=timed[last_moved].exposed_us + host_free - now)
+        now = host_free
     return Timeline(timed, tuple(spans), now)
 
 
-def _costs(load: Load, action: Action) -> tuple[float, str, float, float]:
+def _costs(load: Load, action: Action) -> tuple[float, str, float, float, float]:
     if action.kind == "gather":
         gather = load.gathers[action.index]
-        return gather.us, gather.lane, gather.pack_us, gather.unpack_us
+        return gather.us, gather.lane, gather.pack_us, gather.unpack_us, 0.0
     reduction = load.reductions[action.index]
     if action.kind == "second":
-        return reduction.second_us, reduction.second_lane, 0.0, 0.0
-    return reduction.us, reduction.lane, reduction.pack_us, 0.0
+        return reduction.second_us, reduction.second_lane, 0.0, 0.0, reduction.host_us
+    host_us = 0.0 if reduction.second_us else reduction.host_us
+    return reduction.us, reduction.lane, reduction.pack_us, 0.0, host_us
 
 
 # ---- fewer positions ----

@@ -166,28 +166,24 @@ def _gather(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Gather:
     reads = compute.reads(flight.waits)
     (launch,) = flight.launches
     group, world = ir.group_of(launch)
-    link, size = cluster.link(group, world), cost.size_bytes(launch)
-    us, pack_us, unpack_us = link.collective_us(size, world), 0.0, 0.0
-    pieces = len(flight.bundle.params)
-    if flight.bundle.is_in_place:
-        us += (pieces - 1) * cluster.piece_us
-    elif pieces > 1:
-        pack_us, unpack_us = cluster.copy_us(size // world), cluster.copy_us(size)
-    if ir.leaves_compute(launch):
-        if ir.copies_in_first(launch):
-            us, pack_us, unpack_us = us + unpack_us, cluster.copy_us(size // world), 0.0
-        else:
-            us, pack_us, unpack_us = us + pack_us + unpack_us, 0.0, 0.0
+    link, beside = cluster.link(group, world), ir.leaves_compute(launch)
+    kind = cost.GatherKind(
+        in_place=flight.bundle.is_in_place,
+        beside=beside,
+        lasting=not (beside and ir.copies_in_first(launch)),
+        from_host=any(ir.changes_device(source, launch) for source in flight.sources()),
+    )
+    times = cluster.gather_times(flight.bundle.sizes, link, world, kind)
     return Gather(
-        bytes=size,
-        us=us,
+        bytes=cost.size_bytes(launch),
+        us=times.us,
         first=reads.first,
         last=reads.last,
         earliest=min(compute.after(flight.sources()), reads.first),
         kept_bytes=flight.bundle.kept_bytes,
         lane=cluster.lane(link),
-        pack_us=pack_us,
-        unpack_us=unpack_us,
+        pack_us=times.pack_us,
+        unpack_us=times.unpack_us,
     )
 
 
@@ -209,7 +205,7 @@ def _reduction(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Reduc
         second_us=times[1] if len(times) > 1 else 0.0,
         second_lane=cluster.lane(links[-1]),
         pack_us=cluster.copy_us(sum(flight.bundle.sizes)) if len(flight.bundle.params) > 1 else 0.0,
-        moves_on=any(map(ir.is_sent_to_host, flight.nodes)),
+        host_us=sum(cluster.host_us(cost.size_bytes(node)) for node in filter(ir.is_sent_to_host, flight.nodes)),
     )
 
 

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fsdp_compiled.passes import CLUSTERS, Bucket, Cluster, Link, SchedulePolicy, grouping, ir, post_grad, spec
+from fsdp_compiled.passes import (
+    CLUSTERS,
+    Bucket,
+    Cluster,
+    Link,
+    Lower,
+    SchedulePolicy,
+    grouping,
+    ir,
+    post_grad,
+    spec,
+    survey,
+)
+from fsdp_compiled.passes.bucket import work_of
 from fsdp_compiled.passes.grouping import Member, Wire, Work
 from fsdp_compiled.passes.schedule import Gather, Reduction
 from tests.builder import Builder, route
@@ -267,3 +281,33 @@ def test_the_passes_are_idempotent(layers, policy):
     once = str(graph)
     run(graph, policy)
     assert str(graph) == once
+
+
+@pytest.mark.parametrize("shards", ["cpu", "cuda"])
+@pytest.mark.parametrize("width", [64, 2048])  # copied out, and gathered into place
+def test_what_a_bucket_is_thought_to_cost_is_what_the_lowered_graph_costs(shards, width):
+    """On a GPU, where copies run beside compute, and shards may come from the host and gradients go there."""
+    device = "cuda" if shards == "cpu" else ""
+    b = Builder()
+    places = [route((4 * width, width), name, device=device) for name in ("w1", "w2")]
+    wholes = [
+        b.unshard(b.input(f"primals_{i}", width, width, device=shards), place) for i, place in enumerate(places)
+    ]
+    grads = [b.call(torch.ops.aten.neg.default, whole) for whole in wholes]
+    graph = b.finish(*[b.reduce_grad(grad, place) for grad, place in zip(grads, places, strict=True)])
+    cluster = CLUSTERS["H100"]
+
+    nodes = [node for node in graph.nodes if ir.is_unshard(node) or ir.is_reduce_grad(node)]
+    work = work_of(graph, nodes, cluster)
+    thought = grouping.load_of(work, grouping.Plan((work.gathers,), (work.reductions,), 0))
+    Bucket(SchedulePolicy(bucket="unit"))(graph)
+    Lower()(graph)
+    found = survey.flights(graph)
+    is_so = survey.load_of(graph, survey.compute_of(graph, found), found, cluster)
+    assert [replace(g, first=0, last=0) for g in thought.gathers] == [
+        replace(g, first=0, last=0) for g in is_so.gathers
+    ]
+    assert [replace(r, parts=(), needed=0) for r in thought.reductions] == [
+        replace(r, parts=(), needed=0) for r in is_so.reductions
+    ]
+    assert [flight.bundle.is_in_place for flight in found] == [width == 2048, False]

@@ -45,6 +45,22 @@ def test_parameters_go_into_place_where_copying_them_takes_longer_than_more_piec
     assert cluster.gathers_into_place([1])
 
 
+def test_a_gather_and_the_copies_around_it():
+    cluster = replace(TOY, piece_us=5.0, host_bytes_per_s=1e9)
+    us = LINK.collective_us(4000, 4)
+    pack, unpack, from_host = cluster.copy_us(1000), cluster.copy_us(4000), 1000 / (0.7 * 1e9) * 1e6
+
+    def times(sizes, **how):
+        return cluster.gather_times(sizes, LINK, 4, cost.GatherKind(**how))
+
+    assert times([4000], in_place=False) == (us, 0.0, 0.0)
+    assert times([3000, 1000], in_place=False) == (us, pack, unpack)
+    assert times([3000, 1000], in_place=True) == (us + 5.0, 0.0, 0.0)
+    assert times([3000, 1000], in_place=False, beside=True) == (pytest.approx(us + pack + unpack), 0.0, 0.0)
+    assert times([3000, 1000], in_place=False, beside=True, lasting=False) == (us + unpack, pack, 0.0)
+    assert times([4000], in_place=True, from_host=True) == (pytest.approx(us + from_host), 0.0, 0.0)
+
+
 def test_the_link_follows_the_groups_ranks():
     assert TOY.link("unknown", 4) is TOY.intra
     assert TOY.link("unknown", 5) is TOY.inter

@@ -7,7 +7,6 @@ import importlib.util
 import re
 import sys
 from contextlib import contextmanager
-from math import prod
 
 import pytest
 import torch
@@ -72,11 +71,15 @@ def _padded_shape(layout):
 examples = settings(max_examples=20, deadline=None)
 
 
+def _row_numel(layouts):
+    return reference.row_numel([each.shard_numel for each in layouts])
+
+
 @examples
 @given(layouts(), st.lists(dtypes, min_size=5, max_size=5), dtypes)
 def test_copy_in_of_shards(kernels, layouts, sources, dtype):
     shards = [_values(each.shard_shape, source) for each, source in zip(layouts, sources, strict=False)]
-    got, want = (torch.full((sum(s.numel() for s in shards),), -1, dtype=dtype) for _ in range(2))
+    got, want = (torch.full((_row_numel(layouts),), -1, dtype=dtype) for _ in range(2))
     kernels.copy_in_shards(shards, got)
     reference.copy_in_shards(shards, want)
     assert torch.equal(got, want)
@@ -85,7 +88,7 @@ def test_copy_in_of_shards(kernels, layouts, sources, dtype):
 @examples
 @given(layouts(), dtypes, dtypes)
 def test_copy_out_of_gathered_parameters(kernels, layouts, sent, dtype):
-    rows = _values([layouts[0].world, sum(each.shard_numel for each in layouts)], sent)
+    rows = _values([layouts[0].world, _row_numel(layouts)], sent)
     dims = [each.dim for each in layouts]
     got, want = ([torch.full(_padded_shape(each), -1, dtype=dtype) for each in layouts] for _ in range(2))
     kernels.copy_out_gathered(rows, got, dims)
@@ -105,7 +108,7 @@ def test_copy_in_of_gradients(kernels, layouts, sources, dtype, divisor):
 @given(layouts(), dtypes, st.lists(dtypes, min_size=5, max_size=5), st.sampled_from([1.0, 4.0]), st.booleans())
 def test_copy_out_of_reduced_gradients(kernels, layouts, reduced, landing, divisor, accumulate):
     shapes = [each.shard_shape for each in layouts]
-    row = _values([sum(map(prod, shapes))], reduced)
+    row = _values([_row_numel(layouts)], reduced)
     got = [_values(shape, dtype) for shape, dtype in zip(shapes, landing, strict=False)]
     want = [out.clone() for out in got]
     kernels.copy_out_reduced(row, got, divisor, accumulate)
@@ -138,6 +141,14 @@ def test_one_launch_whatever_the_number_of_parameters(kernels, monkeypatch):
         assert len(launched) == launches
 
 
+def test_an_odd_parameter_does_not_narrow_the_others_in_any_row(kernels):
+    layouts = tuple(ShardLayout(shape, 0, 64) for shape in ((512, 24), (128,), (5,)))
+    length = _row_numel(layouts)
+    assert (sum(each.shard_numel for each in layouts), length) == (195, 208)
+    blocks = kernels._bucket_blocks(layouts, length)
+    assert [blocks.granularity(index) for index in range(3)] == [16, 2, 1]
+
+
 def test_the_width_follows_what_every_address_and_length_divide_by(kernels):
     assert kernels._width(64, [1024, 2048], torch.float32) == (4, 16)
     assert kernels._width(64, [1024, 2048], torch.float32, torch.bfloat16) == (8, 16)
@@ -163,7 +174,7 @@ def test_aligned_copies_compile_to_16_byte_reads_and_writes(packed, tensor, widt
         "DIVISOR": 1.0,
         "WIDTH": width,
         "ALIGNED_BYTES": 16,
-        "COLUMNS": 8,
+        "COLUMNS": kernels._COLUMNS,
         "BLOCK": kernels.BLOCK,
     }
     pointers = {"addresses": "*i64", "blocks": "*i64", "packed": f"*{packed}"}
@@ -176,4 +187,5 @@ def test_aligned_copies_compile_to_16_byte_reads_and_writes(packed, tensor, widt
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     ptx = compiled.asm["ptx"]
     assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
-    assert not re.search(r"(ld|st)\.global\.b(16|32)", ptx)
+    assert not re.search(r"st\.global\.b(16|32)|ld\.global\.b16", ptx)
+    assert not re.search(r"(div|rem)\.[su]64", ptx)  # which a GPU does by a long subroutine

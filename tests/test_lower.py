@@ -154,15 +154,15 @@ reshape_default_7 = reshape(reshape_default_6, [2]) [2] float32""",
         self.assertExpectedInline(
             b.text(*parts, later),
             """\
-copy_in_gradients_default = copy_in_gradients([g1, g2], [0, 0], 4, torch.float32, 1.0) [4, 3] float32
-reshape_default = reshape(copy_in_gradients_default, [-1]) [12] float32
-reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default, avg, 4, shard) [3] float32
+copy_in_gradients_default = copy_in_gradients([g1, g2], [0, 0], 4, torch.float32, 1.0) [4, 16] float32
+reshape_default = reshape(copy_in_gradients_default, [-1]) [64] float32
+reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default, avg, 4, shard) [16] float32
 neg_default = neg(g1) [8] float32
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [3] float32
-reshape_default_1 = reshape(wait_tensor_default, [1, -1]) [1, 3] float32
-send_to_host_default = send_to_host(reshape_default_1) [1, 3] float32
-wait_tensor_default_1 = wait_tensor(send_to_host_default) [1, 3] float32
-split_with_sizes_default = split_with_sizes(wait_tensor_default_1, [2, 1], 1)
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [16] float32
+reshape_default_1 = reshape(wait_tensor_default, [1, -1]) [1, 16] float32
+send_to_host_default = send_to_host(reshape_default_1) [1, 16] float32
+wait_tensor_default_1 = wait_tensor(send_to_host_default) [1, 16] float32
+split_with_sizes_default = split_with_sizes(wait_tensor_default_1, [2, 1, 13], 1)
 getitem = getitem(split_with_sizes_default, 0) [1, 2] float32
 getitem_1 = getitem(split_with_sizes_default, 1) [1, 1] float32
 reshape_default_2 = reshape(getitem, [2]) [2] float32

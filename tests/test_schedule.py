@@ -83,10 +83,10 @@ def test_an_all_reduce_follows_when_its_reduce_scatter_must_be_done():
     assert shown(load) == "0 R0 1 R1 r0 A0 2 R2 r1 A1 3 R3 r2 A2 r3 A3 a0 a1 a2 a3"
 
 
-def test_what_moves_on_is_waited_for_when_it_must_be_there():
-    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, moves_on=True) for i in range(4))
+def test_what_moves_to_the_host_is_waited_for_when_it_must_be_there():
+    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, host_us=1.0) for i in range(4))
     assert shown(Load((10.0,) * 4, (), reductions)) == "0 R0 1 R1 r0 2 R2 r1 3 R3 r2 r3"
-    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, second_us=3.0, moves_on=True) for i in range(4))
+    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, second_us=3.0, host_us=1.0) for i in range(4))
     shown_load = shown(Load((10.0,) * 4, (), reductions))
     assert shown_load == "0 R0 1 R1 r0 A0 2 R2 r1 A1 a0 3 R3 r2 A2 a1 r3 A3 a2 a3"
 
@@ -99,6 +99,16 @@ def test_the_timeline_of_hidden_and_exposed_collectives():
     assert exposed == [15.0, 5.0, 5.0]
     assert timeline.total_us == 15 + 10 + 5 + 10 + 5 + 10
     assert timeline.compute == ((0, 15.0, 25.0), (1, 30.0, 40.0), (2, 45.0, 55.0))
+
+
+def test_the_host_waits_at_the_end_for_gradients_that_queue_on_their_way():
+    reductions = tuple(Reduction(((i, 10),), 5.0, needed=3, host_us=20.0) for i in range(3))
+    load = Load((10.0,) * 3, (), reductions)
+    assert shown(load) == "0 R0 1 R1 r0 2 R2 r1 r2"
+    timeline = schedule.play(load, schedule.decide(load, 1000))
+    # Done on the link at 15, 25 and 35, waited for at 20, 30 and 35; the ways to the host end at 40, 60 and 80.
+    assert [timeline.collectives["reduction", i].exposed_us for i in range(3)] == [0.0, 0.0, 5.0 + 45.0]
+    assert timeline.total_us == 80.0
 
 
 def test_where_compute_and_collectives_share_cores_nothing_hides():
@@ -143,9 +153,9 @@ def loads(draw):
         ready = max(made for made, _ in parts) + 1
         second_us = draw(st.sampled_from([0.0, 7.0]))
         needed = draw(st.integers(ready, count))
-        moves_on = draw(st.booleans())
+        host_us = draw(st.sampled_from([0.0, 9.0]))
         us = draw(st.floats(0, 30))
-        reductions.append(Reduction(parts, us, needed, second_us=second_us, moves_on=moves_on))
+        reductions.append(Reduction(parts, us, needed, second_us=second_us, host_us=host_us))
     compute_us = tuple(draw(st.lists(st.floats(0, 20), min_size=count, max_size=count)))
     return Load(compute_us, tuple(gathers), tuple(reductions), draw(st.sampled_from([0.0, 0.3, 1.0])))
 

@@ -61,7 +61,8 @@ def _copy_in_gradients_fake(
     grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
 ) -> Tensor:
     layouts = [ShardLayout(tuple(grad.shape), dim, world) for grad, dim in zip(grads, dims, strict=True)]
-    return grads[0].new_empty(world, sum(layout.shard_numel for layout in layouts), dtype=dtype)
+    row_length = reference.row_numel([layout.shard_numel for layout in layouts])
+    return grads[0].new_empty(world, row_length, dtype=dtype)
 
 
 define(ir.COPY_IN_SHARDS_SCHEMA, copy_in_shards, lambda *_: None)

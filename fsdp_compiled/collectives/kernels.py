@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ..layout import ShardLayout
+from .reference import row_numel
 
-BLOCK = 4096  # elements that one program copies
-_COLUMNS = 8  # of the table of blocks
+BLOCK = 4096  # elements that one program copies at most
+_COLUMNS = 7  # of the table of blocks
 _WIDEST_BYTES = 16  # that one thread reads or writes at a time
 _TABLES = 4096  # address tables kept; a training step repeats its addresses
 
@@ -55,21 +56,24 @@ def _copy(
 ):
     row = blocks + tl.program_id(0) * COLUMNS
     tensor = tl.load(row)
-    start = tl.multiple_of(tl.load(row + 1), WIDTH)
-    length = tl.multiple_of(tl.load(row + 2), WIDTH)
+    count = tl.multiple_of(tl.load(row + 1).to(tl.int32), WIDTH)
+    present = tl.multiple_of(tl.load(row + 2).to(tl.int32), WIDTH)
     in_packed = tl.load(row + 3)
     in_tensor = tl.load(row + 4)
-    inner = tl.load(row + 5)
+    inner = tl.load(row + 5).to(tl.int32)
     stride = tl.load(row + 6)
-    present = tl.multiple_of(tl.load(row + 7), WIDTH)
 
-    run = start + tl.arange(0, BLOCK // WIDTH) * WIDTH
-    outer = run // inner
+    step = tl.arange(0, BLOCK // WIDTH) * WIDTH
+    if inner < count:
+        outer = step // inner
+        across = outer * stride + (step - outer * inner)
+    else:
+        across = step.to(tl.int64)
     lane = tl.arange(0, WIDTH)
-    at_tensor = tl.multiple_of(in_tensor + outer * stride + (run - outer * inner), WIDTH)[:, None] + lane[None, :]
-    at_packed = tl.multiple_of(in_packed + run, WIDTH)[:, None] + lane[None, :]
-    position = run[:, None] + lane[None, :]
-    inside = position < length
+    at_tensor = tl.multiple_of(in_tensor + across, WIDTH)[:, None] + lane[None, :]
+    at_packed = tl.multiple_of(in_packed + step, WIDTH)[:, None] + lane[None, :]
+    position = step[:, None] + lane[None, :]
+    inside = position < count
     there = position < present
 
     address = tl.multiple_of(tl.load(addresses + tensor).to(tl.pointer_type(TENSOR)), ALIGNED_BYTES)
@@ -109,12 +113,12 @@ def _add(value, other):
 
 def copy_in_shards(shards: Sequence[Tensor], row: Tensor) -> None:
     """See :func:`reference.copy_in_shards`."""
-    _run([shard.contiguous() for shard in shards], row, _row_blocks(_lengths(shards)), is_packing=True)
+    _run([shard.contiguous() for shard in shards], row, _row_blocks(_lengths(shards), len(row)), is_packing=True)
 
 
 def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
     """See :func:`reference.copy_out_gathered`."""
-    _run(outs, rows, _bucket_blocks(tuple(_layouts(outs, dims, rows.shape[0]))), is_packing=False)
+    _run(outs, rows, _bucket_blocks(tuple(_layouts(outs, dims, rows.shape[0])), rows.shape[1]), is_packing=False)
 
 
 def copy_in_gradients(
@@ -122,15 +126,17 @@ def copy_in_gradients(
 ) -> Tensor:
     """See :func:`reference.copy_in_gradients`."""
     layouts = tuple(_layouts(grads, dims, world))
-    rows = grads[0].new_empty(world, sum(layout.shard_numel for layout in layouts), dtype=dtype)
+    row_length = row_numel([layout.shard_numel for layout in layouts])
+    rows = grads[0].new_empty(world, row_length, dtype=dtype)
     grads = [grad.contiguous() for grad in grads]
-    _run(grads, rows, _bucket_blocks(layouts), is_packing=True, divisor=divisor)
+    _run(grads, rows, _bucket_blocks(layouts, row_length), is_packing=True, divisor=divisor)
     return rows
 
 
 def copy_out_reduced(row: Tensor, outs: Sequence[Tensor], divisor: float, accumulate: bool) -> None:
     """See :func:`reference.copy_out_reduced`."""
-    _run(outs, row, _row_blocks(_lengths(outs)), is_packing=False, divisor=divisor, accumulates=accumulate)
+    blocks = _row_blocks(_lengths(outs), len(row))
+    _run(outs, row, blocks, is_packing=False, divisor=divisor, accumulates=accumulate)
 
 
 def _run(
@@ -185,9 +191,9 @@ class Blocks:
     """The pieces of a bucket, cut into blocks; tables of them on devices are made once.
 
     Args:
-        rows: for each block the tensor's index, the position in the piece, the piece's length, its place in the
-            packed buffer and in the tensor, the length of its runs, the stride between them in the tensor, and how
-            many of its elements the tensor has.
+        rows: for each block the tensor's index, its length, how many of its elements the tensor has, its place in
+            the packed buffer and in the tensor, the length of its runs, and the stride between them in the tensor. A
+            block is a part of one run, or several whole runs.
     """
 
     def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
@@ -195,14 +201,14 @@ class Blocks:
         self._made: dict[Hashable, tuple[Tensor, int]] = {}
         self._granularity: dict[int, int] = {}
         for index, *numbers in rows:
-            self._granularity[index] = gcd(_WIDEST_BYTES, self._granularity.get(index, 0), *numbers[1:])
+            self._granularity[index] = gcd(_WIDEST_BYTES, self._granularity.get(index, 0), *numbers)
 
     def granularity(self, index: int) -> int:
         """Return how many elements of a tensor may at most be moved at a time, a power of two."""
         return self._granularity.get(index, _WIDEST_BYTES)
 
     def table(self, chosen: tuple[bool, ...], device: torch.device, stream: int) -> tuple[Tensor, int]:
-        """Return the chosen tensors' blocks, int64 ``[blocks, 8]``, and how many elements may be moved at a time.
+        """Return the chosen tensors' blocks, int64 ``[blocks, 7]``, and how many elements may be moved at a time.
 
         They are made anew on each stream, see :func:`_addresses`.
         """
@@ -225,33 +231,48 @@ def _layouts(tensors: Sequence[Tensor], dims: Sequence[int], world: int) -> Iter
 
 
 @lru_cache(maxsize=1024)
-def _row_blocks(lengths: tuple[int, ...]) -> Blocks:
+def _row_blocks(lengths: tuple[int, ...], row_length: int) -> Blocks:
     """Return the pieces of shards that lie one after the other."""
     rows, offset = list[tuple[int, ...]](), 0
     for index, length in enumerate(lengths):
-        rows += _cut(index, length, offset, 0, length, 0, length)
+        rows += _cut(index, offset, 0, length, length)
         offset += length
-    return Blocks(rows)
+    return Blocks([*rows, *_rest(len(lengths), offset, row_length)])
 
 
 @lru_cache(maxsize=1024)
-def _bucket_blocks(layouts: tuple[ShardLayout, ...]) -> Blocks:
+def _bucket_blocks(layouts: tuple[ShardLayout, ...], row_length: int) -> Blocks:
     """Return the pieces of whole tensors in ``[world, row length]``."""
-    row_length = sum(layout.shard_numel for layout in layouts)
-    rows, offset = list[tuple[int, ...]](), 0
+    rows, world, offset = list[tuple[int, ...]](), layouts[0].world, 0
     for index, layout in enumerate(layouts):
         length, outer = layout.shard_numel, _product(layout.shape[: layout.dim])
-        inner = length // outer if outer else 0
-        for rank in range(layout.world):
+        inner = length // max(1, outer)
+        for rank in range(world):
             present = length if outer != 1 else max(0, min(layout.numel - rank * length, length))
             place = rank * row_length + offset
-            rows += _cut(index, length, place, rank * inner, inner, layout.world * inner, present)
+            rows += _cut(index, place, rank * inner, present, inner, outer, world * inner)
         offset += length
+    for rank in range(world):
+        rows += _rest(len(layouts), rank * row_length + offset, (rank + 1) * row_length)
     return Blocks(rows)
 
 
-def _cut(index: int, length: int, *rest: int) -> list[tuple[int, ...]]:
-    return [(index, start, length, *rest) for start in range(0, length, BLOCK)]
+def _rest(tensors: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
+    """Cut what no tensor has a part in, at a row's end; it counts as the last one's, which are the oddest."""
+    return _cut(tensors - 1, begin, 0, 0, end - begin)
+
+
+def _cut(
+    index: int, in_packed: int, in_tensor: int, present: int, inner: int, outer: int = 1, stride: int = 0
+) -> Iterator[tuple[int, ...]]:
+    """Cut a piece of ``outer`` runs into blocks; see :class:`Blocks`."""
+    runs, longest = max(1, BLOCK // max(1, inner)), min(inner, BLOCK)
+    for run in range(0, outer, runs):
+        for start in range(0, inner, BLOCK):
+            place = run * inner + start
+            count = min(longest, inner - start) * min(runs, outer - run)
+            there = max(0, min(present - place, count))
+            yield index, count, there, in_packed + place, in_tensor + run * stride + start, longest, stride
 
 
 def _product(sizes: Sequence[int]) -> int:

@@ -19,6 +19,7 @@ from ..layout import ShardLayout
 from ..passes import cost
 from ..passes.route import Route
 from . import comm, copies, streams
+from .reference import row_numel
 from .streams import Pending
 
 GATHERS, SCATTERS, REPLICAS, TO_HOST = "gathers", "scatters", "replicas", "to host"  # side streams
@@ -82,7 +83,7 @@ class _Begun(NamedTuple):
 
 
 def _start_gather(shards: Sequence[Tensor], route: Route) -> _Begun:
-    numel, world, group = sum(shard.numel() for shard in shards), route.shard_world, route.shard_group
+    numel, world, group = row_numel([shard.numel() for shard in shards]), route.shard_world, route.shard_group
     if route.gather_comm:
         rows = comm.gather_output(world * numel, route.dtype, shards[0].device, route.gather_comm)
     else:
@@ -157,7 +158,8 @@ def launch_reduction(
         return _start_scatter(rows.view(-1), route)
 
     def wait(row: Tensor) -> Tensor:
-        return _c10d.wait_tensor(row) if route.shard_world > 1 else row
+        row = _c10d.wait_tensor(row) if route.shard_world > 1 else row
+        return row[: sum(layout.shard_numel for layout in layouts)]
 
     if route.replicate_world == 1:
         return streams.launch(SCATTERS, rows.device, begin, lambda row: follow(wait(row)))

@@ -1,7 +1,7 @@
 """Copy-in and copy-out in plain torch: what every faster version must equal. No communication here.
 
 A **row** is what one rank contributes to a bucket: its shards (or its chunks of every gradient) one after the
-other. A gathered or to-be-scattered bucket is ``[world, row length]``.
+other, and zeros up to :func:`row_numel`. A gathered or to-be-scattered bucket is ``[world, row length]``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,12 @@ import torch
 from torch import Tensor
 
 from ..layout import ShardLayout
+from ..passes import ir
+
+
+def row_numel(numels: Sequence[int]) -> int:
+    """Return the elements of a row of shards of so many; a few more where that aligns the next rank's row."""
+    return ir.aligned(sum(numels)) if len(numels) > 1 else sum(numels)
 
 
 def take_shard(whole: Tensor, layout: ShardLayout, rank: int) -> Tensor:
@@ -34,9 +40,11 @@ def copy_in_shards(shards: Sequence[Tensor], row: Tensor) -> None:
 
     Args:
         shards: of this rank, any shapes and dtypes.
-        row: 1-D, of as many elements as all shards together; overwritten.
+        row: 1-D, of at least as many elements as all shards together; overwritten.
     """
-    torch.cat([shard.reshape(-1).to(row.dtype) for shard in shards], out=row)
+    used = sum(shard.numel() for shard in shards)
+    torch.cat([shard.reshape(-1).to(row.dtype) for shard in shards], out=row[:used])
+    row[used:].zero_()
 
 
 def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
@@ -48,8 +56,7 @@ def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int])
         dims: the sharded dimension of each.
     """
     world = rows.shape[0]
-    pieces = rows.split([out.numel() // world for out in outs], dim=1)
-    for piece, out, dim in zip(pieces, outs, dims, strict=True):
+    for piece, out, dim in zip(_pieces(rows, [out.numel() // world for out in outs]), outs, dims, strict=True):
         chunk = (*out.shape[:dim], out.shape[dim] // world, *out.shape[dim + 1 :])
         chunks = piece.reshape(world, *chunk).movedim(0, dim)
         out.view(chunks.shape).copy_(chunks)
@@ -69,7 +76,11 @@ def copy_in_gradients(
     """
     layouts = [ShardLayout(tuple(grad.shape), dim, world) for grad, dim in zip(grads, dims, strict=True)]
     chunks = [_chunked(grad.to(dtype), layout) for grad, layout in zip(grads, layouts, strict=True)]
-    rows = torch.cat(chunks, dim=1) if len(chunks) > 1 else chunks[0].contiguous()
+    if len(chunks) == 1:
+        rows = chunks[0].contiguous()
+    else:
+        missing = row_numel([layout.shard_numel for layout in layouts]) - sum(chunk.shape[1] for chunk in chunks)
+        rows = torch.cat([*chunks, chunks[0].new_zeros(world, missing)], dim=1)
     return rows if divisor == 1.0 else rows / divisor
 
 
@@ -78,14 +89,18 @@ def copy_out_reduced(row: Tensor, outs: Sequence[Tensor], divisor: float, accumu
 
     Args:
         row: 1-D.
-        outs: contiguous, of as many elements together.
+        outs: contiguous, of at most as many elements together.
         divisor: 1 for none.
         accumulate: add to ``outs`` rather than overwrite them.
     """
     row = row if divisor == 1.0 else row / divisor
-    for piece, out in zip(row.split([out.numel() for out in outs]), outs, strict=True):
+    for piece, out in zip(_pieces(row, [out.numel() for out in outs]), outs, strict=True):
         value = piece.view(out.shape).to(out.dtype)
         out.add_(value) if accumulate else out.copy_(value)
+
+
+def _pieces(rows: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
+    return rows.narrow(-1, 0, sum(numels)).split(list(numels), dim=-1)
 
 
 def _chunked(grad: Tensor, layout: ShardLayout) -> Tensor:
