@@ -157,9 +157,19 @@ def test_the_width_follows_what_every_address_and_length_divide_by(kernels):
 
 
 @pytest.mark.parametrize(
-    "packed, tensor, width", [("bf16", "float32", 8), ("i16", "int16", 8), ("fp32", "float32", 4)]
+    "packed, tensor, width, way",
+    [
+        ("bf16", "float32", 8, {"IS_PACKING": True}),  # all-gather in, with a cast
+        ("i16", "int16", 8, {"IS_PACKING": True}),  # and without
+        ("i16", "int16", 8, {"IS_PACKING": False}),  # all-gather out
+        ("fp32", "bfloat16", 8, {"IS_PACKING": True}),  # reduce-scatter in
+        ("fp32", "bfloat16", 8, {"IS_PACKING": True, "DIVISOR": 8.0}),
+        ("i32", "int32", 4, {"IS_PACKING": False}),  # reduce-scatter out
+        ("fp32", "bfloat16", 8, {"IS_PACKING": False, "DIVISOR": 8.0}),
+        ("fp32", "float32", 4, {"IS_PACKING": False, "DIVISOR": 8.0, "ACCUMULATES": True}),
+    ],
 )
-def test_aligned_copies_compile_to_16_byte_reads_and_writes(packed, tensor, width, monkeypatch):
+def test_aligned_copies_compile_to_16_byte_reads_and_writes_and_no_division(packed, tensor, width, way, monkeypatch):
     """Triton compiles for an H100 without one."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
     triton = pytest.importorskip("triton")
@@ -169,13 +179,14 @@ def test_aligned_copies_compile_to_16_byte_reads_and_writes(packed, tensor, widt
         copy = kernels._copy
     constants = {
         "TENSOR": getattr(triton.language, tensor),
-        "IS_PACKING": True,
         "ACCUMULATES": False,
         "DIVISOR": 1.0,
+        "IS_POWER_OF_2": True,
         "WIDTH": width,
         "ALIGNED_BYTES": 16,
         "COLUMNS": kernels._COLUMNS,
         "BLOCK": kernels.BLOCK,
+        **way,
     }
     pointers = {"addresses": "*i64", "blocks": "*i64", "packed": f"*{packed}"}
     source = triton.compiler.ASTSource(
@@ -184,8 +195,9 @@ def test_aligned_copies_compile_to_16_byte_reads_and_writes(packed, tensor, widt
         constexprs=constants,
         attrs={(index,): [["tt.divisibility", 16]] for index in range(3)},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
-    ptx = compiled.asm["ptx"]
-    assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
-    assert not re.search(r"st\.global\.b(16|32)|ld\.global\.b16", ptx)
-    assert not re.search(r"(div|rem)\.[su]64", ptx)  # which a GPU does by a long subroutine
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"]
+    reads, writes = (re.findall(rf"{verb}\.global\.([\w.]+)", ptx) for verb in ("ld", "st"))
+    assert set(writes) == {"v4.b32"}
+    assert set(reads) == {"v4.b32", "b64"}  # and the latter only from the tables
+    assert reads.count("b64") <= kernels._COLUMNS + 1
+    assert not re.search(r"(div|rem)\.([su]64|rn)", ptx)  # long subroutines

