@@ -103,7 +103,7 @@ class FSDPParam:
         self.partial: PendingGrad  # padded gradients that only the shard group has reduced
         padded = take_shard(whole, self.layout, mesh_info.shard_rank)
         if self.placement.offload is not None and padded.device.type != "meta":
-            padded = padded.cpu().pin_memory() if self.placement.offload.pin_memory else padded.cpu()
+            padded = self._pinned(padded.cpu())
         spec = sharded_spec(mesh_info, first, self.placement.dim)
         sharded = DTensor(self._unpadded(padded), spec, requires_grad=False)
         self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded)
@@ -113,6 +113,12 @@ class FSDPParam:
 
     def _unpadded(self, padded: Tensor) -> Tensor:
         return padded if self._length == self.layout.chunk else padded.narrow(self.layout.dim, 0, self._length)
+
+    def _pinned(self, shard: Tensor) -> Tensor:
+        offload = self.placement.offload
+        if offload is None or not offload.pin_memory or shard.device.type != "cpu" or shard.is_pinned():
+            return shard
+        return shard.pin_memory()
 
     def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
@@ -163,7 +169,7 @@ class FSDPParam:
             self._register(current)  # load_state_dict(assign=True) may have parted shared places
             return
         pending, partial = self.pending.take(), self.partial.take()
-        padded = padded_shard(local.detach(), self.layout)
+        padded = self._pinned(padded_shard(local.detach(), self.layout))
         if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)

@@ -50,7 +50,7 @@ def work_of(graph: fx.Graph, nodes: list[fx.Node], cluster: Cluster) -> Work:
         route, reads = ir.route_of(node), compute.reads([node])
         size = ir.travelling_bytes(node)
         exists = compute.after([ir.source_of(node)])
-        if ir.is_unshard(node) and route.shard_world > 1:
+        if ir.is_unshard(node) and (route.shard_world > 1 or ir.gathers_beside_compute(node)):
             kept = size if is_returned(node) else 0
             gather = Gather(size, 0.0, reads.first, reads.last, min(exists, reads.first), kept)
             over = replace(wire(_groups(route)), device=ir.value_of(node).device.type, kind=_kind_of(node, route))
@@ -58,7 +58,10 @@ def work_of(graph: fx.Graph, nodes: list[fx.Node], cluster: Cluster) -> Work:
         elif ir.is_reduce_grad(node) and route.shard_world * route.replicate_world > 1:
             reduction = Reduction(((exists - 1, size),), 0.0, reads.first)
             over = replace(wire(_groups(route)), moves_to_host=ir.changes_device(ir.source_of(node), node))
-            reductions.append(Member(index, route.param, _reduce_key(route), route.unit, over, reduction))
+            is_row = ir.is_row(node) or not ir.has_streams(node)
+            reductions.append(
+                Member(index, route.param, _reduce_key(route), route.unit, over, reduction, route.dim, is_row)
+            )
     gathers.sort(key=lambda member: member.alone.first)
     reductions.sort(key=lambda member: member.alone.ready)
     return Work(compute.time(cluster), tuple(gathers), tuple(reductions), cluster)

@@ -6,7 +6,7 @@ Nothing here is measured at run time, so that every rank finds the same numbers.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -65,7 +65,7 @@ class Cluster:
         flops_16bit: peak FLOP/s of bf16 and fp16 matrix products, dense.
         flops_32bit: of fp32 ones, as torch runs them by default.
         memory_bytes_per_s: bandwidth of device memory.
-        kernel_us: the least time a matrix product takes.
+        kernel_us: the least time that a matrix product takes, or a copy around a collective.
         intra: the link between ranks of one node.
         inter: the link between nodes.
         ranks_per_node: ranks that share ``intra``.
@@ -105,6 +105,10 @@ class Cluster:
         """Return the time to read and write ``size_bytes`` in device memory."""
         return 2e6 * size_bytes / (EFFICIENCY * self.memory_bytes_per_s)
 
+    def packing_us(self, size_bytes: int) -> float:
+        """Return the time that compute takes to copy ``size_bytes`` into, or out of, a collective's buffer."""
+        return max(self.copy_us(size_bytes), self.kernel_us)
+
     def host_us(self, size_bytes: int) -> float:
         """Return the time to move ``size_bytes`` to the host, or from there."""
         return 1e6 * size_bytes / (EFFICIENCY * self.host_bytes_per_s)
@@ -118,12 +122,12 @@ class Cluster:
         if how.in_place:
             us += (len(sizes) - 1) * self.piece_us
         elif len(sizes) > 1:
-            pack_us, unpack_us = self.copy_us(size // world), self.copy_us(size)
+            pack_us, unpack_us = self.packing_us(size // world), self.packing_us(size)
         if not how.beside:
             return GatherTimes(us, pack_us, unpack_us)
         if how.lasting:
             return GatherTimes(us + pack_us + unpack_us, 0.0, 0.0)
-        return GatherTimes(us + unpack_us, self.copy_us(size // world), 0.0)
+        return GatherTimes(us + unpack_us, self.packing_us(size // world), 0.0)
 
     def gathers_into_place(self, sizes: Sequence[int]) -> bool:
         """Tell whether to gather unsharded parameters of these bytes each into its own memory, in one launch.
@@ -268,18 +272,74 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     """Return the estimated time of a compute node: the longer of its FLOPs and its memory traffic.
 
     Matrix products and attention read their inputs and write their output. Other nodes count their output only:
-    Inductor fuses most of them with what they read. Views are free.
+    Inductor fuses most of them with what they read. Views are free. So is what pads a product on a GPU, where
+    Inductor finds out by measuring, on each rank for itself, whether to pad: the product counts as padded always.
     """
-    if node.op != "call_function" or is_view(node):
+    if node.op != "call_function" or is_view(node) or _pads_a_product(node):
         return 0.0
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    packet = getattr(node.target, "overloadpacket", None)
+    count = flop_registry.get(packet)
     if count is None:
         return 1e6 * size_bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
-    flops = count(*fx.map_arg(node.args, _value), **fx.map_arg(node.kwargs, _value), out_val=_value(node))
-    traffic = size_bytes(node) + sum(map(size_bytes, node.all_input_nodes))
+    if packet in _PRODUCTS:
+        flops, traffic = _product_cost(node, count)
+    else:
+        value = _with_equal_heads(node) if packet in _ATTENTION else _value
+        flops = count(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value), out_val=_value(node))
+        traffic = size_bytes(node) + sum(map(size_bytes, node.all_input_nodes))
     peak = cluster.flops_16bit if _is_16bit(node) else cluster.flops_32bit
     seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
     return max(seconds * 1e6, cluster.kernel_us)
+
+
+_aten = torch.ops.aten
+_PRODUCTS: set[Any] = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
+_ATTENTION = {packet for packet in flop_registry if "_scaled_dot_product" in str(packet)}
+_ZEROS: set[Any] = {_aten.full.default, _aten.new_zeros.default, _aten.zeros.default}
+
+
+def _product_cost(node: fx.Node, count: Callable[..., int]) -> tuple[int, int]:
+    """Return the FLOPs and the bytes read and written of a matrix product, as Inductor may pad it."""
+
+    def padded(each: fx.Node) -> torch.Size:
+        value = each.meta["val"]
+        step = 1 if value.device.type == "cpu" else max(1, 16 // value.element_size())  # *Source:* its pad_mm
+        return torch.Size(int(size) if size == 1 else -(-int(size) // step) * step for size in value.shape)
+
+    flops = count(*fx.map_arg(node.args, padded), **fx.map_arg(node.kwargs, padded), out_val=padded(node))
+    traffic = sum(prod(padded(each)) * each.meta["val"].element_size() for each in [node, *node.all_input_nodes])
+    return flops, traffic
+
+
+def _pads_a_product(node: fx.Node) -> bool:
+    """Tell whether ``node`` makes zeros, or appends them, for matrix products alone."""
+    if node.target == _aten.cat.default:
+        if len(node.all_input_nodes) != 2 or node.all_input_nodes[1].target not in _ZEROS:
+            return False
+    elif node.target not in _ZEROS:
+        return False
+    return bool(node.users) and all(_is_product(user) or _pads_a_product(user) for user in node.users)
+
+
+def _is_product(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in _PRODUCTS
+
+
+def _with_equal_heads(node: fx.Node) -> Callable[[fx.Node], Any]:
+    """Return what gives attention's inputs as the formulas of torch 2.11 want them, with as many heads in all.
+
+    Queries, keys, values and their gradients are ``[batch, heads, length, features]``.
+    """
+    values = [value for each in node.all_input_nodes if isinstance(value := _value(each), torch.Tensor)]
+    heads = max(value.shape[1] for value in values if value.ndim == 4)
+
+    def shape(each: fx.Node) -> Any:
+        value = _value(each)
+        if not isinstance(value, torch.Tensor) or value.ndim != 4:
+            return value
+        return torch.Size((value.shape[0], heads, *value.shape[2:]))
+
+    return shape
 
 
 def is_view(node: fx.Node) -> bool:

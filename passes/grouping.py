@@ -60,6 +60,7 @@ class Member(Generic[Record]):
         wire: what it travels over.
         alone: its record; the times on the link are filled in for the bucket.
         dim: along which the parameter is sharded.
+        is_row: whether its gradient needs no copy if it travels alone.
     """
 
     index: int
@@ -69,6 +70,7 @@ class Member(Generic[Record]):
     wire: Wire
     alone: Record
     dim: int = 0
+    is_row: bool = True
 
 
 Bucket = tuple[Member[Record], ...]
@@ -187,7 +189,7 @@ def _joined_reduction(bucket: Bucket[Reduction], cluster: Cluster) -> Reduction:
         lane=wire.second_lane if only_second else wire.lane,
         second_us=0.0 if only_second else second,
         second_lane=wire.second_lane,
-        pack_us=cluster.copy_us(size) if len(bucket) > 1 else 0.0,
+        pack_us=cluster.packing_us(size) if len(bucket) > 1 or not bucket[0].is_row else 0.0,
         host_us=cluster.host_us(size // wire.world) if wire.moves_to_host else 0.0,
     )
 

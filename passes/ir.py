@@ -223,6 +223,11 @@ def begins(node: fx.Node) -> bool:
     return is_launch(node) or is_sent_to_host(node)
 
 
+def copies_in_gradients(node: fx.Node) -> bool:
+    """Tell whether ``node`` is the one kernel that packs a bucket's gradients."""
+    return _is_ours(node, [f"{NAMESPACE}.copy_in_gradients"])
+
+
 def awaits(node: fx.Node) -> bool:
     """Tell whether ``node`` waits for what :func:`begins`."""
     return is_wait(node) or is_arrival(node)
@@ -235,7 +240,14 @@ def has_streams(node: fx.Node) -> bool:
 
 def gathers_beside_compute(node: fx.Node) -> bool:
     """Tell whether an unshard takes its copies along to a side stream."""
-    return has_streams(node) and route_of(node).shard_world > 1
+    return has_streams(node) and (route_of(node).shard_world > 1 or changes_device(source_of(node), node))
+
+
+def is_row(node: fx.Node) -> bool:
+    """Tell whether a ``reduce_grad`` alone reduces its gradient as it is: not cast, divided, padded or permuted."""
+    route = route_of(node)
+    is_plain = value_of(source_of(node)).dtype == route.reduce_dtype and route.pre_divide == 1.0
+    return is_plain and route.dim == 0 and route.shape[0] % route.shard_world == 0
 
 
 def changes_device(source: fx.Node, result: fx.Node) -> bool:

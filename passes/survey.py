@@ -204,9 +204,13 @@ def _reduction(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Reduc
         lane=cluster.lane(links[0]),
         second_us=times[1] if len(times) > 1 else 0.0,
         second_lane=cluster.lane(links[-1]),
-        pack_us=cluster.copy_us(sum(flight.bundle.sizes)) if len(flight.bundle.params) > 1 else 0.0,
+        pack_us=cluster.packing_us(sum(flight.bundle.sizes)) if _is_packed(flight) else 0.0,
         host_us=sum(cluster.host_us(cost.size_bytes(node)) for node in filter(ir.is_sent_to_host, flight.nodes)),
     )
+
+
+def _is_packed(flight: Flight) -> bool:
+    return len(flight.bundle.params) > 1 or any(map(ir.copies_in_gradients, flight.nodes))
 
 
 def actions_of(graph: fx.Graph, compute: Compute, found: Sequence[Flight]) -> list[Action]:

@@ -284,12 +284,14 @@ def test_the_passes_are_idempotent(layers, policy):
 
 
 @pytest.mark.parametrize("shards", ["cpu", "cuda"])
-@pytest.mark.parametrize("width", [64, 2048])  # copied out, and gathered into place
-def test_what_a_bucket_is_thought_to_cost_is_what_the_lowered_graph_costs(shards, width):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("names", [["w1"], ["w1", "w2"]])
+@pytest.mark.parametrize("width", [64, 2048])  # two are copied out, or gathered into place
+def test_what_a_bucket_is_thought_to_cost_is_what_the_lowered_graph_costs(width, names, dtype, shards):
     """On a GPU, where copies run beside compute, and shards may come from the host and gradients go there."""
     device = "cuda" if shards == "cpu" else ""
     b = Builder()
-    places = [route((4 * width, width), name, device=device) for name in ("w1", "w2")]
+    places = [route((4 * width, width), name, device=device, dtype=dtype) for name in names]
     wholes = [
         b.unshard(b.input(f"primals_{i}", width, width, device=shards), place) for i, place in enumerate(places)
     ]
@@ -303,6 +305,9 @@ def test_what_a_bucket_is_thought_to_cost_is_what_the_lowered_graph_costs(shards
     Bucket(SchedulePolicy(bucket="unit"))(graph)
     Lower()(graph)
     found = survey.flights(graph)
+    (gather,), (reduction,) = (
+        [flight for flight in found if flight.bundle.reduces is reduces] for reduces in (False, True)
+    )
     is_so = survey.load_of(graph, survey.compute_of(graph, found), found, cluster)
     assert [replace(g, first=0, last=0) for g in thought.gathers] == [
         replace(g, first=0, last=0) for g in is_so.gathers
@@ -310,4 +315,18 @@ def test_what_a_bucket_is_thought_to_cost_is_what_the_lowered_graph_costs(shards
     assert [replace(r, parts=(), needed=0) for r in thought.reductions] == [
         replace(r, parts=(), needed=0) for r in is_so.reductions
     ]
-    assert [flight.bundle.is_in_place for flight in found] == [width == 2048, False]
+    assert gather.bundle.is_in_place == (len(names) == 1 or width == 2048)
+    assert reduction.bundle.is_in_place == (len(names) == 1 and dtype == torch.float32)
+    assert (is_so.reductions[0].pack_us == 0.0) == reduction.bundle.is_in_place
+    assert (is_so.reductions[0].host_us > 0.0) == (shards == "cpu")
+
+
+@pytest.mark.parametrize("is_row, most", [(True, 64), (False, 8)])
+def test_gradients_that_are_copied_in_even_alone_do_not_travel_alone(is_row, most):
+    cluster = CLUSTERS["H100"]
+    work = layers([4 * MIB] * 64, 200.0, cluster=cluster)
+    reductions = tuple(replace(each, wire=Wire(cluster.intra, 8), is_row=is_row) for each in work.reductions)
+    work = replace(work, gathers=(), reductions=reductions)
+    plan = grouping.decide_buckets(work, SchedulePolicy(in_flight_bytes=1024 * MIB))
+    assert most // 2 < len(plan.reductions) <= most
+    assert sum(map(len, plan.reductions)) == 64

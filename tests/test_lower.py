@@ -145,6 +145,29 @@ reshape_default_6 = reshape(reduce_hook_default, [1, -1]) [1, 2] float32
 reshape_default_7 = reshape(reshape_default_6, [2]) [2] float32""",
         )
 
+    def test_one_gradient_of_a_gpu_that_needs_no_copy(self):
+        b = Builder(Bucket(UNIT), Lower())
+        self.assertExpectedInline(
+            b.text(b.reduce_grad(b.input("g", 8, 2, device="cuda"), route((8, 2), "w"))),
+            """\
+reshape_default = reshape(g, [4, -1]) [4, 4] float32
+reshape_default_1 = reshape(reshape_default, [-1]) [16] float32
+reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_1, avg, 4, shard) [4] float32
+wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [4] float32
+reshape_default_2 = reshape(wait_tensor_default, [1, -1]) [1, 4] float32
+reshape_default_3 = reshape(reshape_default_2, [2, 2]) [2, 2] float32""",
+        )
+
+    def test_a_gpu_alone_whose_shards_live_on_the_cpu(self):
+        b = Builder(Bucket(UNIT), Lower())
+        ways = [route((4,), name, world=1, device="cuda", dtype=torch.bfloat16) for name in ("w1", "w2")]
+        wholes = [b.unshard(b.input(f"primals_{way.param}", 4), way) for way in ways]
+        grads = [b.call(torch.ops.aten.neg.default, whole) for whole in wholes]
+        text = b.text(*(b.reduce_grad(grad, way) for grad, way in zip(grads, ways, strict=True)))
+        names = [line.split(" = ")[1].split("(")[0] for line in text.split("\n")]
+        assert names[:2] == ["launch_gather", "wait_tensor"] and names.count("launch_gather") == 1
+        assert names.count("send_to_host") == 2 and "device_put" not in names
+
     def test_gradients_of_a_gpu_whose_shards_live_on_the_cpu(self):
         b = Builder(Bucket(UNIT), Lower(), Reorder(UNIT))
         b.input("shard", 2)

@@ -150,8 +150,7 @@ def launch_reduction(
         Work that ends in the padded sharded gradients, which may share memory. If the route leads to another
         device, the host reads them and has to wait as well.
     """
-    dims = [layout.dim for layout in layouts]
-    rows = copies.copy_in_gradients(grads, dims, route.shard_world, route.reduce_dtype, route.pre_divide)
+    rows = _rows(grads, layouts, route)
     follow = _following(layouts, route, dtypes, carried)
 
     def begin() -> Tensor:
@@ -165,6 +164,16 @@ def launch_reduction(
         return streams.launch(SCATTERS, rows.device, begin, lambda row: follow(wait(row)))
     scattered = streams.launch(SCATTERS, rows.device, begin, wait)
     return scattered.then(REPLICAS, rows.device, follow)
+
+
+def _rows(grads: Sequence[Tensor], layouts: Sequence[ShardLayout], route: Route) -> Tensor:
+    """Return what is to be scattered, packed by compute; one gradient may be that already."""
+    if len(grads) == 1 and route.pre_divide == 1.0 and grads[0].dtype == route.reduce_dtype:
+        (layout,) = layouts
+        if layout.dim == 0 and layout.is_even:
+            return grads[0].reshape(layout.world, -1)
+    dims = [layout.dim for layout in layouts]
+    return copies.copy_in_gradients(grads, dims, route.shard_world, route.reduce_dtype, route.pre_divide)
 
 
 def launch_replica_reduction(

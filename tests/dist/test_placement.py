@@ -249,6 +249,38 @@ def test_pinning_needs_an_accelerator():
         fully_shard(MLP(), offload_policy=CPUOffloadPolicy())
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_shards_that_get_other_memory_are_pinned_again(monkeypatch):
+    pinned = set()
+
+    def pin_memory(tensor):
+        copy = tensor.clone()
+        pinned.add(copy.untyped_storage().data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().data_ptr() in pinned)
+
+    def is_pinned():
+        return [param.to_local().is_pinned() for param in model.parameters()]
+
+    with torch.device("meta"):
+        model = MLP()
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.ones_(param)
+    model(torch.ones(2, 10))
+    model.reshard()
+    assert all(is_pinned())
+    assert all(param.to_local().eq(1).all() for param in model.parameters())
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+    model(torch.ones(2, 10))
+    model.reshard()
+    assert all(is_pinned())
+    assert all(param.to_local().eq(2).all() for param in model.parameters())
+
+
 @eager_and_full
 @on_ranks(4)
 def test_sequence_parallelism(mode):
