@@ -16,7 +16,8 @@ from .collectives.communicators import (
     ProcessGroupAllGather,
     ProcessGroupMemory,
     ProcessGroupReduceScatter,
-    SymmetricAllGather,
+    SymmetricMemory,
+    symmetric_all_gather,
 )
 
 
@@ -63,12 +64,12 @@ class CustomComms:
             self._comms.clear()
             self._configure(gather_comm="", reduce_comm="")
 
-    def use_symmetric_memory(self, device: torch.device, backend: str, unit: str) -> None:
-        """Gather through symmetric memory."""
+    def use_symmetric_memory(self, groups: Iterable[str], device: torch.device, backend: str, unit: str) -> None:
+        """Gather over the process groups of these names through symmetric memory, which units share."""
         self._require_none("set_symm_mem_for_comm", unit)
-        self.set_gather(SymmetricAllGather(device, backend))
+        self.set_gather(symmetric_all_gather(device, backend, tuple(groups)))
 
     def _require_none(self, method: str, unit: str) -> None:
         for comm in self._comms.values():
-            if not isinstance(comm, (ProcessGroupMemory, SymmetricAllGather)):
+            if not isinstance(comm, (ProcessGroupMemory, SymmetricMemory)):
                 raise ValueError(f"{method}: {unit} has a communicator of its own, {comm!r}; leave it to that")

@@ -299,10 +299,11 @@ class FSDPModule:
             state.custom.leave_process_group_memory()
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Gather this unit's parameters through symmetric memory by the GPUs' copy engines.
+        """Gather this unit's parameters through symmetric memory; units that do so share buffers.
 
         Args:
-            backend: of symmetric memory, "NCCL" or "CUDA".
+            backend: of symmetric memory. "NCCL" gathers by NCCL, which uses the copy engines if the process group's
+                ``config.cta_policy`` is zero; with "CUDA" each rank writes to the others by its own copy engines.
 
         Raises:
             ValueError: another backend, or the unit has communicators of its own.
@@ -311,7 +312,7 @@ class FSDPModule:
         if backend not in ("NCCL", "CUDA"):
             raise ValueError(f"backend: expected 'NCCL' or 'CUDA', got {backend!r}")
         state = unit_state(self)
-        state.custom.use_symmetric_memory(state.device, backend, state.status.name)
+        state.custom.use_symmetric_memory(state.shard_groups, state.device, backend, state.status.name)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next uncompiled forward wait for ``event`` before it gathers.

@@ -41,14 +41,29 @@ def test_a_symmetric_all_gather_writes_this_ranks_part_to_every_rank(monkeypatch
     memory = _Memory()
     memory.rank = rank
     monkeypatch.setattr(communicators, "_symmetric_memory", lambda: memory)
-    gather = communicators.SymmetricAllGather(torch.device("cuda"))
+    gather = communicators.symmetric_all_gather(torch.device("cuda"), "CUDA", ("0",))
+    assert gather is communicators.symmetric_all_gather(torch.device("cuda"), "CUDA", ("0",))
     group = SimpleNamespace(group_name="0")
     for value in (1.0, 2.0):
         out = gather.allocate([6], dtype=torch.float32, device=torch.device("cpu"))
         assert gather(out, torch.full((3,), value), group) is None
         for buffer in memory.buffers[out.data_ptr()]:
             assert buffer.tolist() == ([value] * 3 + [0.0] * 3)[:: 1 if rank == 0 else -1]
-    assert memory.log == ["NCCL", "empty 6", *["barrier"] * 4]  # one buffer serves both
+    assert memory.log == ["CUDA", "empty 6", *["barrier"] * 4]  # one buffer serves both
+
+
+def test_nccl_gathers_into_symmetric_memory_that_its_ranks_have_met_in(monkeypatch):
+    memory = _Memory()
+    log = memory.log
+    monkeypatch.setattr(memory, "rendezvous", lambda tensor, group: log.append(f"rendezvous in {group}"))
+    monkeypatch.setattr(communicators, "_symmetric_memory", lambda: memory)
+    monkeypatch.setattr(communicators.dist, "barrier", lambda group, device_ids: log.append("barrier"))
+    monkeypatch.setattr(communicators, "all_gather_into_tensor", lambda out, row, group: log.append("all-gather"))
+    gather = communicators.symmetric_all_gather(torch.device("cuda"), "NCCL", ("0",))
+    for _ in range(2):
+        out = gather.allocate([6], dtype=torch.float32, device=torch.device("cpu"))
+        gather(out, torch.ones(3), SimpleNamespace(group_name="0"))
+    assert log == ["NCCL", "empty 6", "barrier", "rendezvous in 0", "all-gather", "all-gather"]
 
 
 def test_what_a_cpu_is_told(fake_group):

@@ -94,7 +94,10 @@ _numbers = count()
 
 
 def register(value: Comm | Hook) -> str:
-    """Return the name by which operators find ``value`` as long as the caller keeps it."""
+    """Return the name by which operators find ``value`` as long as the caller keeps it; always the same one."""
+    for name, known in _objects.items():
+        if known is value:
+            return name
     name = str(next(_numbers))
     _objects[name] = value
     return name

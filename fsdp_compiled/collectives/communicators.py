@@ -5,9 +5,10 @@ Both need GPUs; each says so where a device or a process group cannot do it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -64,21 +65,21 @@ class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
         return reduce_scatter_tensor(output_tensor, input_tensor, group, op)
 
 
-class SymmetricAllGather(AllGather):
-    """Every rank copies its part into the others' buffers by the GPUs' copy engines, which takes no compute units.
+class SymmetricMemory(Comm):
+    """Buffers that every rank of a group sees, one for each size and dtype, kept as long as this object.
 
-    Buffers are symmetric memory, one for each size and dtype, kept as long as this object: a gather may use one again
-    because each begins with a barrier of all ranks, behind the copy-out of the last one on the same stream.
+    A gather may use one again because no rank's part arrives before this rank's gather has begun, behind the copy-out
+    of the last one on the same stream.
 
     Args:
         device: of compute.
-        backend: of symmetric memory; "NCCL" or "CUDA".
+        backend: of symmetric memory.
 
     Raises:
         RuntimeError: symmetric memory is not there for ``device``.
     """
 
-    def __init__(self, device: torch.device, backend: str = "NCCL") -> None:
+    def __init__(self, device: torch.device, backend: str) -> None:
         if device.type != "cuda":
             raise RuntimeError(f"symmetric memory: expected GPUs, got {device.type}; leave buffers to PyTorch")
         self._memory = _symmetric_memory()
@@ -91,6 +92,44 @@ class SymmetricAllGather(AllGather):
         if key not in self._buffers:
             self._buffers[key] = self._memory.empty(prod(size), dtype=dtype, device=device)
         return self._buffers[key].view(*size)
+
+
+class NCCLSymmetricAllGather(SymmetricMemory, AllGather):
+    """NCCL's all-gather into symmetric memory, which it serves by its symmetric kernels.
+
+    With the process group's ``config.cta_policy`` (or ``NCCL_CTA_POLICY=2``) at zero, NCCL uses the copy engines
+    inside a node, which takes no compute units.
+
+    Args:
+        device: of compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, "NCCL")
+        self._met: set[tuple[str, int]] = set()
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """See :class:`AllGather`."""
+        place = (group.group_name, output_tensor.data_ptr())
+        if place not in self._met:
+            # A rendezvous needs the communicator, which NCCL makes for the first collective.
+            dist.barrier(group, device_ids=[input_tensor.get_device()])
+            self._memory.rendezvous(output_tensor, group.group_name)
+            self._met.add(place)
+        return all_gather_into_tensor(output_tensor, input_tensor, group)
+
+
+class CopyEngineAllGather(SymmetricMemory, AllGather):
+    """Every rank copies its part into the others' buffers by the GPUs' copy engines, which takes no compute units.
+
+    Args:
+        device: of compute.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device, "CUDA")
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -106,6 +145,25 @@ class SymmetricAllGather(AllGather):
                 theirs.copy_(input_tensor, non_blocking=True)
         handle.barrier(channel=0)
         return None
+
+
+def symmetric_all_gather(device: torch.device, backend: str, groups: tuple[str, ...]) -> AllGather:
+    """Return the all-gather through symmetric memory that all who gather over these groups share.
+
+    Args:
+        device: of compute.
+        backend: "NCCL" or "CUDA".
+        groups: names of the process groups.
+    """
+    key = (device, backend, groups)
+    found = _shared.get(key)
+    if found is None:
+        kind = NCCLSymmetricAllGather if backend == "NCCL" else CopyEngineAllGather
+        found = _shared[key] = kind(device)
+    return found
+
+
+_shared: WeakValueDictionary[Hashable, AllGather] = WeakValueDictionary()
 
 
 def _symmetric_memory() -> Any:
