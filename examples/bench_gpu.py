@@ -20,10 +20,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import platform
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
@@ -34,7 +36,7 @@ import made_up_group
 import torch
 import torch.distributed as dist
 from made_up_group import MadeUpGroup
-from model import PRESETS, Llama
+from model import PRESETS, Llama, loss
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -194,7 +196,8 @@ def fsdp2(model: Llama) -> Callable[..., Tensor]:
 def fsdp2_compiled_blocks(model: Llama) -> Callable[..., Tensor]:
     for block in model.blocks:
         block.compile()
-    return fsdp2(model)
+    logits_of, loss_of = fsdp2(model), torch.compile(loss, fullgraph=True)
+    return lambda tokens, targets: loss_of(logits_of(tokens), targets)
 
 
 def ours_eager(model: Llama) -> Callable[..., Tensor]:
@@ -224,6 +227,7 @@ class Stepped:
     ms: float
     wired_ms: float | None  # with a made-up wire
     peak_mib: float | None  # of allocated memory, sharded parameters and gradients included
+    error: str = ""  # why there is no figure
 
     @property
     def exposed_ms(self) -> float | None:
@@ -237,9 +241,17 @@ def steps_table(args: argparse.Namespace, device: torch.device) -> Iterator[Step
             made_up_group.start(world)
         for name in args.only:
             if (name == "unsharded compiled") == (world == 1):
-                yield Stepped(world, name, *_step(name, args, device))
+                yield _stepped(world, name, args, device)
         if world > 1:
             dist.destroy_process_group()
+
+
+def _stepped(world: int, name: str, args: argparse.Namespace, device: torch.device) -> Stepped:
+    try:
+        return Stepped(world, name, *_step(name, args, device))
+    except Exception as error:  # the others still count
+        traceback.print_exc()
+        return Stepped(world, name, math.nan, None, None, f"{type(error).__name__}: {error}"[:500])
 
 
 def _step(name: str, args: argparse.Namespace, device: torch.device) -> tuple[float, float | None, float | None]:
@@ -280,27 +292,38 @@ def _wired(step: Callable[[], None], device: torch.device, times: int) -> float:
 # ---- the report ----
 
 
-def show_copies(rows: Sequence[Copied]) -> None:
-    rates = f"{'ours GB/s':>12}{'torch GB/s':>12}{'copy GB/s':>12}{'of copy':>10}{'of torch':>10}"
-    print(f"\n{'copy':20}{'MiB':>6}{'moved':>8}{rates}")
-    for row in rows:
-        print(
-            f"{row.copy:20}{row.mib:6}{row.moved_mib:8.0f}{row.ours_gb_s:12.1f}{row.torch_gb_s:12.1f}{row.device_gb_s:12.1f}"
-            f"{row.ours_gb_s / row.device_gb_s:10.2f}{row.ours_gb_s / row.torch_gb_s:10.2f}"
-        )
+COPY_TITLES = (
+    f"{'copy':20}{'MiB':>6}{'moved':>8}{'ours GB/s':>12}{'torch GB/s':>12}{'copy GB/s':>12}"
+    f"{'of copy':>10}{'of torch':>10}"
+)
+STEP_TITLES = (
+    f"{'ranks':>5}  {'contender':26}{'ms':>10}{'of unsharded':>14}{'with wire':>12}{'exposed':>10}{'peak MiB':>10}"
+)
 
 
-def show_steps(rows: Sequence[Stepped]) -> None:
-    titles = f"{'ms':>10}{'of unsharded':>14}{'with wire':>12}{'exposed':>10}{'peak MiB':>10}"
-    print(f"\n{'ranks':>5}  {'contender':26}{titles}")
-    for row in rows:
-        base = [each.ms for each in rows if each.contender == "unsharded compiled"]
-        ratio = f"{row.ms / base[0]:.3f}" if base else ""
-        tail = "".join(
-            f"{'' if value is None else format(value, '.1f'):>{width}}"
-            for value, width in ((row.wired_ms, 12), (row.exposed_ms, 10), (row.peak_mib, 10))
-        )
-        print(f"{row.world:5}  {row.contender:26}{row.ms:10.1f}{ratio:>14}{tail}")
+def copy_line(row: Copied) -> str:
+    return (
+        f"{row.copy:20}{row.mib:6}{row.moved_mib:8.0f}{row.ours_gb_s:12.1f}{row.torch_gb_s:12.1f}{row.device_gb_s:12.1f}"
+        f"{row.ours_gb_s / row.device_gb_s:10.2f}{row.ours_gb_s / row.torch_gb_s:10.2f}"
+    )
+
+
+def step_line(row: Stepped, before: Sequence[Stepped]) -> str:
+    base = [each.ms for each in before if each.contender == "unsharded compiled"]
+    ratio = f"{row.ms / base[0]:.3f}" if base else ""
+    tail = "".join(
+        f"{'' if value is None else format(value, '.1f'):>{width}}"
+        for value, width in ((row.wired_ms, 12), (row.exposed_ms, 10), (row.peak_mib, 10))
+    )
+    return f"{row.world:5}  {row.contender:26}{row.ms:10.1f}{ratio:>14}{tail}  {row.error}"
+
+
+def save(file: str | None, about: dict[str, Any], copied: Sequence[Copied], stepped: Sequence[Stepped]) -> None:
+    """Write what has been measured so far."""
+    if file:
+        tables = {"copies": [asdict(row) for row in copied], "steps": [asdict(row) for row in stepped]}
+        with open(file, "w") as out:
+            json.dump({**about, **tables}, out, indent=1)
 
 
 def parse() -> argparse.Namespace:
@@ -323,19 +346,21 @@ def main() -> None:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
         os.environ.setdefault("LOCAL_WORLD_SIZE", "8")  # ranks on a node, for the cluster's model
-    made_up_group.measure_clock(device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    print(f"{name}, torch {torch.__version__}, {datetime.now():%Y-%m-%d}")
-    copied = list(copies_table(device, args.sizes, repeats=20))
-    show_copies(copied)
-    stepped = list(steps_table(args, device))
-    print(f"\n{args.preset}, sequence {args.seq}, batch {args.batch}, bf16 compute, fp32 reduce")
-    show_steps(stepped)
-    if args.json:
-        with open(args.json, "w") as file:
-            about = {"device": name, "torch": torch.__version__, "date": f"{datetime.now():%Y-%m-%d}"}
-            tables = {"copies": [asdict(row) for row in copied], "steps": [asdict(row) for row in stepped]}
-            json.dump({**about, "args": vars(args), **tables}, file, indent=1)
+    about: dict[str, Any] = {"device": name, "torch": torch.__version__, "date": f"{datetime.now():%Y-%m-%d}"}
+    about["args"] = vars(args)
+    print(f"{name}, torch {torch.__version__}, {about['date']}\n\n{COPY_TITLES}")
+    copied, stepped = list[Copied](), list[Stepped]()
+    for copied_row in copies_table(device, args.sizes, repeats=20):
+        copied.append(copied_row)
+        print(copy_line(copied_row), flush=True)
+    about["cycles_per_second"] = made_up_group.measure_clock(device)
+    save(args.json, about, copied, stepped)
+    print(f"\n{args.preset}, sequence {args.seq}, batch {args.batch}, bf16 compute, fp32 reduce\n\n{STEP_TITLES}")
+    for stepped_row in steps_table(args, device):
+        print(step_line(stepped_row, stepped), flush=True)
+        stepped.append(stepped_row)
+        save(args.json, about, copied, stepped)
 
 
 if __name__ == "__main__":

@@ -70,19 +70,26 @@ class MadeUpGroup(dist.ProcessGroup):
         return streams.After(side, STREAM)
 
     def _move(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], reduces: bool) -> None:
+        """Copy all by one call, as a collective is one."""
+        if reduces:
+            torch._foreach_copy_(
+                [output.view(-1) for output in outputs], [input.view(self.size(), -1)[0] for input in inputs]
+            )
+            return
+        places, parts = [], []
         for output, input in zip(outputs, inputs, strict=True):
-            if reduces:
-                output.view(-1).copy_(input.view(self.size(), -1)[0])
-                continue
             rows = output.view(self.size(), -1)
             is_in_place = rows.data_ptr() == input.data_ptr()
-            (rows[1:] if is_in_place else rows).copy_(input.view(1, -1))
+            places.append(rows[1:] if is_in_place else rows)
+            parts.append(input.view(1, -1).expand_as(places[-1]))
+        torch._foreach_copy_(places, parts)
 
     def _take_time(self, wholes: Sequence[Tensor], device: torch.device, reduces: bool) -> None:
         cluster, world = cost.detect(device), self.size()
         link = cluster.intra if world <= cluster.ranks_per_node else cluster.inter
         size_bytes = sum(whole.numel() * whole.element_size() for whole in wholes)
         microseconds = link.collective_us(size_bytes, world, reduces=reduces)
+        microseconds += (len(wholes) - 1) * cluster.piece_us
         torch.cuda._sleep(int(microseconds * 1e-6 * _cycles_per_second(device)))
 
 
@@ -101,11 +108,12 @@ def _cycles_per_second(device: torch.device) -> float:
     return _cycles[device]
 
 
-def measure_clock(device: torch.device) -> None:
-    """Find out how long the GPU sleeps, while nothing else runs on it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        _cycles_per_second(device)
+def measure_clock(device: torch.device) -> float | None:
+    """Find out how many cycles a second has for a GPU that sleeps; call it while the GPU is warm and idle."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize()
+    return _cycles_per_second(device)
 
 
 def start(world: int) -> None:

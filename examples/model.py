@@ -161,9 +161,12 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         logits = self.head(self.norm(x))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits if targets is None else loss(logits, targets)
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits ``[batch, seq, vocab]``."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 @torch.no_grad()

@@ -39,7 +39,7 @@ def _loss(call, x):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_nccl_rank_trains_like_one_process(mode, one_rank):
+def test_one_rank_trains_like_one_process(mode, one_rank):
     torch._dynamo.reset()
     alone = _model()
     model = copy.deepcopy(alone)
@@ -56,28 +56,35 @@ def test_one_nccl_rank_trains_like_one_process(mode, one_rank):
 
 
 def _gather_late(monkeypatch):
-    """Let every gather begin long after it was launched."""
+    """Let every gather begin long after it was launched; return the names of those that were."""
+    started = set()
 
-    def late(start):
+    def late(name):
+        start = getattr(comm, name)
+
         def call(*args):
+            started.add(name)
             torch.cuda._sleep(10**8)  # about 50 ms
             return start(*args)
 
-        return call
+        monkeypatch.setattr(comm, name, call)
 
-    for name in ("all_gather_into_tensor", "all_gather_into_tensors"):
-        monkeypatch.setattr(comm, name, late(getattr(comm, name)))
+    late("all_gather_into_tensor")
+    late("all_gather_into_tensors")
+    return started
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("width", [64, WIDTH])  # copied out, and gathered into place
-def test_compute_waits_for_late_gathers(mode, width, many_ranks, monkeypatch):
+@pytest.mark.parametrize(
+    "width, by", [(64, "all_gather_into_tensor"), (2048, "all_gather_into_tensors")]
+)  # copied out, and into place
+def test_compute_waits_for_late_gathers(mode, width, by, many_ranks, monkeypatch):
     torch._dynamo.reset()
     model, alone = _model(width), _model(width)
     call = _shard(model, mode)
     for param, sharded in zip(alone.parameters(), model.parameters(), strict=True):
         param.data = sharded.to_local().detach().repeat(8, *[1] * (param.ndim - 1))  # as eight equal ranks give it
-    _gather_late(monkeypatch)
+    started = _gather_late(monkeypatch)
     x = torch.randn(32, width, device="cuda")
     for _ in range(3):
         got, want = (each(x) for each in (call, alone))
@@ -87,6 +94,7 @@ def test_compute_waits_for_late_gathers(mode, width, many_ranks, monkeypatch):
             for param, sharded in zip(alone.parameters(), model.parameters(), strict=True):
                 param.mul_(1.5)  # what memory holds from the last step is wrong now
                 sharded.to_local().mul_(1.5)
+    assert by in started
 
 
 def test_nccl_gathers_on_a_side_stream(one_rank):
@@ -94,10 +102,14 @@ def test_nccl_gathers_on_a_side_stream(one_rank):
     parts = [torch.randn(numel, device="cuda") for numel in (10**6, 24, 7)]
     outs = [torch.empty_like(part) for part in parts]
     alone = torch.empty_like(parts[0])
+    comm.all_gather_into_tensor(alone, parts[0], dist.group.WORLD).wait()  # makes the communicator, which takes long
+    alone.zero_()
+    torch.cuda.synchronize()
     with side.beside(GATHERS):
         torch.cuda._sleep(10**8)
         comm.register_work(outs[0], comm.all_gather_into_tensors(outs, parts, dist.group.WORLD))
         torch.ops._c10d_functional.wait_tensor(outs[0])
+        torch.cuda._sleep(10**8)
         comm.register_work(alone, comm.all_gather_into_tensor(alone, parts[0], dist.group.WORLD))
         torch.ops._c10d_functional.wait_tensor(alone)
     comm.register_work(outs[0], streams.After(side, GATHERS))
@@ -156,3 +168,36 @@ def test_shards_on_the_cpu(one_rank, mode):
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             assert ours.grad.to_local().is_cpu
             torch.testing.assert_close(ours.grad.to_local(), theirs.grad.cpu(), rtol=1e-3, atol=1e-5)
+
+
+class Attention(nn.Module):
+    """Grouped queries: four heads of keys and values for sixteen of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, 16 * 64, bias=False), nn.Linear(WIDTH, 2 * 4 * 64, bias=False)
+        self.out = nn.Linear(16 * 64, WIDTH, bias=False)
+
+    def forward(self, x):
+        q, (k, v) = self.q(x).unflatten(-1, (16, 64)), self.kv(x).unflatten(-1, (2, 4, 64)).unbind(-3)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(-2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_grouped_attention_in_bf16(mode, one_rank):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone = nn.Sequential(Attention(), Attention()).cuda()
+    model = copy.deepcopy(alone)
+    call = _shard(model, mode, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    x = torch.randn(2, 128, WIDTH, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        want = _loss(alone, x)
+    got = _loss(call, x)
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=0)
+    for loss in (want, got):
+        loss.backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        assert (ours.grad.to_local() - theirs.grad).norm() < 0.03 * theirs.grad.norm()
