@@ -12,7 +12,7 @@ from torch import nn
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes import CLUSTERS
-from tests.graphs import sequence, target_name
+from tests.graphs import record, sequence, target_name
 from tests.training import shard
 
 LAUNCHES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -163,16 +163,20 @@ def test_capture_leaves_gradients_and_random_state_alone():
 
 @pytest.mark.usefixtures("fake_group")
 def test_keeping_parameters_saves_their_second_gather():
-    model = Layers(2)
+    model = Layers(4)
     shard(model, "eager", reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    gathered = []
-    for kept in (0, 16 * 16 * 2 + 100, 10**6):
-        forward, backward = capture(
-            model, torch.randn(4, 16), schedule=SchedulePolicy(bucket="none", keep_unsharded_bytes=kept)
-        ).graphs
-        gathered.append([c.kind for c in backward.collectives].count("all_gather"))
-        assert forward.kept_bytes <= kept
-    assert gathered[0] > gathered[1] > gathered[2] == 0
+    some = 3 * 16 * 16 * 2 + 100
+    gathers = []
+    for kept in (0, some, 10**6):
+        call, recorder = record(model, SchedulePolicy(bucket="none", keep_unsharded_bytes=kept))
+        call(torch.randn(4, 16)).sum().backward()
+        gathers.append(sequence(recorder.only("backward", after=True), *LAUNCHES).count(LAUNCHES[0]))
+    assert gathers[0] > gathers[1] > gathers[2] == 0
+    forward, backward = capture(
+        model, torch.randn(4, 16), schedule=SchedulePolicy(bucket="none", keep_unsharded_bytes=some)
+    ).graphs
+    assert 0 < forward.kept_bytes <= some
+    assert [c.kind for c in backward.collectives].count("all_gather") == gathers[1]
 
 
 @pytest.mark.usefixtures("fake_group")
