@@ -281,11 +281,11 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     count = flop_registry.get(packet)
     if count is None:
         return 1e6 * size_bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
+    shape = _shape_for(packet, node)
+    flops = _extent(count(*fx.map_arg(node.args, shape), **fx.map_arg(node.kwargs, shape), out_val=shape(node)))
     if packet in _PRODUCTS:
-        flops, traffic = _product_cost(node, count)
+        traffic = sum(prod(shape(each)) * each.meta["val"].element_size() for each in [node, *node.all_input_nodes])
     else:
-        value = _with_equal_heads(node) if packet in _ATTENTION else _value
-        flops = count(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value), out_val=_value(node))
         traffic = size_bytes(node) + sum(map(size_bytes, node.all_input_nodes))
     peak = cluster.flops_16bit if _is_16bit(node) else cluster.flops_32bit
     seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
@@ -295,20 +295,60 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
 _aten = torch.ops.aten
 _PRODUCTS: set[Any] = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 _ATTENTION = {packet for packet in flop_registry if "_scaled_dot_product" in str(packet)}
+_OF_TENSORS = {packet for packet in flop_registry if str(packet).startswith(("aten._flash_", "aten._efficient_"))}
 _ZEROS: set[Any] = {_aten.full.default, _aten.new_zeros.default, _aten.zeros.default}
 
 
-def _product_cost(node: fx.Node, count: Callable[..., int]) -> tuple[int, int]:
-    """Return the FLOPs and the bytes read and written of a matrix product, as Inductor may pad it."""
+def _shape_for(packet: Any, node: fx.Node) -> Callable[[fx.Node], Any]:
+    """Return what gives the inputs and the output of ``node`` as the formula for its FLOPs wants them."""
+    if packet in _OF_TENSORS:
+        return _value
+    if packet in _PRODUCTS:
+        return _padded_shape
+    if packet in _ATTENTION:
+        return _with_equal_heads(node)
+    return _shape
 
-    def padded(each: fx.Node) -> torch.Size:
-        value = each.meta["val"]
-        step = 1 if value.device.type == "cpu" else max(1, 16 // value.element_size())  # *Source:* its pad_mm
-        return torch.Size(int(size) if size == 1 else -(-int(size) // step) * step for size in value.shape)
 
-    flops = count(*fx.map_arg(node.args, padded), **fx.map_arg(node.kwargs, padded), out_val=padded(node))
-    traffic = sum(prod(padded(each)) * each.meta["val"].element_size() for each in [node, *node.all_input_nodes])
-    return flops, traffic
+def _shape(node: fx.Node) -> Any:
+    value = _value(node)
+    return torch.Size(map(_extent, value.shape)) if isinstance(value, torch.Tensor) else value
+
+
+def _padded_shape(node: fx.Node) -> torch.Size:
+    """Return the shape that Inductor may pad a product's input or output to. *Source:* its pad_mm."""
+    value = node.meta["val"]
+    step = 1 if value.device.type == "cpu" else max(1, 16 // value.element_size())
+    return torch.Size(size if size == 1 else -(-size // step) * step for size in _shape(node))
+
+
+def _with_equal_heads(node: fx.Node) -> Callable[[fx.Node], Any]:
+    """Return what gives attention's inputs as the formulas of torch 2.11 want them, with as many heads in all.
+
+    Queries, keys, values and their gradients are ``[batch, heads, length, features]``.
+    """
+    heads = max(found[1] for each in node.all_input_nodes if len(found := _shape(each)) == 4)
+
+    def shape(each: fx.Node) -> Any:
+        found = _shape(each)
+        is_heads = isinstance(found, torch.Size) and len(found) == 4
+        return torch.Size((found[0], heads, *found[2:])) if is_heads else found
+
+    return shape
+
+
+def _extent(size: int | torch.SymInt) -> int:
+    """Return a size as a number, without a guard on it.
+
+    One that varies counts as the next power of two, so that ranks that see somewhat different ones estimate alike.
+    """
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return _UNKNOWN if hint is None else 1 << max(0, hint - 1).bit_length()
+
+
+_UNKNOWN = 8192  # a size that depends on data. *Source:* Inductor's unbacked_symint_fallback.
 
 
 def _pads_a_product(node: fx.Node) -> bool:
@@ -323,23 +363,6 @@ def _pads_a_product(node: fx.Node) -> bool:
 
 def _is_product(node: fx.Node) -> bool:
     return getattr(node.target, "overloadpacket", None) in _PRODUCTS
-
-
-def _with_equal_heads(node: fx.Node) -> Callable[[fx.Node], Any]:
-    """Return what gives attention's inputs as the formulas of torch 2.11 want them, with as many heads in all.
-
-    Queries, keys, values and their gradients are ``[batch, heads, length, features]``.
-    """
-    values = [value for each in node.all_input_nodes if isinstance(value := _value(each), torch.Tensor)]
-    heads = max(value.shape[1] for value in values if value.ndim == 4)
-
-    def shape(each: fx.Node) -> Any:
-        value = _value(each)
-        if not isinstance(value, torch.Tensor) or value.ndim != 4:
-            return value
-        return torch.Size((value.shape[0], heads, *value.shape[2:]))
-
-    return shape
 
 
 def is_view(node: fx.Node) -> bool:
@@ -359,7 +382,7 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 
 def size_bytes(node: fx.Node) -> int:
     """Return the size of a node's result, all tensors of it."""
-    return sum(prod(int(size) for size in t.shape) * t.element_size() for t in _tensors(node))
+    return sum(prod(map(_extent, t.shape)) * t.element_size() for t in _tensors(node))
 
 
 def _is_16bit(node: fx.Node) -> bool:

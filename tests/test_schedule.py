@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,6 +160,19 @@ def loads(draw):
         reductions.append(Reduction(parts, us, needed, second_us=second_us, host_us=host_us))
     compute_us = tuple(draw(st.lists(st.floats(0, 20), min_size=count, max_size=count)))
     return Load(compute_us, tuple(gathers), tuple(reductions), draw(st.sampled_from([0.0, 0.3, 1.0])))
+
+
+@given(loads(), st.sampled_from([0, 1, 3]), st.floats(0.1, 10))
+def test_with_a_given_prefetch_and_room_the_order_of_launches_follows_from_no_estimate(load, prefetch, slower):
+    """So ranks with inputs of different sizes agree on it; all-reduces over replicas do follow from estimates."""
+
+    def launched(us_of):
+        reductions = tuple(replace(reduction, second_us=0.0) for reduction in load.reductions)
+        timed = replace(load, compute_us=tuple(map(us_of, load.compute_us)), reductions=reductions)
+        actions = schedule.decide(timed, 10**9, prefetch)
+        return [(action.position, action.kind, action.index) for action in actions if action.verb == "launch"]
+
+    assert launched(lambda us: us) == launched(lambda us: slower * us + 1.0)
 
 
 @given(loads(), st.integers(0, 60), st.sampled_from([None, 0, 1, 3]))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from model import Config, Llama
 from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 from torch.distributed.tensor import DTensor
 
@@ -172,6 +173,19 @@ def train_replicas(
         optimizer.zero_grad()
         losses.append(mean_over_ranks(loss))
     return losses
+
+
+def assert_sizes_may_vary(model: nn.Module, call: Callable[..., Any], alone: nn.Module) -> None:
+    """Batches of other sizes give one process's gradients, and one more compilation for all of them."""
+    counters.clear()
+    for count in (8, 12, 16, 20):
+        (data,) = batches(1, count, 10)
+        square_loss(alone, data).backward()
+        square_loss(call, my_part(data)).backward()
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (model, alone):
+            each.zero_grad()
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 def assert_trains_like_one_process(

@@ -18,6 +18,7 @@ from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MLP,
     assert_close,
+    assert_sizes_may_vary,
     batches,
     full_grads,
     full_params,
@@ -50,6 +51,13 @@ def test_training_with_a_schedule(name):
     losses = train(model, call, data, square_loss)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
     assert_close(full_params(model), full_params(one))
+
+
+@pytest.mark.parametrize("inductor", [False, True])
+@on_ranks(2)
+def test_sizes_that_vary_compile_once_more(inductor):
+    alone, model = MLP(), MLP()
+    assert_sizes_may_vary(model, shard(model, "full", inductor=inductor), alone)
 
 
 @row("meshes", mode="full")

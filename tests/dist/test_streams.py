@@ -19,6 +19,7 @@ from tests.streams import RecordingStreams, recording
 from tests.training import (
     MLP,
     assert_close,
+    assert_sizes_may_vary,
     assert_trains_like_one_process,
     batches,
     full_grads,
@@ -332,6 +333,13 @@ def test_graphs_take_the_copies_off_the_compute_stream(inductor):
         alone, model = MLP(hidden=9), MLP(hidden=9)
         call = shard(model, "full", inductor=inductor)
         assert_trains_like_one_process(model, call, alone)
+
+
+@on_ranks(2)
+def test_graphs_for_a_gpu_of_sizes_that_vary():
+    with _graphs_for_a_gpu():
+        alone, model = MLP(hidden=9), MLP(hidden=9)
+        assert_sizes_may_vary(model, shard(model, "full"), alone)
 
 
 @pytest.mark.parametrize("inductor", [False, True])
