@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from . import cost, ir
+from .compute import is_view, node_us, size_bytes
 from .schedule import Action, Gather, Kind, Load, Reduction
 
 
@@ -48,7 +49,7 @@ class Compute:
 
     def time(self, cluster: cost.Cluster) -> tuple[float, ...]:
         """Return each node's estimated time in microseconds."""
-        return tuple(cost.node_us(node, cluster) for node in self.nodes)
+        return tuple(node_us(node, cluster) for node in self.nodes)
 
     def after(self, sources: Iterable[fx.Node]) -> int:
         """Return the first position at which all ``sources`` exist."""
@@ -64,7 +65,7 @@ class Compute:
                 place = self.position.get(user)
                 if place is not None:
                     first, last = min(first, place) if is_whole else first, max(last, place)
-                if user not in seen and (place is None or cost.is_view(user)):
+                if user not in seen and (place is None or is_view(user)):
                     seen.add(user)
                     stack.append((user, is_whole and place is None))
         return Reads(first, max(first, last))
@@ -72,7 +73,7 @@ class Compute:
 
 def is_returned(node: fx.Node) -> bool:
     """Tell whether the graph returns ``node`` or a view of it, as forward does with what it keeps for backward."""
-    return any(user.op == "output" or (cost.is_view(user) and is_returned(user)) for user in node.users)
+    return any(user.op == "output" or (is_view(user) and is_returned(user)) for user in node.users)
 
 
 def cluster_of(graph: fx.Graph, given: cost.Cluster | None) -> cost.Cluster:
@@ -175,7 +176,7 @@ def _gather(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Gather:
     )
     times = cluster.gather_times(flight.bundle.sizes, link, world, kind)
     return Gather(
-        bytes=cost.size_bytes(launch),
+        bytes=size_bytes(launch),
         us=times.us,
         first=reads.first,
         last=reads.last,
@@ -191,7 +192,7 @@ def _reduction(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Reduc
     legs = [(launch, *ir.group_of(launch)) for launch in flight.launches]
     links = [cluster.link(group, world) for _, group, world in legs]
     times = [
-        link.collective_us(cost.size_bytes(ir.source_of(launch)), world, reduces=True)
+        link.collective_us(size_bytes(ir.source_of(launch)), world, reduces=True)
         for (launch, _, world), link in zip(legs, links, strict=True)
     ]
     return Reduction(
@@ -205,7 +206,7 @@ def _reduction(flight: Flight, compute: Compute, cluster: cost.Cluster) -> Reduc
         second_us=times[1] if len(times) > 1 else 0.0,
         second_lane=cluster.lane(links[-1]),
         pack_us=cluster.packing_us(sum(flight.bundle.sizes)) if _is_packed(flight) else 0.0,
-        host_us=sum(cluster.host_us(cost.size_bytes(node)) for node in filter(ir.is_sent_to_host, flight.nodes)),
+        host_us=sum(cluster.host_us(size_bytes(node)) for node in filter(ir.is_sent_to_host, flight.nodes)),
     )
 
 

@@ -13,7 +13,8 @@ from itertools import accumulate
 from torch import fx
 
 from ..passes import ir, schedule, survey
-from ..passes.cost import Cluster, size_bytes
+from ..passes.compute import size_bytes
+from ..passes.cost import Cluster
 from ..passes.schedule import Action, Gather, Kind, Load, Timed, Timeline
 from ..passes.survey import Compute, Flight
 from .records import Collective, CollectiveKind, ComputeSpan, Copies, MemoryStep

@@ -1,0 +1,95 @@
+"""Estimated times of compute, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from fsdp_compiled.passes.compute import node_us
+from fsdp_compiled.passes.cost import Cluster, Link
+from tests.builder import Builder
+
+LINK = Link(1.0, 1.0, 1e9)
+TOY = Cluster("toy", 2e12, 1e12, 1e12, 3.0, LINK, LINK)
+
+
+def test_compute_is_the_longer_of_flops_and_traffic():
+    b = Builder()
+    x, y = b.input("x", 1000, 1000), b.input("y", 1000, 1000)
+    product = b.call(torch.ops.aten.mm.default, x, y)
+    assert node_us(product, TOY) == pytest.approx(2e9 / 1e12 / 0.7 * 1e6)
+    small = b.call(torch.ops.aten.mm.default, b.input("a", 2, 2), b.input("c", 2, 2))
+    assert node_us(small, TOY) == 3.0  # no product is faster than a kernel
+    total = b.call(torch.ops.aten.add.Tensor, x, y)
+    assert node_us(total, TOY) == pytest.approx(4e6 / 1e12 / 0.7 * 1e6)
+    assert node_us(b.call(torch.ops.aten.t.default, x), TOY) == 0.0
+    half = b.call(torch.ops.aten.mm.default, *(b.input(n, 1000, 1000, dtype=torch.bfloat16) for n in "pq"))
+    assert node_us(half, TOY) == pytest.approx(2e9 / 2e12 / 0.7 * 1e6)
+
+
+@pytest.mark.parametrize("name", ["flash", "cudnn", "efficient"])
+def test_attention_of_fewer_keys_than_queries(name):
+    """A GPU takes grouped queries as they are; torch 2.11 counts them only where heads are equal."""
+    b = Builder()
+    long, bias = (1, 8, 64, 64), {"efficient": (None, True), "cudnn": (None, True)}.get(name, ())
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention").default
+
+    def us(heads):
+        q, k, v = (
+            b.input(f"{x}{heads}", *long[:1], h, *long[2:], device="cuda")
+            for x, h in (("q", 8), ("k", heads), ("v", heads))
+        )
+        node = b.graph.call_function(forward, (q, k, v, *bias))
+        node.meta["val"] = (q.meta["val"],)
+        return node_us(node, replace(TOY, kernel_us=0.0, memory_bytes_per_s=1e20))
+
+    assert us(2) == us(8) == pytest.approx(4 * 8 * 64**3 / 1e12 / 0.7 * 1e6)
+
+
+def test_padding_a_product_changes_no_estimate():
+    """Inductor pads on a GPU or not, as each rank has measured."""
+
+    aten = torch.ops.aten
+
+    def with_zeros(b, x, count, dim):
+        shape = list(x.meta["val"].shape)
+        shape[dim] = count
+        return b.call(aten.cat.default, [x, b.call(aten.new_zeros.default, x, shape)], dim)
+
+    def times(padded):
+        b = Builder()
+        x, w = b.input("x", 30, 7, device="cuda"), b.input("w", 7, 13, device="cuda")
+        if padded:
+            x, w = with_zeros(b, with_zeros(b, x, 2, 0), 1, 1), with_zeros(b, with_zeros(b, w, 1, 0), 3, 1)
+        product = b.call(aten.mm.default, x, w)
+        if padded:
+            product = b.call(aten.slice.Tensor, b.call(aten.slice.Tensor, product, 0, 0, 30), 1, 0, 13)
+        b.call(aten.cat.default, [product, b.call(aten.new_zeros.default, product, [2, 13])])
+        found = [node_us(node, replace(TOY, kernel_us=0.0)) for node in b.graph.nodes]
+        return [us for us in found if us]
+
+    assert times(True) == times(False)
+    assert len(times(True)) == 3  # the product, and the zeros that are appended for something else
+
+
+@pytest.mark.parametrize("length, counted", [(6, 8), (8, 8), (1, 1)])
+def test_a_size_that_varies_counts_as_the_next_power_of_two_and_gets_no_guard(length, counted):
+    shapes = ShapeEnv()
+    varies = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    b = Builder()
+    b.mode = FakeTensorMode(shape_env=shapes)
+    rows = b.input("x", 1, 1)
+    rows.meta["val"] = b.mode.from_tensor(torch.empty(length, 4), symbolic_context=varies)
+    double = b.call(torch.ops.aten.mul.Tensor, rows, 2)
+    product = b.call(torch.ops.aten.mm.default, double, b.input("w", 4, 4))
+    before = len(shapes.guards)
+    free = replace(TOY, kernel_us=0.0)
+    assert node_us(double, free) == pytest.approx(1e6 * counted * 4 * 4 / (0.7 * 1e12))
+    assert node_us(product, replace(free, memory_bytes_per_s=1e20)) == pytest.approx(
+        1e6 * 2 * counted * 4 * 4 / (0.7 * 1e12)
+    )
+    assert len(shapes.guards) == before
