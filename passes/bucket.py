@@ -60,7 +60,7 @@ def work_of(graph: fx.Graph, nodes: list[fx.Node], cluster: Cluster) -> Work:
             over = replace(wire(_groups(route)), moves_to_host=ir.changes_device(ir.source_of(node), node))
             is_row = ir.is_row(node) or not ir.has_streams(node)
             reductions.append(
-                Member(index, route.param, _reduce_key(route), route.unit, over, reduction, route.dim, is_row)
+                Member(index, route.param, _reduce_key(route), route.unit, over, reduction, is_row=is_row)
             )
     gathers.sort(key=lambda member: member.alone.first)
     reductions.sort(key=lambda member: member.alone.ready)

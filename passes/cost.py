@@ -182,9 +182,7 @@ def _ranks_of(group: str, world: int) -> list[int]:
 _NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
 
 
-def _gpu(
-    name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink_gb: float, nic_gb: float, pcie_gb: float
-) -> Cluster:
+def _gpu(name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink_gb: float, nic_gb: float) -> Cluster:
     return Cluster(
         name=name,
         flops_16bit=tflops_16 * 1e12,
@@ -194,17 +192,16 @@ def _gpu(
         intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, nvlink_gb * 1e9),
         inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, nic_gb * 1e9),
         piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
-        host_bytes_per_s=pcie_gb * 1e9,
     )
 
 
 CLUSTERS: Mapping[str, Cluster] = {
     # *Source:* NVIDIA's datasheets (SXM parts): dense bf16 and fp32 FLOP/s, memory, half of NVLink's two-way
-    # bandwidth and of PCIe's; one network card for each GPU as in NVIDIA's DGX systems.
-    "H100": _gpu("H100", 989, 67, 3350, 450, 50, 64),
-    "H200": _gpu("H200", 989, 67, 4800, 450, 50, 64),
-    "A100": _gpu("A100", 312, 19.5, 2039, 300, 25, 32),
-    "B200": _gpu("B200", 2250, 75, 8000, 900, 50, 64),
+    # bandwidth; one network card for each GPU as in NVIDIA's DGX systems; PCIe 5.0, for the A100 4.0.
+    "H100": _gpu("H100", 989, 67, 3350, 450, 50),
+    "H200": _gpu("H200", 989, 67, 4800, 450, 50),
+    "A100": replace(_gpu("A100", 312, 19.5, 2039, 300, 25), host_bytes_per_s=32e9),
+    "B200": _gpu("B200", 2250, 75, 8000, 900, 50),
     # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
     # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
     # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for

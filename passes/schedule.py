@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["gather", "reduction", "second"]
 
@@ -364,35 +364,45 @@ def play(load: Load, actions: Sequence[Action]) -> Timeline:
         if action is None:
             break
         key = (action.kind, action.index)
-        us, lane, pack_us, unpack_us, host_us = _costs(load, action)
+        leg = _leg_of(load, action)
         if action.verb == "launch":
-            now += pack_us
-            start = max(now, free.get(lane, 0.0))
-            free[lane] = start + us
-            taken = us * load.taken_from_compute
-            timed[key] = Timed(now, start, start + us, taken)
+            now += leg.pack_us
+            start = max(now, free.get(leg.lane, 0.0))
+            free[leg.lane] = start + leg.us
+            taken = leg.us * load.taken_from_compute
+            timed[key] = Timed(now, start, start + leg.us, taken)
             now += taken
         else:
             stall = max(0.0, timed[key].end_us - now)
             timed[key] = replace(timed[key], exposed_us=timed[key].exposed_us + stall)
-            now += stall + unpack_us
-            if host_us:
-                host_free, last_moved = max(now, host_free) + host_us, key
+            now += stall + leg.unpack_us
+            if leg.host_us:
+                host_free, last_moved = max(now, host_free) + leg.host_us, key
     if last_moved is not None and host_free > now:
         timed[last_moved] = replace(timed[last_moved], exposed_us=timed[last_moved].exposed_us + host_free - now)
         now = host_free
     return Timeline(timed, tuple(spans), now)
 
 
-def _costs(load: Load, action: Action) -> tuple[float, str, float, float, float]:
+class _Leg(NamedTuple):
+    """One collective's times, and the link that it runs over."""
+
+    us: float
+    lane: str
+    pack_us: float = 0.0
+    unpack_us: float = 0.0
+    host_us: float = 0.0
+
+
+def _leg_of(load: Load, action: Action) -> _Leg:
     if action.kind == "gather":
         gather = load.gathers[action.index]
-        return gather.us, gather.lane, gather.pack_us, gather.unpack_us, 0.0
+        return _Leg(gather.us, gather.lane, gather.pack_us, gather.unpack_us)
     reduction = load.reductions[action.index]
     if action.kind == "second":
-        return reduction.second_us, reduction.second_lane, 0.0, 0.0, reduction.host_us
+        return _Leg(reduction.second_us, reduction.second_lane, host_us=reduction.host_us)
     host_us = 0.0 if reduction.second_us else reduction.host_us
-    return reduction.us, reduction.lane, reduction.pack_us, 0.0, host_us
+    return _Leg(reduction.us, reduction.lane, reduction.pack_us, host_us=host_us)
 
 
 # ---- fewer positions ----
