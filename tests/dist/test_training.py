@@ -14,6 +14,7 @@ from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MODES,
     assert_close,
+    compiled,
     full_grads,
     full_params,
     llama,
@@ -28,7 +29,7 @@ from tests.training import (
 STEPS = 20
 
 
-def _contender(mode, **kwargs):
+def _contender(mode, inductor=True, **kwargs):
     model = llama()
     if mode == "one process":
         return model, model
@@ -42,7 +43,7 @@ def _contender(mode, **kwargs):
         return model, torch.compile(model)
     if mode == "full":
         shard(model, "eager", **kwargs)
-        return model, torch.compile(model, fullgraph=True)
+        return model, compiled(model, inductor=inductor)
     return model, shard(model, mode, **kwargs)
 
 
@@ -91,7 +92,7 @@ def test_twenty_adamw_steps_on_2_ranks():
 @on_ranks(4)
 def test_twenty_adamw_steps_on_4_ranks():
     reference = _adamw("one process")
-    _assert_agree(MODES, 1e-5, reference)
+    _assert_agree(MODES, 1e-5, reference, inductor=False)  # unless --inductor: four compilers on two cores
 
 
 @row("mixed precision", mode=MODES)
