@@ -55,7 +55,7 @@ def work_of(graph: fx.Graph, nodes: list[fx.Node], cluster: Cluster) -> Work:
             gather = Gather(size, 0.0, reads.first, reads.last, min(exists, reads.first), kept)
             over = replace(wire(_groups(route)), device=ir.value_of(node).device.type, kind=_kind_of(node, route))
             gathers.append(Member(index, route.param, _gather_key(route), route.unit, over, gather, route.dim))
-        elif ir.is_reduce_grad(node) and route.shard_world * route.replicate_world > 1:
+        elif ir.is_reduce_grad(node) and route.communicates:
             reduction = Reduction(((exists - 1, size),), 0.0, reads.first)
             over = replace(wire(_groups(route)), moves_to_host=ir.changes_device(ir.source_of(node), node))
             is_row = ir.is_row(node) or not ir.has_streams(node)

@@ -246,8 +246,7 @@ def gathers_beside_compute(node: fx.Node) -> bool:
 def is_row(node: fx.Node) -> bool:
     """Tell whether a ``reduce_grad`` alone reduces its gradient as it is: not cast, divided, padded or permuted."""
     route = route_of(node)
-    is_plain = value_of(source_of(node)).dtype == route.reduce_dtype and route.pre_divide == 1.0
-    return is_plain and route.dim == 0 and route.shape[0] % route.shard_world == 0
+    return route.reduces_as_it_is(value_of(source_of(node)).dtype, route.shape, route.dim)
 
 
 def changes_device(source: fx.Node, result: fx.Node) -> bool:

@@ -76,8 +76,16 @@ def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> 
         replicate_world=route.replicate_world,
         bound_bytes=ticket.bound_bytes if ticket else 0,
         kept_bytes=sum(ir.travelling_bytes(node) for node in bucket if ir.is_unshard(node) and is_returned(node)),
-        is_in_place=_goes_into_place(bucket) if ir.is_unshard(bucket[0]) else _is_row(bucket),
+        is_in_place=_goes_into_place(bucket)
+        if ir.is_unshard(bucket[0])
+        else len(bucket) == 1 and ir.is_row(bucket[0]),
     )
+
+
+def _needs_no_copy(bucket: Sequence[fx.Node]) -> bool:
+    if ir.is_unshard(bucket[0]):
+        return _goes_into_place(bucket)
+    return len(bucket) == 1 and ir.is_row(bucket[0])
 
 
 # ---- all-gather ----
@@ -169,24 +177,15 @@ def _without_padding(emit: Emitter, flat: fx.Node, route: Route) -> fx.Node:
 def _lower_reduction(place: fx.Node, bucket: Sequence[fx.Node], bundle: ir.Bundle) -> None:
     emit = Emitter(place.next, bundle)
     route = ir.route_of(bucket[0])
-    by_kernel = False
-    if ir.has_streams(bucket[0]) and _communicates(route):
+    beside = ir.has_streams(bucket[0]) and route.communicates
+    if beside:
         _require_no_cuda_graphs()
-        by_kernel = not _is_row(bucket)
-    rows = emitter.copy_in_gradients(emit, bucket) if by_kernel else _copy_in(emit, bucket, route)
+    packs = beside and not bundle.is_in_place
+    rows = emitter.copy_in_gradients(emit, bucket) if packs else _copy_in(emit, bucket, route)
     sizes = [ir.value_of(node).numel() for node in bucket]
     row = _divide(emit, _reduce(emit, rows, route), route.post_divide)
     for node, piece in zip(bucket, _sharded_gradients(emit, bucket, row, sizes), strict=True):
         _replace(node, emit(aten.reshape.default, piece, list(ir.value_of(node).shape)))
-
-
-def _is_row(bucket: Sequence[fx.Node]) -> bool:
-    """Tell whether there is nothing to pack."""
-    return len(bucket) == 1 and ir.is_row(bucket[0])
-
-
-def _communicates(route: Route) -> bool:
-    return route.shard_world * route.replicate_world > 1
 
 
 def _sharded_gradients(

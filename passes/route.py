@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 
@@ -59,6 +60,22 @@ class Route:
             post_forward_world=0,
             gather_comm="",
         )
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a gradient on this way meets those of other ranks."""
+        return self.shard_world * self.replicate_world > 1
+
+    def reduces_as_it_is(self, dtype: torch.dtype, shape: Sequence[int], dim: int) -> bool:
+        """Tell whether a gradient alone is what is reduced: neither cast, divided, padded nor permuted.
+
+        Args:
+            dtype: of the gradient.
+            shape: of the gradient.
+            dim: along which its parameter is sharded.
+        """
+        is_plain = dtype == self.reduce_dtype and self.pre_divide == 1.0
+        return is_plain and dim == 0 and shape[0] % self.shard_world == 0
 
     def in_dtype(self, dtype: torch.dtype) -> Route:
         """Return the same way for another dtype of the all-gather."""

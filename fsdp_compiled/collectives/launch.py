@@ -168,10 +168,8 @@ def launch_reduction(
 
 def _rows(grads: Sequence[Tensor], layouts: Sequence[ShardLayout], route: Route) -> Tensor:
     """Return what is to be scattered, packed by compute; one gradient may be that already."""
-    if len(grads) == 1 and route.pre_divide == 1.0 and grads[0].dtype == route.reduce_dtype:
-        (layout,) = layouts
-        if layout.dim == 0 and layout.is_even:
-            return grads[0].reshape(layout.world, -1)
+    if len(grads) == 1 and route.reduces_as_it_is(grads[0].dtype, layouts[0].shape, layouts[0].dim):
+        return grads[0].reshape(route.shard_world, -1)
     dims = [layout.dim for layout in layouts]
     return copies.copy_in_gradients(grads, dims, route.shard_world, route.reduce_dtype, route.pre_divide)
 

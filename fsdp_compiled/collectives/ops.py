@@ -163,7 +163,7 @@ def _reduce_grad(grad: Tensor, text: str) -> Tensor:
     if route.device:
         pending.wait_on_host()
     # An operator's result must not share storage with its input, as it would where nothing is communicated.
-    return reduced.clone() if route.shard_world * route.replicate_world == 1 else reduced
+    return reduced if route.communicates else reduced.clone()
 
 
 def _reduce_grad_fake(grad: Tensor, text: str) -> Tensor:

@@ -44,7 +44,8 @@ def copy_in_shards(shards: Sequence[Tensor], row: Tensor) -> None:
     """
     used = sum(shard.numel() for shard in shards)
     torch.cat([shard.reshape(-1).to(row.dtype) for shard in shards], out=row[:used])
-    row[used:].zero_()
+    if used < len(row):
+        row[used:].zero_()
 
 
 def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
@@ -79,8 +80,9 @@ def copy_in_gradients(
     if len(chunks) == 1:
         rows = chunks[0].contiguous()
     else:
-        missing = row_numel([layout.shard_numel for layout in layouts]) - sum(chunk.shape[1] for chunk in chunks)
-        rows = torch.cat([*chunks, chunks[0].new_zeros(world, missing)], dim=1)
+        numels = [layout.shard_numel for layout in layouts]
+        missing = row_numel(numels) - sum(numels)
+        rows = torch.cat([*chunks, chunks[0].new_zeros(world, missing)] if missing else chunks, dim=1)
     return rows if divisor == 1.0 else rows / divisor
 
 
