@@ -156,7 +156,7 @@ def _serve(rank: int, pipe: Connection, path: list[str]) -> None:
     torch.set_num_threads(1)
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0: as many compile workers per rank as cores would be too many.
     torch._inductor.config.compile_threads = 1
-    gc.freeze()  # what was imported stays, and need not be looked through after each test
+    gc.freeze()  # what was imported stays, and need not be looked through after each job
     pipe.send(True)  # it is ready
     while True:
         try:
@@ -168,7 +168,6 @@ def _serve(rank: int, pipe: Connection, path: list[str]) -> None:
 
 def _run(rank: int, job: _Job) -> _Outcome:
     setting = job.setting
-    torch.compiler.reset()
     torch.manual_seed(0)
     try:
         body = pickle.loads(job.body)
@@ -189,5 +188,12 @@ def _run(rank: int, job: _Job) -> _Outcome:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # models hold process groups, whose threads go on as long as they live
+        _forget()
     return _Outcome()
+
+
+def _forget() -> None:
+    """Free what the job left: models hold process groups, whose threads go on as long as they live."""
+    torch.compiler.reset()
+    gc.collect()
+    gc.freeze()  # what is left are torch's caches, which grow with every job
