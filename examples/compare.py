@@ -23,7 +23,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from model import Config, Llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -33,6 +32,7 @@ from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled
 from fsdp_compiled.inspect import capture
 
 MIB = 2**20
+_c10d = torch.ops._c10d_functional
 
 
 @dataclass
@@ -63,9 +63,10 @@ class Wire:
     """Two all-gathers and one reduce-scatter of as many fp32 numbers as the model has parameters."""
 
     def __init__(self, parameters: int) -> None:
-        world = dist.get_world_size()
-        self.shard = torch.zeros(-(-parameters // world))
-        self.whole = torch.zeros(self.shard.numel() * world)
+        self.world = dist.get_world_size()
+        self.group = dist.group.WORLD.group_name
+        self.shard = torch.zeros(-(-parameters // self.world))
+        self.whole = torch.zeros(self.shard.numel() * self.world)
         self.seconds: list[float] = []
 
     def step(self) -> None:
@@ -73,8 +74,8 @@ class Wire:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(2):
-            funcol.wait_tensor(funcol.all_gather_tensor(self.shard, 0, dist.group.WORLD))
-        funcol.wait_tensor(funcol.reduce_scatter_tensor(self.whole, "avg", 0, dist.group.WORLD))
+            _c10d.wait_tensor(_c10d.all_gather_into_tensor(self.shard, self.world, self.group))
+        _c10d.wait_tensor(_c10d.reduce_scatter_tensor(self.whole, "avg", self.world, self.group))
         self.seconds.append(time.perf_counter() - start)
 
 

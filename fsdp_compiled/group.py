@@ -126,11 +126,13 @@ class FSDPParamGroup:
 
     def drop_unshard(self) -> None:
         """Let an all-gather under way land nowhere."""
+        if not self._gathers:
+            return
         gathers, self._gathers = self._gathers, []
         with torch.inference_mode(False), torch.no_grad():
             for gather in gathers:
                 gather.wait()
-        for param in self.params if gathers else ():
+        for param in self.params:
             param.free_unsharded()
 
     @torch.no_grad()
