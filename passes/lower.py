@@ -76,9 +76,7 @@ def _bundle(index: int, bucket: Sequence[fx.Node], ticket: ir.Ticket | None) -> 
         replicate_world=route.replicate_world,
         bound_bytes=ticket.bound_bytes if ticket else 0,
         kept_bytes=sum(ir.travelling_bytes(node) for node in bucket if ir.is_unshard(node) and is_returned(node)),
-        is_in_place=_goes_into_place(bucket)
-        if ir.is_unshard(bucket[0])
-        else len(bucket) == 1 and ir.is_row(bucket[0]),
+        is_in_place=_needs_no_copy(bucket),
     )
 
 
