@@ -1,15 +1,19 @@
 """Fully sharded data parallel training that lives inside the compiled graph."""
 
 from .api import (
+    compile,
     fully_shard,
     fully_shard_with_compiled_compute,
+    options,
     register_fsdp_forward_method,
 )
 from .collectives import AllGather, Comm, ReduceScatter
-from .compiling import compile, options
-from .context import GradientReductionHandle
 from .errors import FSDPError
-from .mesh import (
+from .hooks.context import GradientReductionHandle
+from .module import FSDPModule, UnshardHandle, share_comm_ctx
+from .optim import step_on_shards
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from .sharding.mesh import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
     DDPMeshInfo,
@@ -17,9 +21,6 @@ from .mesh import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
-from .module import FSDPModule, UnshardHandle, share_comm_ctx
-from .optim import step_on_shards
-from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 
 __all__ = [
     "AllGather",

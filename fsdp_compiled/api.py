@@ -1,38 +1,27 @@
-"""What users call: ``fully_shard`` and its relatives. It checks every argument before it changes anything."""
+"""What users call: ``fully_shard`` and its relatives, ``compile`` and ``options``.
+
+Every argument is checked before anything is changed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import passes
-from .arguments import (
-    PlacementPlan,
-    ShardPlacementFn,
-    check_device,
-    check_options,
-    check_shared,
-    check_smaller_group,
-    check_whole_units_below,
-    checked_modules,
-    checked_reshard,
-    is_managed,
-    managed_parameters,
-    modules_outside_units,
-)
-from .compiling import core_hash
-from .lookup import new_unit_name, states_below, unit_state, units_of
-from .mesh import DataParallelMeshDims, data_parallel_mesh
-from .module import FSDPModule, make_fsdp_module
-from .owner import own
-from .param import FSDPParam
-from .policy import MixedPrecisionPolicy, OffloadPolicy
-from .state import FSDPState
-from .unit import UnitStatus
+from . import collectives, passes, sharding
+from .hooks.lookup import unit_state
+from .init.arguments import check_complete_units_below, check_device, check_options, checked_modules, checked_reshard
+from .init.parameters import managed_parameters
+from .init.plan import PlacementPlan, ShardPlacementFn
+from .init.shard import shard
+from .module import FSDPModule
+from .policy import MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -89,26 +78,9 @@ def fully_shard(
     found = managed_parameters(modules, ignored_params or set())
     check_device(mesh_info)
     plan = PlacementPlan(mesh_info, mp_policy, offload_policy, shard_placement_fn)
-    placements = [plan.placement(name, param) for name, param, _ in found.own]
-    for name, taken, _ in found.shared:
-        check_shared(name, taken, plan.default)
-    check_whole_units_below(modules)
-    size = 0 if isinstance(reshard, bool | None) else reshard
-    if size:
-        for (name, param, _), placement in zip(found.own, placements, strict=True):
-            check_smaller_group(name, param, placement, size)
-
-    _move_to_device(modules, mesh_info.device, ignored_params or set())
-    status = UnitStatus(new_unit_name(modules), reshard_after_forward=bool(reshard), post_forward_size=size)
-    params = [
-        FSDPParam(info, placement, status, name, param)
-        for (name, param, info), placement in zip(found.own, placements, strict=True)
-    ]
-    state = FSDPState(modules, params, mp_policy, reshard is None, status, mesh_info.device)
-    _take_over(modules, state)
-    for _, taken, places in found.shared:
-        _borrow(state, taken, places)
-    _adopt_units_below(modules, state)
+    placements = plan.checked_placements(found, reshard)
+    check_complete_units_below(modules)
+    shard(modules, found, placements, plan, reshard, ignored_params or set())
     passes.install(core_hash())
     return module
 
@@ -166,52 +138,53 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     module.__dict__[method_name] = call
 
 
-def _move_to_device(modules: Sequence[nn.Module], device: torch.device, ignored: set[nn.Parameter]) -> None:
-    """Move what the unit manages, and the buffers beside it; meta tensors stay."""
-    for _, module in modules_outside_units(modules):
-        for name, param in module._parameters.items():
-            if param is not None and param not in ignored and not is_managed(module, name):
-                _move(param, device)
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                _move(buffer, device)
+def options(schedule: SchedulePolicy | None = None) -> dict[str, Any]:
+    """Return options for ``torch.compile(model, options=...)`` by which one compile uses ``schedule``.
+
+    Passes that the user has in Inductor's custom-pass slots still run, after ours. Call it again after changing
+    those slots.
+
+    Args:
+        schedule: None for the default policy, which plain ``torch.compile`` uses too.
+
+    Raises:
+        TypeError: ``schedule`` is no SchedulePolicy.
+    """
+    if schedule is not None and not isinstance(schedule, SchedulePolicy):
+        raise TypeError(
+            f"schedule: expected a SchedulePolicy or None, got {type(schedule).__name__}; "
+            'use for example SchedulePolicy(bucket="unit")'
+        )
+    return passes.options(schedule or SchedulePolicy(), core_hash())
 
 
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    if tensor.device.type != "meta" and tensor.device != device:
-        tensor.data = tensor.data.to(device)
+def compile(
+    model: nn.Module | Callable[..., Any], *, schedule: SchedulePolicy | None = None, **torch_compile_kwargs: Any
+) -> Any:
+    """Compile a sharded model as ``torch.compile`` does, with a schedule of its own.
+
+    Args:
+        model: a module given to ``fully_shard``, or a function that calls one.
+        schedule: None for the default policy.
+        torch_compile_kwargs: given to ``torch.compile``; ``options`` and ``mode`` are kept.
+
+    Returns:
+        What ``torch.compile`` returns.
+
+    Raises:
+        TypeError: ``schedule`` is no SchedulePolicy.
+        ValueError: another backend than Inductor, which alone runs the passes, or both ``mode`` and ``options``.
+    """
+    backend = torch_compile_kwargs.get("backend", "inductor")
+    if backend != "inductor":
+        raise ValueError(f"backend: expected 'inductor', got {backend!r}; only Inductor runs the graph passes")
+    mode, given = torch_compile_kwargs.pop("mode", None), torch_compile_kwargs.pop("options", None) or {}
+    if mode is not None and given:
+        raise ValueError(f"mode: expected None beside options, got {mode!r}; put what the mode sets into options")
+    of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
+    return torch.compile(model, options={**of_mode, **given, **options(schedule)}, **torch_compile_kwargs)
 
 
-def _take_over(modules: Sequence[nn.Module], state: FSDPState) -> None:
-    _own(((place, param) for param in state.params for place in param.info.places()), state)
-    for module in modules:
-        make_fsdp_module(module, state)
-
-
-def _borrow(state: FSDPState, param: FSDPParam, places: Sequence[tuple[nn.Module, str]]) -> None:
-    """Share a parameter of another unit with modules of this one."""
-    (lender,) = [unit for unit in units_of(param.info.module) if param in unit.params]
-    state.borrow(lender, param, places)
-    _own(((place, param) for place in places), state)
-
-
-def _own(params: Iterable[tuple[tuple[nn.Module, str], FSDPParam]], state: FSDPState) -> None:
-    """Make modules read parameters of ``state`` at these places, all of a module's at once."""
-    owned: dict[nn.Module, dict[str, FSDPParam]] = {}
-    for (module, name), param in params:
-        owned.setdefault(module, {})[name] = param
-    for module, by_name in owned.items():
-        own(module, by_name, state)
-
-
-def _adopt_units_below(modules: Sequence[nn.Module], state: FSDPState) -> None:
-    """Give the units below their full names, now that there is an outer one."""
-    names: dict[nn.Module, str] = {}
-    for index, root in enumerate(modules):
-        prefix = str(index) if len(modules) > 1 else ""
-        for name, module in root.named_modules(prefix=prefix):
-            names.setdefault(module, name)
-    for below in states_below(modules):
-        if below is not state:
-            params = {param: f"{names[param.info.module]}.{param.info.name}" for param in below.params}
-            below.adopt(state, names[below.modules[0]], params)
+def core_hash() -> str:
+    """Return a hash of what the operators in a graph compute, for the compile-cache keys."""
+    return "".join(passes.source_hash(Path(folder.__file__).parent) for folder in (collectives, sharding))

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._inductor import config
 
 from . import passes
-from .passes import cost, pipeline
+from .passes import cost, inductor
 
 
 @dataclass(frozen=True)
@@ -155,15 +155,15 @@ def _gpu(index: int) -> Gpu:
     return Gpu(torch.cuda.get_device_name(device), memory, cost.detect(device).name)
 
 
-def _slot(name: str, run: pipeline.Pipeline) -> Slot:
+def _slot(name: str, run: inductor.Pipeline) -> Slot:
     value = getattr(config, name)
-    entries = (value.user,) if isinstance(value, pipeline.Chain) else value
+    entries = (value.user,) if isinstance(value, inductor.Chain) else value
     entries = entries if isinstance(entries, (list, tuple)) else (entries,)
-    users = [entry for entry in entries if entry is not None and not isinstance(entry, pipeline.Pipeline)]
+    users = [entry for entry in entries if entry is not None and not isinstance(entry, inductor.Pipeline)]
     return Slot(
         name,
         ours=tuple(type(one).__name__ for one in run.passes),
-        installed=pipeline.installed(name) is not None,
+        installed=inductor.installed(name) is not None,
         users=tuple((_pass_name(user), bool(getattr(user, "uuid", lambda: None)())) for user in users),
     )
 

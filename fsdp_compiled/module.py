@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import AllGather, Hook, ReduceScatter
-from .context import GradientReductionHandle, is_in_backward
-from .lookup import states_below, unit_state
-from .owner import TracedCall, rebase, with_code_of_its_own
+from .hooks.context import GradientReductionHandle, is_in_backward, states_below
+from .hooks.lookup import unit_state
+from .hooks.state import FSDPState
+from .param.properties import with_code_of_its_own
 from .policy import require_bool
-from .state import FSDPState
 
 
 class UnshardHandle:
@@ -110,7 +110,7 @@ class FSDPModule:
         """
         require_bool("reshard_after_backward", reshard_after_backward)
         for state in _states(self, recurse):
-            state.status.reshard_after_backward = reshard_after_backward
+            state.configure(reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Leave the unsharded parameters' memory allocated after a reshard (True), at the same addresses.
@@ -122,7 +122,7 @@ class FSDPModule:
         """
         require_bool("keep", keep)
         for state in _states(self, recurse):
-            state.status.keep_unsharded_storage = keep
+            state.configure(keep_unsharded_storage=keep)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
         """Start gathering these modules' units in this one's pre-forward hook. Graphs are not affected.
@@ -175,7 +175,7 @@ class FSDPModule:
             TypeError: not a bool.
         """
         require_bool("unshard_in_backward", unshard_in_backward)
-        unit_state(self).status.unshard_in_backward = unshard_in_backward
+        unit_state(self).configure(unshard_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` rather than by the number of ranks.
@@ -215,7 +215,7 @@ class FSDPModule:
         """
         require_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         for state in _states(self, recurse):
-            state.status.reduce_unused = reduce_scatter_unused_params
+            state.configure(reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Let reductions of so many units be under way at a time in an uncompiled backward; the default is 1.
@@ -252,7 +252,7 @@ class FSDPModule:
         Raises:
             TypeError: not an AllGather.
         """
-        unit_state(self).custom.set_gather(_checked("comm", comm, AllGather))
+        unit_state(self).custom.set_all_gather(_checked("comm", comm, AllGather))
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over shards by ``comm``, in graphs too, where it is an opaque node.
@@ -260,7 +260,7 @@ class FSDPModule:
         Raises:
             TypeError: not a ReduceScatter.
         """
-        unit_state(self).custom.set_reduce(_checked("comm", comm, ReduceScatter))
+        unit_state(self).custom.set_reduce_scatter(_checked("comm", comm, ReduceScatter))
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` on each reduced, flat, not yet divided gradient row of this unit, which it may change.
@@ -294,7 +294,7 @@ class FSDPModule:
         require_bool("enable", enable)
         state = unit_state(self)
         if enable:
-            state.custom.use_process_group_memory(state.shard_groups, state.device, state.status.name)
+            state.custom.use_process_group_memory(state.shard_groups, state.device, state.unit.config.name)
         else:
             state.custom.leave_process_group_memory()
 
@@ -312,7 +312,7 @@ class FSDPModule:
         if backend not in ("NCCL", "CUDA"):
             raise ValueError(f"backend: expected 'NCCL' or 'CUDA', got {backend!r}")
         state = unit_state(self)
-        state.custom.use_symmetric_memory(state.shard_groups, state.device, backend, state.status.name)
+        state.custom.use_symmetric_memory(state.shard_groups, state.device, backend, state.unit.config.name)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next uncompiled forward wait for ``event`` before it gathers.
@@ -334,7 +334,7 @@ class FSDPModule:
         Raises:
             RuntimeError: this is not the outermost unit.
         """
-        _outermost("reset_iter_state", self).reset_iteration(drop_pending=True)
+        _outermost("reset_iter_state", self).reset_iteration(drop_accumulated=True)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Leave the end of gradient reduction to :meth:`finalize_backward` (True) rather than to each backward.
@@ -389,12 +389,6 @@ def _call(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 
 
-def make_fsdp_module(module: nn.Module, state: FSDPState) -> None:
-    """Give ``module`` its unit's state and the methods of FSDPModule."""
-    module.__dict__["_fsdp_state"] = state
-    rebase(module, add=(FSDPModule, TracedCall))
-
-
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Let several models share what bounds the communication under way; for pipeline stages of one rank.
 
@@ -411,8 +405,8 @@ def _outermost(method: str, module: FSDPModule) -> FSDPState:
     state = unit_state(module)
     if not state.is_root:
         raise RuntimeError(
-            f"{method}: expected the outermost unit, got {state.status.name}; "
-            f"call it on {state.outermost.status.name}"
+            f"{method}: expected the outermost unit, got {state.unit.config.name}; "
+            f"call it on {state.outermost.unit.config.name}"
         )
     return state
 

@@ -17,8 +17,8 @@ class MixedPrecisionPolicy:
     Args:
         param_dtype: dtype of the all-gather and of the unsharded parameters; None keeps the original dtype.
             Non-floating-point parameters are never cast.
-        reduce_dtype: dtype of the reduce-scatter and of accumulated unsharded gradients; None takes the
-            gradient's dtype, that is ``param_dtype``.
+        reduce_dtype: dtype of the reduce-scatter and of accumulated unsharded gradients. None does what the installed
+            torch's FSDP2 does: the parameter's original dtype since 2.15, ``param_dtype`` before.
         output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         param_dtype_override_fn: given each original parameter once, on every rank alike, it returns the parameter's
@@ -101,8 +101,12 @@ def require_bool(name: str, value: object) -> None:
 
 
 def resolved(policy: MixedPrecisionPolicy, original: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Return (gather dtype, reduce dtype) for a parameter of dtype ``original``."""
+    """Return (all-gather dtype, reduce dtype) for a parameter of dtype ``original``."""
     if not original.is_floating_point:
         return original, original
     param_dtype = policy.param_dtype or original
-    return param_dtype, policy.reduce_dtype or param_dtype
+    return param_dtype, policy.reduce_dtype or (original if _REDUCES_IN_ORIGINAL_DTYPE else param_dtype)
+
+
+# *Source:* "versionchanged:: 2.15" of torch.distributed.fsdp.MixedPrecisionPolicy.
+_REDUCES_IN_ORIGINAL_DTYPE = torch.__version__ >= (2, 15)

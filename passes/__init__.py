@@ -1,21 +1,22 @@
-"""Graph passes that turn per-parameter gathers and reductions into scheduled, bucketed collectives.
+"""When: graph passes that turn per-parameter all-gathers and reductions into scheduled, bucketed collectives.
 
 ``install()`` adds them once to Inductor's custom-pass slots, where they return at once on graphs without our
-operators; ``uninstall()`` restores the slots. The passes import torch only.
+operators; ``uninstall()`` restores the slots. The passes must not know models: they import torch and
+:mod:`fsdp_compiled.sharding` only.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from . import pipeline
+from . import inductor
 from .bucket import Bucket
 from .cost import CLUSTERS, Cluster, Link
+from .inductor import Pass, Pipeline
+from .inductor import source_hash as source_hash
 from .lower import Lower
 from .normalize import Normalize
 from .pin import Pin
-from .pipeline import Pass, Pipeline
-from .pipeline import source_hash as source_hash
 from .policy import DEFAULT, SchedulePolicy
 from .reorder import Reorder
 from .reshard import Reshard
@@ -45,17 +46,17 @@ __all__ = [
 def joint(policy: SchedulePolicy) -> tuple[Pass, ...]:
     """Return what runs on the joint forward-backward graph, before AOTAutograd cuts it in two."""
     return (
-        Reshard(policy),  # only here can it still be said what the forward saves
+        Reshard(policy),  # AOTAutograd's partitioner decides next what the forward saves
     )
 
 
 def post_grad(policy: SchedulePolicy) -> tuple[Pass, ...]:
     """Return what runs on the forward and the backward graph each, before Inductor's own passes."""
     return (
-        Normalize(),  # what is read twice would travel twice
-        Bucket(policy),  # every collective costs a launch, and one that nothing hides costs its whole time
-        Lower(),  # Inductor orders the collectives it knows; an opaque operator could move past them
-        Reorder(policy),  # a collective that is waited for at once hides behind nothing
+        Normalize(),  # a parameter that is read twice would be gathered twice
+        Bucket(policy),  # every collective costs a launch, and an exposed one costs all its time
+        Lower(),  # one launch and one wait for each collective, which the next pass moves apart
+        Reorder(policy),  # a collective that is waited for at once is fully exposed
     )
 
 
@@ -89,7 +90,7 @@ def install(core: str = "") -> None:
         core: see :func:`slots`.
     """
     for slot, run in slots(DEFAULT, core).items():
-        pipeline.install(slot, run)
+        inductor.install(slot, run)
 
 
 def uninstall() -> None:
@@ -99,7 +100,7 @@ def uninstall() -> None:
     unsharded parameter is kept from forward to backward.
     """
     for slot in slots(DEFAULT):
-        pipeline.uninstall(slot)
+        inductor.uninstall(slot)
 
 
 def options(policy: SchedulePolicy, core: str = "") -> dict[str, Any]:
@@ -109,4 +110,4 @@ def options(policy: SchedulePolicy, core: str = "") -> dict[str, Any]:
         policy: how to schedule.
         core: see :func:`slots`.
     """
-    return {slot: pipeline.beside_users_passes(slot, run) for slot, run in slots(policy, core).items()}
+    return {slot: inductor.beside_users_passes(slot, run) for slot, run in slots(policy, core).items()}

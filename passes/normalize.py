@@ -1,6 +1,6 @@
-"""Gives every parameter one gather and one reduction per graph, however often it is read.
+"""Gives every parameter one all-gather and one reduction per graph, however often it is read.
 
-It compares routes and shards; it must not know buckets or order.
+It compares specs and shards; it must not know buckets or order.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from . import emitter, ir
-from .emitter import Emitter
+from .graph import emit, nodes
+from .graph.emit import Emitter
 
 aten = torch.ops.aten
 
@@ -27,34 +27,34 @@ class Normalize:
         d = reduce_grad(a) + reduce_grad(b)            ->  d = reduce_grad(a + b)
         d = reduce_grad(a); e = d * 2; c = mm(...)     ->  d = reduce_grad(a); c = mm(...); e = d * 2
 
-    Numerics: the second rewrite adds gradients before the mean over ranks rather than after it, in
+    Numerics: the third rewrite adds gradients before the mean over ranks rather than after it, in
     ``reduce_dtype``; that rounds in another order.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        _drop_gathers_of_the_whole(graph)
-        _merge_gathers(graph)
+        _drop_all_gathers_of_unsharded(graph)
+        _merge_all_gathers(graph)
         for node in list(graph.nodes):
             if _adds_two_reductions(node):
                 _reduce_the_sum(node)
         _put_users_of_reduced_gradients_last(graph)
 
 
-def _drop_gathers_of_the_whole(graph: fx.Graph) -> None:
+def _drop_all_gathers_of_unsharded(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        if ir.is_unshard(node) and ir.is_take_shard(ir.source_of(node)):
-            node.replace_all_uses_with(ir.source_of(ir.source_of(node)))
+        if nodes.is_unshard(node) and nodes.is_take_shard(nodes.source_of(node)):
+            node.replace_all_uses_with(nodes.source_of(nodes.source_of(node)))
             graph.erase_node(node)
     for node in list(graph.nodes):
-        if ir.is_take_shard(node) and not node.users:
+        if nodes.is_take_shard(node) and not node.users:
             graph.erase_node(node)
 
 
-def _merge_gathers(graph: fx.Graph) -> None:
+def _merge_all_gathers(graph: fx.Graph) -> None:
     first: dict[object, fx.Node] = {}
     for node in list(graph.nodes):
-        if ir.is_unshard(node):
-            kept = first.setdefault((ir.source_of(node), ir.route_of(node)), node)
+        if nodes.is_unshard(node):
+            kept = first.setdefault((nodes.source_of(node), nodes.spec_of(node)), node)
             if kept is not node:
                 node.replace_all_uses_with(kept)
                 graph.erase_node(node)
@@ -68,19 +68,19 @@ def _adds_two_reductions(node: fx.Node) -> bool:
         isinstance(left, fx.Node)
         and isinstance(right, fx.Node)
         and left is not right
-        and ir.is_reduce_grad(left)
-        and ir.is_reduce_grad(right)
+        and nodes.is_reduce_grad(left)
+        and nodes.is_reduce_grad(right)
         and len(left.users) == len(right.users) == 1
-        and ir.route_of(left) == ir.route_of(right)
+        and nodes.spec_of(left) == nodes.spec_of(right)
     )
 
 
 def _reduce_the_sum(node: fx.Node) -> None:
-    emit = Emitter(before=node)
+    emitter = Emitter(before=node)
     left, right = node.all_input_nodes
-    route = ir.route_of(left)
-    terms = [emit.cast(ir.source_of(reduction), route.reduce_dtype) for reduction in (left, right)]
-    total = emitter.reduce_grad(emit, emit(aten.add.Tensor, *terms), route)
+    spec = nodes.spec_of(left)
+    terms = [emitter.cast(nodes.source_of(reduction), spec.reduction.dtype) for reduction in (left, right)]
+    total = emit.reduce_grad(emitter, emitter(aten.add.Tensor, *terms), spec)
     node.replace_all_uses_with(total)
     for dead in (node, left, right):
         node.graph.erase_node(dead)
@@ -89,8 +89,8 @@ def _reduce_the_sum(node: fx.Node) -> None:
 def _put_users_of_reduced_gradients_last(graph: fx.Graph) -> None:
     early, late = list[fx.Node](), set[fx.Node]()
     for node in graph.nodes:
-        if any(source in late or ir.is_reduce_grad(source) for source in node.all_input_nodes):
+        if any(source in late or nodes.is_reduce_grad(source) for source in node.all_input_nodes):
             late.add(node)
         else:
             early.append(node)
-    ir.put_in_order([*early, *(node for node in graph.nodes if node in late)], graph)
+    nodes.put_in_order([*early, *(node for node in graph.nodes if node in late)], graph)

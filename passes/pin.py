@@ -14,7 +14,7 @@ from torch import fx
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
 from torch.utils._ordered_set import OrderedSet
 
-from . import ir
+from .graph import nodes
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Pin:
 
     Each launch or wait follows the one before it, and the heavy compute between the two. So a launch can be neither
     hoisted, which would break the memory bound, nor sunk past the next wait, and a wait cannot be hoisted, which
-    would expose the collective. Likewise the gradients' way to the host and its wait for them.
+    would expose the collective. The same holds for copies to the host.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -40,9 +40,9 @@ def _dependencies(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
     dependencies: dict[fx.Node, OrderedSet[fx.Node]] = {}
     after: list[fx.Node] = []  # the collective node before, and the heavy compute since
     for node in graph.nodes:
-        if ir.is_heavy(node):
+        if nodes.is_heavy(node):
             after.append(node)
-        elif ir.begins(node) or ir.awaits(node):
+        elif nodes.is_launch(node) or nodes.is_wait(node):
             others = [earlier for earlier in after if earlier not in node.all_input_nodes]
             if others:
                 dependencies[node] = OrderedSet(others)

@@ -1,29 +1,25 @@
 """Puts launches and waits where the schedule wants them.
 
-It reads a lowered graph into records, lets :mod:`schedule` decide, and moves nodes; it must not know parameters or
-units, and it leaves compute in the order that it has.
+It reads a lowered graph into records, lets :mod:`planning.schedule` decide, and moves nodes; it must not know
+parameters or units, and it leaves compute in the order that it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
-from . import ir, schedule
+from ..sharding.spec import AllGatherBucket, ReductionBucket
+from .graph import nodes
+from .graph.liveness import Compute, cluster_of
+from .graph.requests import LoweredBucket, Stage, is_ours, lowered_buckets, lowered_requests, numbered
+from .planning.buckets import auto_bound
+from .planning.requests import load_of
+from .planning.schedule import decide
+from .planning.tasks import Action, least_bytes
 from .policy import DEFAULT, SchedulePolicy
-from .schedule import Action
-from .survey import Compute, Flight, cluster_of, compute_of, flights, landing, load_of
-
-# Which of a flight's stages an action places. An all-reduce is launched where its reduce-scatter's wait ends.
-_STAGE = {
-    ("gather", "launch"): 0,
-    ("gather", "wait"): 1,
-    ("reduction", "launch"): 0,
-    ("reduction", "wait"): 1,
-    ("second", "wait"): 2,
-}
 
 
 @dataclass(frozen=True)
@@ -35,41 +31,57 @@ class Reorder:
         G0 W0 c0 G1 W1 c1 G2 W2 c2        ->  G0 G1 W0 c0 G2 W1 c1 W2 c2
         c0 R0 V0 c1 R1 V1 c2 R2 V2        ->  c0 R0 c1 R1 c2 R2 V0 V1 V2
 
-    with gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``. The host waits last of all, for
-    gradients that move to it.
+    with all-gathers ``G`` / ``W``, reductions ``R`` / ``V`` and compute ``c``. The host waits last of all, for
+    gradients that are copied to it.
     """
 
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
-        found, landed = flights(graph), landing(graph)
-        if not found and not landed:
-            return
-        compute = compute_of(graph, found)
-        actions = self._decide(graph, compute, found) if found else []
-        ir.put_in_order(_order(graph, compute, found, actions, landed), graph)
+        found = lowered_buckets(graph)
+        if found:
+            nodes.put_in_order(list(_order(graph, found, self._decide(graph, found))), graph)
 
-    def _decide(self, graph: fx.Graph, compute: Compute, found: list[Flight]) -> list[Action]:
-        load = load_of(graph, compute, found, cluster_of(graph, self.policy.cluster))
-        least = max(schedule.least_bytes(load))
+    def _decide(self, graph: fx.Graph, found: Sequence[LoweredBucket]) -> list[Action]:
+        requests, buckets = lowered_requests(graph, found, cluster_of(graph, self.policy.cluster))
+        load = load_of(requests, buckets)
         bound = self.policy.in_flight_bytes
-        bound_bytes = max(f.bundle.bound_bytes for f in found) if bound == "auto" else bound
-        return schedule.decide(
-            load, max(bound_bytes, least), None if self.policy.prefetch == "auto" else self.policy.prefetch
-        )
+        bound_bytes = auto_bound(requests) if bound == "auto" else bound
+        prefetch = None if self.policy.prefetch == "auto" else self.policy.prefetch
+        return decide(load, max(bound_bytes, *least_bytes(load)), prefetch)
 
 
-def _order(
-    graph: fx.Graph, compute: Compute, found: list[Flight], actions: list[Action], landed: list[fx.Node]
-) -> Iterator[fx.Node]:
-    yield from (node for node in list(graph.nodes) if node.op == "placeholder")
-    gathers = [flight.stages() for flight in found if not flight.bundle.reduces]
-    reductions = [flight.stages() for flight in found if flight.bundle.reduces]
+def _order(graph: fx.Graph, found: Sequence[LoweredBucket], actions: Sequence[Action]) -> Iterator[fx.Node]:
+    yield from (node for node in graph.nodes if node.op == "placeholder")
+    compute = Compute(graph, is_ours)
+    buckets = {
+        "all_gather": [lowered for _, lowered in numbered(found, AllGatherBucket)],
+        "reduction": [lowered for _, lowered in numbered(found, ReductionBucket)],
+    }
     placed = 0
-    for action in (action for action in actions if (action.kind, action.verb) in _STAGE):
+    for action in actions:
         yield from compute.nodes[placed : action.position]
         placed = action.position
-        stages = (gathers if action.kind == "gather" else reductions)[action.index]
-        yield from stages[_STAGE[action.kind, action.verb]]
+        lowered = buckets["all_gather" if action.kind == "all_gather" else "reduction"][action.index]
+        yield from _half(lowered, 1 if action.kind == "all_reduce" else 0, action)
     yield from compute.nodes[placed:]
-    yield from landed
+    last = (lowered.to_host for lowered in found)
+    yield from (node for stage in last if stage and not _is_read(stage) for node in stage.waiting)
+
+
+def _half(lowered: LoweredBucket, index: int, action: Action) -> Iterator[fx.Node]:
+    """Yield the launch, or the wait with its results; after the last wait, the copy to the host starts."""
+    stage = lowered.collectives[index]
+    if action.verb == "launch":
+        yield stage.launch
+        return
+    yield from stage.waiting
+    if stage is lowered.collectives[-1] and lowered.to_host is not None:
+        yield lowered.to_host.launch
+        if _is_read(lowered.to_host):
+            yield from lowered.to_host.waiting
+
+
+def _is_read(stage: Stage) -> bool:
+    """Tell whether the graph computes with the results, rather than only return them."""
+    return any(user.op != "output" for result in stage.results.values() for user in result.users)

@@ -1,6 +1,6 @@
 """Decides, in the joint graph, which unsharded parameters live from forward to backward.
 
-It reads the ``reshard`` argument that the core wrote into each node, and sizes; it must not know units.
+It reads ``reshard`` in each node's spec, and sizes; it must not know units.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from . import emitter, ir
-from .emitter import Emitter
+from .graph import emit, nodes
+from .graph.emit import Emitter
+from .graph.liveness import cluster_of
 from .policy import DEFAULT, SchedulePolicy
-from .survey import cluster_of
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A parameter that backward would gather again: what keeping it would take, and save."""
+    """A parameter that backward would all-gather again: the memory that keeping it takes, and the time that it saves."""
 
     key: Hashable
     bytes: int
-    gather_us: float
+    all_gather_us: float
 
 
 def decide_kept(candidates: Iterable[Candidate], budget_bytes: int) -> set[Hashable]:
-    """Return the keys to keep: those with the largest gather time per byte, as many as the budget holds.
+    """Return the keys to keep: those with the largest all-gather time per byte, as many as the budget holds.
 
     *Source:* the order is the one of DeepCompile's selective gather (arXiv 2504.09983).
     """
     kept: set[Hashable] = set()
-    for candidate in sorted(candidates, key=lambda c: -c.gather_us / max(c.bytes, 1)):
+    for candidate in sorted(candidates, key=lambda c: -c.all_gather_us / max(c.bytes, 1)):
         if candidate.bytes <= budget_bytes:
             budget_bytes -= candidate.bytes
             kept.add(candidate.key)
@@ -45,12 +45,12 @@ class Reshard:
 
     ::
 
-        unshard(reshard=True)    ->  MUST_RECOMPUTE: only the shard is saved, backward gathers again
+        unshard(reshard=True)    ->  MUST_RECOMPUTE: only the shard is saved, backward all-gathers again
         unshard(reshard=False)   ->  MUST_SAVE: the unsharded parameter is saved, backward gathers nothing
         w = with_gradient(v)     ->  w = v, tagged as an unshard is: an all-gather extension made it of several
         w = unshard(s)           ->  p = take_shard(unshard(s)); w = unshard(p), over the smaller group if there is
-                                     one: p is saved, backward gathers w again, and Normalize drops the second
-                                     gather of forward
+                                     one: p is saved, backward all-gathers w again, and Normalize drops the
+                                     second all-gather of forward
 
     ``keep_unsharded_bytes`` of the policy turn some of the first kind into the second. An untagged custom operator
     would be saved, so without this pass every parameter would stay unsharded.
@@ -60,12 +60,12 @@ class Reshard:
 
     def __call__(self, graph: fx.Graph) -> None:
         _drop_gradient_marks(graph)
-        unshards = [node for node in graph.nodes if ir.is_unshard(node)]
+        unshards = [node for node in graph.nodes if nodes.is_unshard(node)]
         kept = self._kept(graph, unshards)
         for node in unshards:
-            keep = not ir.route_of(node).reshard or _key(node) in kept
+            keep = not nodes.spec_of(node).reshard or _key(node) in kept
             _tag(node, keep)
-            if not keep and ir.route_of(node).post_forward_world:
+            if not keep and nodes.spec_of(node).post_forward.world > 1:
                 _keep_over_smaller_group(node)
 
     def _kept(self, graph: fx.Graph, unshards: list[fx.Node]) -> set[Hashable]:
@@ -74,43 +74,43 @@ class Reshard:
         cluster = cluster_of(graph, self.policy.cluster)
         candidates = {}
         for node in unshards:
-            route, size = ir.route_of(node), ir.travelling_bytes(node)
-            link = cluster.link(route.shard_group, route.shard_world)
-            if route.reshard and route.shard_world > 1:
-                candidates[_key(node)] = Candidate(_key(node), size, link.collective_us(size, route.shard_world))
+            spec = nodes.spec_of(node)
+            group, size = spec.all_gather.group, spec.layout.padded_numel * spec.all_gather.dtype.itemsize
+            if spec.reshard and group.world > 1:
+                us = cluster.lane(group).link.collective_us(size, group.world)
+                candidates[_key(node)] = Candidate(_key(node), size, us)
         return decide_kept(candidates.values(), self.policy.keep_unsharded_bytes)
 
 
 def _drop_gradient_marks(graph: fx.Graph) -> None:
     """Remove identities whose gradient the joint graph has by now; what they mark is an unsharded parameter."""
     for node in list(graph.nodes):
-        if ir.is_with_gradient(node):
-            whole = ir.source_of(node)
-            if ir.route_of(node).reshard:
-                _recompute_from_gathers(whole)
+        if nodes.is_with_gradient(node):
+            unsharded = nodes.source_of(node)
+            if nodes.spec_of(node).reshard:
+                _recompute_from_all_gathers(unsharded)
             else:
-                _tag(whole, keep=True)
-            node.replace_all_uses_with(whole)
+                _tag(unsharded, keep=True)
+            node.replace_all_uses_with(unsharded)
             graph.erase_node(node)
 
 
-def _recompute_from_gathers(whole: fx.Node) -> None:
-    """Tag every node between the gathers and ``whole``: a product, say, would be saved ahead of a matrix product."""
-    stack = [whole]
+def _recompute_from_all_gathers(unsharded: fx.Node) -> None:
+    """Tag every node between the all-gathers and ``unsharded``: a product, say, would be saved ahead of a matrix product."""
+    stack = [unsharded]
     while stack:
         node = stack.pop()
-        if node.op == "call_function" and not ir.is_unshard(node):
+        if node.op == "call_function" and not nodes.is_unshard(node):
             _tag(node, keep=False)
             stack += node.all_input_nodes
 
 
 def _keep_over_smaller_group(node: fx.Node) -> None:
-    if any(ir.is_take_shard(user) for user in node.users):
+    if any(nodes.is_take_shard(user) for user in node.users):
         return
-    emit = Emitter(node.next)
-    route = ir.route_of(node)
-    shard = emitter.take_shard(emit, node, route)
-    again = emitter.unshard(emit, shard, route.post_forward())
+    emitter, spec = Emitter(node.next), nodes.spec_of(node)
+    shard = emit.take_shard(emitter, node, spec)
+    again = emit.unshard(emitter, shard, spec.after_forward)
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not shard)
     _tag(shard, keep=True)
     _tag(again, keep=False)
@@ -123,4 +123,4 @@ def _tag(node: fx.Node, keep: bool) -> None:
 
 
 def _key(node: fx.Node) -> Hashable:
-    return ir.source_of(node), ir.route_of(node)
+    return nodes.source_of(node), nodes.spec_of(node)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from . import ir
+from .graph import nodes
 
 
 class GraphError(RuntimeError):
@@ -51,36 +51,65 @@ def _used_before_defined(graph: fx.Graph) -> Iterator[str]:
 
 
 def _launch_without_its_wait(graph: fx.Graph) -> Iterator[str]:
-    for node in graph.nodes:
-        if ir.begins(node):
-            waits = [user for user in node.users if ir.awaits(user)]
-            if len(waits) != 1:
-                yield f"{node.name} has {len(waits)} waits, expected one"
-            for user in set(node.users) - set(waits):
-                yield f"{user.name} reads {node.name} without waiting for it; read {node.name}'s wait_tensor"
+    for node in filter(nodes.is_launch, graph.nodes):
+        waits = [user for user in node.users if nodes.is_wait(user)]
+        if len(waits) != 1:
+            yield f"{node.name} has {len(waits)} waits, expected one"
+        for user in set(node.users) - set(waits):
+            yield f"{user.name} reads {node.name} without waiting for it; read the results of {node.name}'s wait"
 
 
 def _wait_without_a_launch(graph: fx.Graph) -> Iterator[str]:
-    for node in graph.nodes:
-        if ir.is_wait(node) and not ir.is_launch(ir.source_of(node)):
-            yield f"{node.name} waits for {ir.source_of(node).name}, which launches nothing"
+    for node in filter(nodes.is_wait, graph.nodes):
+        launch = nodes.source_of(node)
+        if not nodes.is_launch(launch):
+            yield f"{node.name} waits for {launch.name}, which launches nothing"
+        elif launch.args[1] != node.args[1]:
+            yield f"{node.name} waits for another bucket than {launch.name} launches"
 
 
-def _bucket_that_does_not_tile(graph: fx.Graph) -> Iterator[str]:
-    for node in graph.nodes:
-        if ir.is_bucket_split(node):
-            row, sizes, dim = ir.source_of(node), node.args[1], node.args[2]
-            length = ir.value_of(row).shape[dim]
-            if sum(sizes) != length or any(size < 0 for size in sizes):
-                yield f"{node.name} cuts {row.name} of length {length} into {list(sizes)}, which do not tile it"
-            for user in node.users:
-                if not 0 <= user.args[1] < len(sizes):
-                    yield f"{user.name} takes piece {user.args[1]} of {len(sizes)}"
+def _stage_out_of_turn(graph: fx.Graph) -> Iterator[str]:
+    for node in filter(nodes.is_launch, graph.nodes):
+        if nodes.is_first_stage(node):
+            continue
+        stages, (handle,) = nodes.bucket_of(node).stages, nodes.inputs_of(node)  # type: ignore[union-attr]
+        before = stages[stages.index(nodes.stage_of(node)) - 1]
+        wait = nodes.source_of(handle) if nodes.is_getitem(handle) else handle
+        if not nodes.is_wait(wait) or nodes.stage_of(wait) != before:
+            yield f"{node.name} continues {handle.name}, expected the handle of a wait_{before}"
+
+
+def _bucket_of_other_tensors(graph: fx.Graph) -> Iterator[str]:
+    for node in filter(nodes.is_launch, graph.nodes):
+        bucket, given = nodes.bucket_of(node), nodes.inputs_of(node)
+        if not nodes.is_first_stage(node):
+            continue
+        if len(given) != len(bucket.params):
+            yield f"{node.name} takes {len(given)} tensors for {len(bucket.params)} parameters"
+            continue
+        is_all_gather = nodes.stage_of(node) == "all_gather"
+        for source, param, layout in zip(given, bucket.params, bucket.layouts, strict=True):
+            numel = layout.shard_numel if is_all_gather else layout.numel
+            if nodes.value_of(source).numel() != numel:
+                got = nodes.value_of(source).numel()
+                yield f"{node.name} takes {source.name} of {got} elements for {param.name}, expected {numel}"
+
+
+def _result_that_is_not_there(graph: fx.Graph) -> Iterator[str]:
+    for node in filter(nodes.is_wait, graph.nodes):
+        results = len(node.meta["val"])
+        for user in node.users:
+            if not nodes.is_getitem(user):
+                yield f"{user.name} reads {node.name} as a tensor; take one of its results"
+            elif not 0 <= user.args[1] < results:  # type: ignore[operator]
+                yield f"{user.name} takes result {user.args[1]} of {results}"
 
 
 RULES = (
     Rule("order", _used_before_defined),
     Rule("launch and wait", _launch_without_its_wait),
     Rule("wait and launch", _wait_without_a_launch),
-    Rule("bucket offsets", _bucket_that_does_not_tile),
+    Rule("stages", _stage_out_of_turn),
+    Rule("bucket", _bucket_of_other_tensors),
+    Rule("results", _result_that_is_not_there),
 )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
+from fsdp_compiled.passes.route import Route, reduction_for
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from fsdp_compiled.collectives import ops  # noqa: F401  defines the operators
+from fsdp_compiled.collectives import operators  # noqa: F401  defines the operators
 from fsdp_compiled.passes import ir
-from fsdp_compiled.passes.route import Route, reduction_for
 from fsdp_compiled.passes.spec import verify
 
 

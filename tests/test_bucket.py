@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fsdp_compiled.passes.grouping import Member, Wire, Work
+from fsdp_compiled.passes.schedule import Gather, Reduction
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,8 +26,6 @@ from fsdp_compiled.passes import (
     survey,
 )
 from fsdp_compiled.passes.bucket import work_of
-from fsdp_compiled.passes.grouping import Member, Wire, Work
-from fsdp_compiled.passes.schedule import Gather, Reduction
 from tests.builder import Builder, route
 
 MIB = 2**20

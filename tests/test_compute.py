@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fsdp_compiled.passes.cost.compute import node_us
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from fsdp_compiled.passes.compute import node_us
 from fsdp_compiled.passes.cost import Cluster, Link
 from tests.builder import Builder
 

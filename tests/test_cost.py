@@ -84,5 +84,5 @@ def test_the_clusters_that_ship():
 def test_bad_numbers():
     with pytest.raises(ValueError, match=r"Link.bytes_per_s: expected more than 0, got 0"):
         Link(1.0, 1.0, 0)
-    with pytest.raises(ValueError, match=r"Cluster.taken_from_compute: expected 0 to 1, got 2"):
-        Cluster("x", 1, 1, 1, 1, LINK, LINK, taken_from_compute=2)
+    with pytest.raises(ValueError, match=r"Cluster.compute_blocked_fraction: expected 0 to 1, got 2"):
+        Cluster("x", 1, 1, 1, 1, LINK, LINK, compute_blocked_fraction=2)

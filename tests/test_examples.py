@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+import bench_compile
 import bench_gpu
 import bench_passes
 import data
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from model import PRESETS, Config, Llama
 from torch import nn
+from torch._inductor.utils import fresh_cache
 from train import warmup_and_cosine
 from view import plot_losses
 
@@ -199,3 +201,65 @@ def test_bench_gpu_runs_without_one(run, tmp_path):
     contenders = [(4, "FSDP2"), (4, "eager"), (4, "full graph")]
     assert [(row["world"], row["contender"]) for row in figures["steps"]] == contenders
     assert all(row["ms"] > 0 and row["wired_ms"] > 0 for row in figures["steps"])
+
+
+@pytest.fixture
+def compiles_at_once(monkeypatch, tmp_path):
+    """Replaces the interpreter by a script that pretends to compile; returns where it writes its arguments."""
+    log, script = tmp_path / "log", tmp_path / "python"
+    code = "a = async_compile.cpp([], r'''void a''')\nb = async_compile.cpp([], r'''void b''')\n"
+    lines = [
+        *("#!/bin/sh", "set -eu", '[ -z "$(ls "$TMPDIR")" ]', '[ "$OMP_NUM_THREADS" = 1 ]'),
+        f'echo "$@" >> {log}',
+        'mkdir -p "$TORCHINDUCTOR_CACHE_DIR"',
+        f'printf "%s" "{code}" > "$TORCHINDUCTOR_CACHE_DIR/code.py"',
+        "wc -l < " + f"{log}; echo 0.5",
+    ]
+    script.write_text("\n".join(lines) + "\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    return log
+
+
+def test_bench_compile_lets_contenders_take_turns(run, compiles_at_once, tmp_path):
+    contenders = ["unsharded", "full graph"]
+    where = ["--cases", "1x32", "2x32", "--contenders", *contenders, "--rounds", 3]
+    out = run(bench_compile, *where, "--json", tmp_path / "figures.json")
+    calls = compiles_at_once.read_text().splitlines()
+    assert len(calls) == 2 * 3 * 2
+    for call, name in zip(calls, contenders * 6, strict=True):
+        assert f"--contenders {name} --world 2" in call
+    rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert [(row["layers"], row["contender"]) for row in rows] == [(n, name) for n in (1, 2) for name in contenders]
+    assert [row["seconds"] for row in rows] == [3, 4, 9, 10]  # medians of 1, 3, 5 and so on
+    assert [row["of_unsharded"] for row in rows] == [1, 4 / 3, 1, 10 / 9]
+    assert all(row["kernels"] == 1 and row["cpu_seconds"] == 0.5 for row in rows)
+    assert out.splitlines()[-1].split() == ["2", "x", "32", "full", "graph", "10.0", "1.11", "0.5", "1"]
+
+
+class TwoUnits(nn.Module):
+    """What compiles sooner than a decoder block does."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.sum()
+
+
+def test_bench_compile_measures_and_counts_kernels(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench_compile, "build", lambda case, seq: (TwoUnits(), (torch.ones(2, 8),)))
+    with fresh_cache(dir=str(tmp_path), delete=False):
+        out = run(bench_compile, "--here", "--contenders", "unsharded")
+    seconds, cpu_seconds = map(float, out.split())
+    assert seconds > 0 and cpu_seconds > 0
+    assert bench_compile.count_kernels(tmp_path) > 0
+
+
+@pytest.mark.parametrize("case", ["0x64", "16", "16x", "deep"])
+def test_bench_compile_wants_sizes(run, case):
+    with pytest.raises(SystemExit):
+        run(bench_compile, "--cases", case)

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from fsdp_compiled.sharding.layout import ShardLayout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compiled.collectives import reference
-from fsdp_compiled.layout import ShardLayout
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import expecttest
 import torch
-
-from fsdp_compiled.passes import Bucket, Lower, Normalize, Reorder, SchedulePolicy
 from fsdp_compiled.passes.route import Reduction, reduction_for
 from fsdp_compiled.passes.survey import cluster_of
+
+from fsdp_compiled.passes import Bucket, Lower, Normalize, Reorder, SchedulePolicy
 from tests.builder import Builder, route
 
 UNIT = SchedulePolicy(bucket="unit")

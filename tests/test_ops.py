@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
+from fsdp_compiled.passes.route import Route
 from torch.library import opcheck
 
 from fsdp_compiled.collectives import copies, reduce_grad, unshard
-from fsdp_compiled.passes.route import Route
 from tests.ranks import on_ranks
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from fsdp_compiled.passes.schedule import Gather, Load, Reduction
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_compiled.passes import schedule
-from fsdp_compiled.passes.schedule import Gather, Load, Reduction
 
 
 def shown(load, bound=1000, prefetch=None):
@@ -114,7 +114,7 @@ def test_the_host_waits_at_the_end_for_gradients_that_queue_on_their_way():
 
 
 def test_where_compute_and_collectives_share_cores_nothing_hides():
-    load = layers(3, us=4.0, taken_from_compute=1.0)
+    load = layers(3, us=4.0, compute_blocked_fraction=1.0)
     timeline = schedule.play(load, schedule.decide(load, 1000))
     assert timeline.total_us == 3 * (10 + 4)
     assert {timed.exposed_us for timed in timeline.collectives.values()} == {4.0}

@@ -1,8 +1,13 @@
-"""The one collective stack: graph operators, launch and wait, copy-in and copy-out."""
+"""The one collective stack, which hooks and graph operators call: recipes, copies, streams, communicators.
 
-from .comm import AllGather, Comm, Hook, ReduceScatter, register
-from .launch import launch_gather, launch_reduction, launch_replica_reduction
-from .ops import reduce_grad, unshard, with_gradient
+It knows tensors and what travels (:mod:`sharding`). It must not know modules, units, or when a collective runs.
+"""
+
+from . import bucket_operators as bucket_operators
+from .all_gather import launch_all_gather
+from .interfaces import AllGather, Comm, Hook, ReduceScatter, register
+from .operators import reduce_grad, unshard, with_gradient
+from .reduction import launch_reduction, launch_replica_reduction
 from .reference import padded_shard, take_shard
 from .streams import Pending
 
@@ -12,7 +17,7 @@ __all__ = [
     "Hook",
     "Pending",
     "ReduceScatter",
-    "launch_gather",
+    "launch_all_gather",
     "launch_reduction",
     "launch_replica_reduction",
     "padded_shard",

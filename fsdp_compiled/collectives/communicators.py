@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm import AllGather, Comm, ReduceScatter, all_gather_into_tensor, reduce_scatter_tensor
+from . import backend
+from .interfaces import AllGather, Comm, ReduceScatter
 
 
 class ProcessGroupMemory(Comm):
@@ -47,7 +48,7 @@ class ProcessGroupAllGather(ProcessGroupMemory, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """See :class:`AllGather`."""
-        return all_gather_into_tensor(output_tensor, input_tensor, group)
+        return backend.all_gather(output_tensor, input_tensor, group)
 
 
 class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
@@ -62,7 +63,7 @@ class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See :class:`ReduceScatter`."""
-        return reduce_scatter_tensor(output_tensor, input_tensor, group, op)
+        return backend.reduce_scatter(output_tensor, input_tensor, group, op)
 
 
 class SymmetricMemory(Comm):
@@ -118,7 +119,7 @@ class NCCLSymmetricAllGather(SymmetricMemory, AllGather):
             dist.barrier(group, device_ids=[input_tensor.get_device()])
             self._memory.rendezvous(output_tensor, group.group_name)
             self._met.add(place)
-        return all_gather_into_tensor(output_tensor, input_tensor, group)
+        return backend.all_gather(output_tensor, input_tensor, group)
 
 
 class CopyEngineAllGather(SymmetricMemory, AllGather):

@@ -1,7 +1,4 @@
-"""Copy-in and copy-out on any device: plain torch on a CPU, one Triton kernel a bucket on a GPU.
-
-The functions do the work; the operators of the same names let graphs call them.
-"""
+"""Packing and unpacking on any device: plain torch on a CPU, one Triton kernel a bucket on a GPU."""
 
 from __future__ import annotations
 
@@ -11,36 +8,33 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..layout import ShardLayout
-from ..passes import ir
 from . import reference
-from .comm import define
 
 
-def copy_in_shards(shards: Sequence[Tensor], row: Tensor) -> None:
-    """See :func:`reference.copy_in_shards`."""
-    _for(row.device).copy_in_shards(shards, row)
+def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
+    """See :func:`reference.pack_shards`."""
+    _for(packed.device).pack_shards(shards, packed)
 
 
-def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
-    """See :func:`reference.copy_out_gathered`."""
-    _for(rows.device).copy_out_gathered(rows, outs, dims)
+def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
+    """See :func:`reference.unpack_parameters`."""
+    _for(output.device).unpack_parameters(output, outs, dims)
 
 
-def copy_in_gradients(
+def pack_gradients(
     grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
 ) -> Tensor:
-    """See :func:`reference.copy_in_gradients`."""
-    return _for(grads[0].device).copy_in_gradients(grads, dims, world, dtype, divisor)
+    """See :func:`reference.pack_gradients`."""
+    return _for(grads[0].device).pack_gradients(grads, dims, world, dtype, divisor)
 
 
-def copy_out_reduced(row: Tensor, outs: Sequence[Tensor], divisor: float, accumulate: bool) -> None:
-    """See :func:`reference.copy_out_reduced`."""
-    _for(row.device).copy_out_reduced(row, outs, divisor, accumulate)
+def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
+    """See :func:`reference.unpack_gradients`."""
+    _for(packed.device).unpack_gradients(packed, outs, divisor)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in memory of the host, pinned if it has to move; it is there when the stream is that far."""
+    """Return ``tensor`` in memory of the host, pinned if it moves; valid once the current stream reaches this point."""
     return tensor.to("cpu", non_blocking=True)
 
 
@@ -55,17 +49,3 @@ def _for(device: torch.device) -> ModuleType:
             "install PyTorch's CUDA build, which brings its triton, or: pip install triton"
         ) from error
     return kernels
-
-
-def _copy_in_gradients_fake(
-    grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
-) -> Tensor:
-    layouts = [ShardLayout(tuple(grad.shape), dim, world) for grad, dim in zip(grads, dims, strict=True)]
-    row_length = reference.row_numel([layout.shard_numel for layout in layouts])
-    return grads[0].new_empty(world, row_length, dtype=dtype)
-
-
-define(ir.COPY_IN_SHARDS_SCHEMA, copy_in_shards, lambda *_: None)
-define(ir.COPY_OUT_GATHERED_SCHEMA, copy_out_gathered, lambda *_: None)
-define(ir.COPY_IN_GRADIENTS_SCHEMA, copy_in_gradients, _copy_in_gradients_fake)
-define(ir.COPY_OUT_REDUCED_SCHEMA, copy_out_reduced, lambda *_: None)

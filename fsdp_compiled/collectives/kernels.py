@@ -1,8 +1,8 @@
-"""Copy-in and copy-out of a whole bucket by one Triton kernel, for GPUs. It equals :mod:`reference`.
+"""Packing and unpacking of a bucket by one Triton kernel, for GPUs. It equals :mod:`reference`.
 
 All four copies move **pieces**: what one rank contributes of one tensor, contiguous in the packed buffer and, in the
-tensor, ``outer`` runs of ``inner`` elements. The tensors' addresses and the pieces travel to the kernel as tables, so
-that one launch serves any number of parameters, and a second those of odd sizes. Importing this module imports
+tensor, ``outer`` runs of ``inner`` elements. The kernel reads the tensors' addresses and the pieces from tables, so
+that one launch serves any number of parameters, and a second one those of odd sizes. Importing this module imports
 triton.
 """
 
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from functools import lru_cache
-from math import frexp, gcd
+from math import frexp, gcd, prod
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..layout import ShardLayout
-from .reference import row_numel
+from ..sharding.layout import PackedLayout, ShardLayout
+from .reference import packed_layout
 
 BLOCK = 4096  # elements that one program copies at most
 _COLUMNS = 7  # of the table of blocks
@@ -47,7 +47,6 @@ def _copy(
     packed,
     TENSOR: tl.constexpr,
     IS_PACKING: tl.constexpr,
-    ACCUMULATES: tl.constexpr,
     DIVISOR: tl.constexpr,
     IS_POWER_OF_2: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -55,14 +54,14 @@ def _copy(
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = blocks + tl.program_id(0) * COLUMNS
-    tensor = tl.load(row)
-    count = tl.multiple_of(tl.load(row + 1).to(tl.int32), WIDTH)
-    present = tl.multiple_of(tl.load(row + 2).to(tl.int32), WIDTH)
-    in_packed = tl.load(row + 3)
-    in_tensor = tl.load(row + 4)
-    inner = tl.load(row + 5).to(tl.int32)
-    stride = tl.load(row + 6)
+    block = blocks + tl.program_id(0) * COLUMNS
+    tensor = tl.load(block)
+    count = tl.multiple_of(tl.load(block + 1).to(tl.int32), WIDTH)
+    present = tl.multiple_of(tl.load(block + 2).to(tl.int32), WIDTH)
+    in_packed = tl.load(block + 3)
+    in_tensor = tl.load(block + 4)
+    inner = tl.load(block + 5).to(tl.int32)
+    stride = tl.load(block + 6)
 
     step = tl.arange(0, BLOCK // WIDTH) * WIDTH
     outer = step // inner
@@ -82,8 +81,6 @@ def _copy(
     else:
         value = tl.load(packed + at_packed, mask=there, other=0)
         value = _cast(_divide(value, DIVISOR, IS_POWER_OF_2), TENSOR)
-        if ACCUMULATES:
-            value = _add(value, tl.load(address + at_tensor, mask=there, other=0))
         tl.store(address + at_tensor, value, mask=there)
 
 
@@ -105,39 +102,30 @@ def _divide(value, DIVISOR: tl.constexpr, IS_POWER_OF_2: tl.constexpr):
     return tl.div_rn(value.to(tl.float32), tl.full(value.shape, DIVISOR, tl.float32)).to(value.dtype)
 
 
-@triton.jit
-def _add(value, other):
-    if value.dtype == tl.float64:
-        return value + other
-    return (value.to(tl.float32) + other.to(tl.float32)).to(value.dtype)
+def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
+    """See :func:`reference.pack_shards`."""
+    _run([shard.contiguous() for shard in shards], packed, _shard_blocks(_layout(shards)), is_packing=True)
 
 
-def copy_in_shards(shards: Sequence[Tensor], row: Tensor) -> None:
-    """See :func:`reference.copy_in_shards`."""
-    _run([shard.contiguous() for shard in shards], row, _row_blocks(_lengths(shards), len(row)), is_packing=True)
+def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
+    """See :func:`reference.unpack_parameters`."""
+    _run(outs, output, _bucket_blocks(tuple(_layouts(outs, dims, output.shape[0]))), is_packing=False)
 
 
-def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
-    """See :func:`reference.copy_out_gathered`."""
-    _run(outs, rows, _bucket_blocks(tuple(_layouts(outs, dims, rows.shape[0])), rows.shape[1]), is_packing=False)
-
-
-def copy_in_gradients(
+def pack_gradients(
     grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
 ) -> Tensor:
-    """See :func:`reference.copy_in_gradients`."""
+    """See :func:`reference.pack_gradients`."""
     layouts = tuple(_layouts(grads, dims, world))
-    row_length = row_numel([layout.shard_numel for layout in layouts])
-    rows = grads[0].new_empty(world, row_length, dtype=dtype)
-    grads = [grad.contiguous() for grad in grads]
-    _run(grads, rows, _bucket_blocks(layouts, row_length), is_packing=True, divisor=divisor)
-    return rows
+    numel = packed_layout([layout.shard_numel for layout in layouts]).numel
+    packed = grads[0].new_empty(world, numel, dtype=dtype)
+    _run([grad.contiguous() for grad in grads], packed, _bucket_blocks(layouts), is_packing=True, divisor=divisor)
+    return packed
 
 
-def copy_out_reduced(row: Tensor, outs: Sequence[Tensor], divisor: float, accumulate: bool) -> None:
-    """See :func:`reference.copy_out_reduced`."""
-    blocks = _row_blocks(_lengths(outs), len(row))
-    _run(outs, row, blocks, is_packing=False, divisor=divisor, accumulates=accumulate)
+def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
+    """See :func:`reference.unpack_gradients`."""
+    _run(outs, packed, _shard_blocks(_layout(outs)), is_packing=False, divisor=divisor)
 
 
 def _run(
@@ -147,28 +135,26 @@ def _run(
     *,
     is_packing: bool,
     divisor: float = 1.0,
-    accumulates: bool = False,
 ) -> None:
     """Launch once for each dtype among ``tensors``; and once more for those too odd for wide reads and writes."""
     widest = [_WIDEST_BYTES // min(tensor.itemsize, packed.itemsize) for tensor in tensors]
     kinds = [(tensor.dtype, blocks.granularity(i) >= widest[i]) for i, tensor in enumerate(tensors)]
     for dtype, is_wide in dict.fromkeys(kinds):
         chosen = tuple(kind == (dtype, is_wide) for kind in kinds)
-        table, granularity = blocks.table(chosen, packed.device, _stream(packed.device))
+        table, granularity = blocks.table(chosen, is_packing, packed.device, _stream(packed.device))
         if not len(table):
             continue
         addresses = tuple(
             tensor.data_ptr() if is_chosen else 0 for tensor, is_chosen in zip(tensors, chosen, strict=True)
         )
         width, aligned = _width(granularity, [*addresses, packed.data_ptr()], dtype, packed.dtype)
-        is_cast = dtype != packed.dtype or divisor != 1.0 or accumulates
+        is_cast = dtype != packed.dtype or divisor != 1.0
         _copy[(len(table),)](
             _addresses(addresses, packed.device, _stream(packed.device)),
             table,
             packed if is_cast else packed.view(_BITS[dtype.itemsize]),
             TENSOR=_DTYPES[dtype if is_cast else _BITS[dtype.itemsize]],
             IS_PACKING=is_packing,
-            ACCUMULATES=accumulates,
             DIVISOR=divisor,
             IS_POWER_OF_2=frexp(divisor)[0] == 0.5,
             WIDTH=width,
@@ -193,38 +179,41 @@ class Blocks:
     """The pieces of a bucket, cut into blocks; tables of them on devices are made once.
 
     Args:
-        rows: for each block the tensor's index, its length, how many of its elements the tensor has, its place in
-            the packed buffer and in the tensor, the length of its runs, and the stride between them in the tensor. A
-            block is a part of one run, or several whole runs.
+        blocks: for each the tensor's index, its length, how many of its elements the tensor has, its place in the
+            packed buffer and in the tensor, the length of its runs, and the stride between them in the tensor. A
+            block is a part of one run, or several complete runs; or a gap, of which the tensor has nothing.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, ...]]) -> None:
-        self._rows = rows
+    def __init__(self, blocks: Sequence[tuple[int, ...]]) -> None:
+        self._blocks = blocks
         self._made: dict[Hashable, tuple[Tensor, int]] = {}
         self._granularity: dict[int, int] = {}
-        for index, *numbers in rows:
+        for index, *numbers in blocks:
             self._granularity[index] = gcd(_WIDEST_BYTES, self._granularity.get(index, 0), *numbers)
 
     def granularity(self, index: int) -> int:
         """Return how many elements of a tensor may at most be moved at a time, a power of two."""
         return self._granularity.get(index, _WIDEST_BYTES)
 
-    def table(self, chosen: tuple[bool, ...], device: torch.device, stream: int) -> tuple[Tensor, int]:
+    def table(
+        self, chosen: tuple[bool, ...], is_packing: bool, device: torch.device, stream: int
+    ) -> tuple[Tensor, int]:
         """Return the chosen tensors' blocks, int64 ``[blocks, 7]``, and how many elements may be moved at a time.
 
-        They are made anew on each stream, see :func:`_addresses`.
+        Gaps are among them where they are to be filled with zeros. Tables are made anew on each stream, see
+        :func:`_addresses`.
         """
-        key = (chosen, device, stream)
+        key = (chosen, is_packing, device, stream)
         if key not in self._made:
-            rows = [row for row in self._rows if chosen[row[0]]]
-            table = torch.tensor(rows, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
+            listed = [block for block in self._blocks if chosen[block[0]] and (is_packing or block[2])]
+            table = torch.tensor(listed, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
             granularity = gcd(*(self.granularity(i) for i, is_chosen in enumerate(chosen) if is_chosen))
             self._made[key] = (table, granularity)
         return self._made[key]
 
 
-def _lengths(shards: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(shard.numel() for shard in shards)
+def _layout(shards: Sequence[Tensor]) -> PackedLayout:
+    return packed_layout([shard.numel() for shard in shards])
 
 
 def _layouts(tensors: Sequence[Tensor], dims: Sequence[int], world: int) -> Iterator[ShardLayout]:
@@ -233,35 +222,29 @@ def _layouts(tensors: Sequence[Tensor], dims: Sequence[int], world: int) -> Iter
 
 
 @lru_cache(maxsize=1024)
-def _row_blocks(lengths: tuple[int, ...], row_length: int) -> Blocks:
-    """Return the pieces of shards that lie one after the other."""
-    rows, offset = list[tuple[int, ...]](), 0
-    for index, length in enumerate(lengths):
-        rows += _cut(index, offset, 0, length, length)
-        offset += length
-    return Blocks([*rows, *_rest(len(lengths), offset, row_length)])
+def _shard_blocks(layout: PackedLayout) -> Blocks:
+    """Return the pieces of one rank's shards."""
+    blocks = list[tuple[int, ...]]()
+    for index, (numel, gap, offset) in enumerate(zip(layout.numels, layout.gaps, layout.offsets, strict=True)):
+        blocks += _cut(index, offset, 0, numel, numel)
+        blocks += _cut(index, offset + numel, 0, 0, gap)
+    return Blocks(blocks)
 
 
 @lru_cache(maxsize=1024)
-def _bucket_blocks(layouts: tuple[ShardLayout, ...], row_length: int) -> Blocks:
-    """Return the pieces of whole tensors in ``[world, row length]``."""
-    rows, world, offset = list[tuple[int, ...]](), layouts[0].world, 0
-    for index, layout in enumerate(layouts):
-        length, outer = layout.shard_numel, _product(layout.shape[: layout.dim])
-        inner = length // max(1, outer)
+def _bucket_blocks(layouts: tuple[ShardLayout, ...]) -> Blocks:
+    """Return the pieces of unsharded tensors in ``[world, packed numel]``."""
+    world, packed = layouts[0].world, packed_layout([layout.shard_numel for layout in layouts])
+    blocks = list[tuple[int, ...]]()
+    for index, (layout, gap, offset) in enumerate(zip(layouts, packed.gaps, packed.offsets, strict=True)):
+        numel, outer = layout.shard_numel, prod(layout.shape[: layout.dim])
+        inner = numel // max(1, outer)
         for rank in range(world):
-            present = length if outer != 1 else max(0, min(layout.numel - rank * length, length))
-            place = rank * row_length + offset
-            rows += _cut(index, place, rank * inner, present, inner, outer, world * inner)
-        offset += length
-    for rank in range(world):
-        rows += _rest(len(layouts), rank * row_length + offset, (rank + 1) * row_length)
-    return Blocks(rows)
-
-
-def _rest(tensors: int, begin: int, end: int) -> Iterator[tuple[int, ...]]:
-    """Cut what no tensor has a part in, at a row's end; it counts as the last one's, which are the oddest."""
-    return _cut(tensors - 1, begin, 0, 0, end - begin)
+            present = numel if outer != 1 else max(0, min(layout.numel - rank * numel, numel))
+            place = rank * packed.numel + offset
+            blocks += _cut(index, place, rank * inner, present, inner, outer, world * inner)
+            blocks += _cut(index, place + numel, 0, 0, gap)
+    return Blocks(blocks)
 
 
 def _cut(
@@ -275,13 +258,6 @@ def _cut(
             count = min(longest, inner - start) * min(runs, outer - run)
             there = max(0, min(present - place, count))
             yield index, count, there, in_packed + place, in_tensor + run * stride + start, longest, stride
-
-
-def _product(sizes: Sequence[int]) -> int:
-    product = 1
-    for size in sizes:
-        product *= size
-    return product
 
 
 @lru_cache(maxsize=_TABLES)

@@ -1,28 +1,27 @@
-"""Copy-in and copy-out in plain torch: what every faster version must equal. No communication here.
+"""Packing and unpacking in plain torch: the specification that every faster version must equal.
 
-A **row** is what one rank contributes to a bucket: its shards (or its chunks of every gradient) one after the
-other, and zeros up to :func:`row_numel`. A gathered or to-be-scattered bucket is ``[world, row length]``.
+What one rank contributes to a bucket is packed as :class:`PackedLayout` says, with zeros in the gaps. A bucket's
+all-gather output and its reduce-scatter input are ``[world, packed numel]``. No communication here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ..layout import ShardLayout
-from ..passes import ir
+from ..sharding.layout import PackedLayout, ShardLayout
 
 
-def row_numel(numels: Sequence[int]) -> int:
-    """Return the elements of a row of shards of so many; a few more where that aligns the next rank's row."""
-    return ir.aligned(sum(numels)) if len(numels) > 1 else sum(numels)
+def packed_layout(numels: Sequence[int]) -> PackedLayout:
+    """Return where shards of so many elements lie."""
+    return PackedLayout(tuple(numels))
 
 
-def take_shard(whole: Tensor, layout: ShardLayout, rank: int) -> Tensor:
-    """Return rank ``rank``'s padded shard of ``whole``, contiguous and in memory of its own."""
-    mine = whole.narrow(layout.dim, layout.offset(rank), layout.length(rank))
+def take_shard(unsharded: Tensor, layout: ShardLayout, rank: int) -> Tensor:
+    """Return rank ``rank``'s padded shard of ``unsharded``, contiguous and in memory of its own."""
+    mine = unsharded.narrow(layout.dim, layout.offset(rank), layout.length(rank))
     return padded_shard(mine.clone(memory_format=torch.contiguous_format), layout)
 
 
@@ -35,38 +34,38 @@ def padded_shard(local: Tensor, layout: ShardLayout) -> Tensor:
     return padded
 
 
-def copy_in_shards(shards: Sequence[Tensor], row: Tensor) -> None:
-    """Copy padded shards into one row, cast to its dtype.
+def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
+    """Copy padded shards into the packed buffer of this rank, cast to its dtype.
 
     Args:
         shards: of this rank, any shapes and dtypes.
-        row: 1-D, of at least as many elements as all shards together; overwritten.
+        packed: 1-D, as long as their :class:`PackedLayout`; overwritten.
     """
-    used = sum(shard.numel() for shard in shards)
-    torch.cat([shard.reshape(-1).to(row.dtype) for shard in shards], out=row[:used])
-    if used < len(row):
-        row[used:].zero_()
+    layout = packed_layout([shard.numel() for shard in shards])
+    flat = [shard.reshape(-1).to(packed.dtype) for shard in shards]
+    torch.cat(list(_with_gaps(flat, layout, packed.new_zeros(max(layout.gaps)))), out=packed)
 
 
-def copy_out_gathered(rows: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
-    """Copy a gathered bucket into the unsharded tensors.
+def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
+    """Copy an all-gather output into the unsharded parameters.
 
     Args:
-        rows: ``[world, row length]``, every rank's row of padded shards.
+        output: ``[world, packed numel]``, every rank's padded shards.
         outs: contiguous, padded to a multiple of ``world`` along the sharded dimension; overwritten.
         dims: the sharded dimension of each.
     """
-    world = rows.shape[0]
-    for piece, out, dim in zip(_pieces(rows, [out.numel() // world for out in outs]), outs, dims, strict=True):
+    world = output.shape[0]
+    layout = packed_layout([out.numel() // world for out in outs])
+    for piece, out, dim in zip(_pieces(output, layout), outs, dims, strict=True):
         chunk = (*out.shape[:dim], out.shape[dim] // world, *out.shape[dim + 1 :])
         chunks = piece.reshape(world, *chunk).movedim(0, dim)
         out.view(chunks.shape).copy_(chunks)
 
 
-def copy_in_gradients(
+def pack_gradients(
     grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
 ) -> Tensor:
-    """Return the input of a reduce-scatter, ``[world, row length]``: gradients cast to ``dtype``, then divided.
+    """Return the reduce-scatter input ``[world, packed numel]``: gradients cast to ``dtype``, then divided.
 
     Args:
         grads: of the parameters' shapes; what a parameter lacks of a multiple of ``world`` becomes zeros.
@@ -77,32 +76,34 @@ def copy_in_gradients(
     """
     layouts = [ShardLayout(tuple(grad.shape), dim, world) for grad, dim in zip(grads, dims, strict=True)]
     chunks = [_chunked(grad.to(dtype), layout) for grad, layout in zip(grads, layouts, strict=True)]
-    if len(chunks) == 1:
-        rows = chunks[0].contiguous()
-    else:
-        numels = [layout.shard_numel for layout in layouts]
-        missing = row_numel(numels) - sum(numels)
-        rows = torch.cat([*chunks, chunks[0].new_zeros(world, missing)] if missing else chunks, dim=1)
-    return rows if divisor == 1.0 else rows / divisor
+    packed = packed_layout([layout.shard_numel for layout in layouts])
+    zeros = chunks[0].new_zeros(world, max(packed.gaps))
+    input = torch.cat(list(_with_gaps(chunks, packed, zeros)), dim=1)
+    return input if divisor == 1.0 else input.div_(divisor)
 
 
-def copy_out_reduced(row: Tensor, outs: Sequence[Tensor], divisor: float, accumulate: bool) -> None:
-    """Copy a reduced row into padded sharded gradients: divided, then cast to their dtypes.
+def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
+    """Copy reduced, packed gradients into padded sharded gradients: divided, then cast to their dtypes.
 
     Args:
-        row: 1-D.
-        outs: contiguous, of at most as many elements together.
+        packed: 1-D, as long as the :class:`PackedLayout` of ``outs``.
+        outs: contiguous; overwritten.
         divisor: 1 for none.
-        accumulate: add to ``outs`` rather than overwrite them.
     """
-    row = row if divisor == 1.0 else row / divisor
-    for piece, out in zip(_pieces(row, [out.numel() for out in outs]), outs, strict=True):
-        value = piece.view(out.shape).to(out.dtype)
-        out.add_(value) if accumulate else out.copy_(value)
+    packed = packed if divisor == 1.0 else packed / divisor
+    for piece, out in zip(_pieces(packed, packed_layout([out.numel() for out in outs])), outs, strict=True):
+        out.copy_(piece.view(out.shape))
 
 
-def _pieces(rows: Tensor, numels: Sequence[int]) -> Sequence[Tensor]:
-    return rows.narrow(-1, 0, sum(numels)).split(list(numels), dim=-1)
+def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, zeros: Tensor) -> Iterator[Tensor]:
+    for piece, gap in zip(pieces, layout.gaps, strict=True):
+        yield piece
+        if gap:
+            yield zeros.narrow(-1, 0, gap)
+
+
+def _pieces(packed: Tensor, layout: PackedLayout) -> Sequence[Tensor]:
+    return packed.split(list(layout.sections), dim=-1)[::2]
 
 
 def _chunked(grad: Tensor, layout: ShardLayout) -> Tensor:
@@ -112,6 +113,6 @@ def _chunked(grad: Tensor, layout: ShardLayout) -> Tensor:
         return cut.reshape(layout.world, -1)
     if layout.is_even:
         return grad.reshape(layout.world, -1)
-    padded = grad.new_zeros(layout.world * layout.shard_numel)
+    padded = grad.new_zeros(layout.padded_numel)
     padded[: layout.numel].copy_(grad.reshape(-1))
     return padded.view(layout.world, -1)

@@ -1,22 +1,20 @@
 """Side streams of an accelerator, and work under way on one.
 
-Work is begun on a side stream at the point that compute has reached, and waited for by events; by the host only where
-it reads the result. What work and compute share comes from the compute stream's pool, where it is freed after compute
-has waited for the work; what only the work uses comes from the side stream's pool and is freed at once. Only what a
-graph has computed, and may forget before the wait, is lent by ``record_stream``.
-It knows streams and events; it must not know tensors' meaning.
+Work starts on a side stream at the point that compute has reached, and compute waits for it by events; the host waits
+only where it reads the result. Tensors that both streams use are allocated on the compute stream and kept by the
+:class:`Pending` until compute has waited; tensors that only the side stream uses come from that stream's own pool and
+are freed at once. It knows streams and events; it must not know what tensors mean.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from functools import cache
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ..errors import FSDPError
 
@@ -42,10 +40,7 @@ class Streams(Protocol):
         """Return an event after all that the side stream was given so far."""
 
     def wait(self, event: Event) -> None:
-        """Let compute wait for ``event``."""
-
-    def lend(self, name: str, tensor: torch.Tensor) -> None:
-        """Let nobody use the memory of ``tensor``, once it is freed, before the side stream is done with it."""
+        """Let the current stream wait for ``event``."""
 
 
 class CudaStreams:
@@ -61,7 +56,7 @@ class CudaStreams:
 
     def _stream(self, name: str) -> torch.cuda.Stream:
         if name not in self._streams:
-            # Of high priority, since compute waits for what runs here.
+            # High priority, since compute waits for what runs here.
             self._streams[name] = torch.cuda.Stream(self._device, priority=-1)
         return self._streams[name]
 
@@ -76,36 +71,9 @@ class CudaStreams:
     def wait(self, event: Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
 
-    def lend(self, name: str, tensor: torch.Tensor) -> None:
-        tensor.record_stream(self._stream(name))
-
-
-class After(dist.Work):
-    """A work that ends with all that a side stream was given so far.
-
-    Args:
-        streams: of the device.
-        name: of the side stream.
-        to_host: the host reads the result.
-    """
-
-    def __init__(self, streams: Streams, name: str, to_host: bool = False) -> None:
-        super().__init__()
-        self._streams = streams
-        self._event = streams.record(name)
-        self._to_host = to_host
-
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
-        """Let compute wait, or, if it reads the result, the host, as long as it takes."""
-        if self._to_host:
-            self._event.synchronize()
-        else:
-            self._streams.wait(self._event)
-        return True
-
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Return the side streams of ``device``; None for a CPU, where work is done in turn with compute."""
+    """Return the side streams of ``device``; None for a CPU, which copies in turn with compute."""
     if device.type != "cuda":
         return None
     return _cuda_streams(torch.cuda.current_device() if device.index is None else device.index)
@@ -120,8 +88,8 @@ class Pending(Generic[Result]):
     """Work under way: a collective and the copies around it.
 
     Args:
-        finish: does or awaits what is left of the work and returns its result; it holds what the work needs.
-        event: after the work; None where compute does it, and with it the host.
+        finish: does or awaits the rest of the work and returns its result; it holds what the work needs.
+        event: after the work; None on a CPU.
     """
 
     def __init__(self, finish: Callable[[], Result], event: Event | None = None) -> None:
@@ -129,19 +97,19 @@ class Pending(Generic[Result]):
         self._event = event
 
     def wait(self) -> Result:
-        """Let compute wait for the work, once, and forget what the work has held."""
+        """Let compute wait for the work, once, and release what the work has held."""
         finish, self._finish = self._finish, None
         if finish is None:
             raise FSDPError("a collective was waited for twice")
         return finish()
 
     def wait_on_host(self) -> None:
-        """Let the host wait for work that compute has waited for, and whose result the host is to read."""
+        """Let the host wait for work that compute has waited for, and whose result the host will read."""
         if self._event is not None:
             self._event.synchronize()
 
     def then(self, name: str, device: torch.device, work: Callable[[Result], Following]) -> Pending[Following]:
-        """Go on with the result on the side stream ``name``, or, where there is none, when compute waits."""
+        """Continue with the result on the side stream ``name``; on a CPU, when compute waits."""
         streams = streams_of(device)
         if streams is None:
             return Pending(lambda: work(self.wait()))
@@ -154,14 +122,13 @@ class Pending(Generic[Result]):
 def launch(
     name: str, device: torch.device, begin: Callable[[], Begun], finish: Callable[[Begun], Result]
 ) -> Pending[Result]:
-    """Begin work beside compute.
+    """Start work beside compute.
 
     Args:
         name: of the side stream.
-        device: of compute.
+        device: where compute runs.
         begin: starts a collective.
-        finish: waits for it and copies its result out: on the side stream, or, where there is none, when compute
-            waits.
+        finish: waits for it and unpacks its output: on the side stream; on a CPU, when compute waits.
     """
     streams = streams_of(device)
     if streams is None:
@@ -174,10 +141,33 @@ def launch(
 
 def _under_way(streams: Streams, name: str, result: Result, held: object) -> Pending[Result]:
     event = streams.record(name)
+    return Pending(_Join(streams, event, result, held), event)
 
-    def join() -> Result:
-        streams.wait(event)
-        return result
 
-    join.held = held  # type: ignore[attr-defined]  # what the work reads, until compute waits for it
-    return Pending(join, event)
+class _Join(Generic[Result]):
+    """Lets compute wait for an event.
+
+    Args:
+        streams: of the device.
+        event: after the work.
+        result: of the work.
+        held: what the work reads, until compute has waited.
+    """
+
+    def __init__(self, streams: Streams, event: Event, result: Result, held: object) -> None:
+        self._streams = streams
+        self._event: Event | None = event
+        self._result = result
+        self._held = held
+
+    def __call__(self) -> Result:
+        event, self._event = self._event, None
+        if event is not None:
+            self._streams.wait(event)
+        return self._result
+
+    def __del__(self) -> None:
+        # An exception came between launch and wait: memory that the side stream still uses is about to be freed for
+        # compute.
+        if not sys.is_finalizing():
+            self()

@@ -16,13 +16,14 @@ from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from .. import passes
-from ..cast import tensors_in
-from ..compiling import core_hash
-from ..lookup import states_below
-from ..owner import with_code_of_its_own
-from ..passes import ir, pipeline, survey
+from ..api import core_hash
+from ..hooks.casts import tensors_in
+from ..hooks.context import states_below
+from ..hooks.state import FSDPState
+from ..param.properties import with_code_of_its_own
+from ..passes import inductor
+from ..passes.graph.liveness import cluster_of
 from ..policy import SchedulePolicy
-from ..state import FSDPState
 from .reading import Scheduled, collectives
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -136,9 +137,9 @@ class _Recorder:
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
         runs = passes.slots(self.policy, core_hash())
-        observed = pipeline.Pipeline((*passes.post_grad(self.policy), _Observe(self._take)), core_hash())
+        observed = inductor.Pipeline((*passes.post_grad(self.policy), _Observe(self._take)), core_hash())
         runs["post_grad_custom_pre_pass"] = observed
-        patches = {slot: pipeline.beside_users_passes(slot, run) for slot, run in runs.items()}
+        patches = {slot: inductor.beside_users_passes(slot, run) for slot, run in runs.items()}
         patches["force_disable_caches"] = True  # on a hit no pass would run
         return compile_fx(module, inputs, inner_compile=self._inner, config_patches=patches)
 
@@ -159,9 +160,7 @@ class _Recorder:
     def _record(
         self, kind: GraphKind, before: fx.GraphModule, after: fx.GraphModule, scheduled: fx.Graph, code: str
     ) -> CapturedGraph:
-        bundles = [bundle for node in scheduled.nodes if (bundle := ir.bundle_of(node))]
-        bound = max((bundle.bound_bytes for bundle in bundles), default=0)
-        read = Scheduled(scheduled, survey.cluster_of(scheduled, self.policy.cluster), bound)
+        read = Scheduled(scheduled, cluster_of(scheduled, self.policy.cluster), self.policy)
         return CapturedGraph(
             kind=kind,
             module=after,
@@ -170,7 +169,7 @@ class _Recorder:
             compute=read.spans(),
             memory=read.memory(),
             peak_unsharded_bytes=max(read.in_flight),
-            bound_bytes=bound,
+            bound_bytes=read.bound_bytes,
             kept_bytes=read.kept_bytes,
             code=code,
         )

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ..arguments import is_managed
-from ..lookup import states_below
-from ..param import FSDPParam
+from ..hooks.context import states_below
+from ..hooks.state import FSDPState
+from ..init.parameters import is_managed
+from ..param.param import FSDPParam
 from ..passes import cost
 from ..passes.policy import DEFAULT, SchedulePolicy
 from ..passes.reshard import Candidate, decide_kept
-from ..state import FSDPState
 from . import figures
 from .unit_table import listed, table
 
@@ -153,11 +153,11 @@ def _kept(states: Sequence[FSDPState], schedule: SchedulePolicy) -> set[object]:
         return set()
     cluster = schedule.cluster or cost.detect(states[0].device)
     candidates = []
-    for param in (p for state in states if state.status.reshard_after_forward for p in state.params):
+    for param in (p for state in states if state.unit.config.reshard_after_forward for p in state.params):
         info, size = param.placement.mesh_info, _gather_bytes(param)
         if info.shard_world > 1:
-            gather_us = cluster.link(info.shard_group, info.shard_world).collective_us(size, info.shard_world)
-            candidates.append(Candidate(param, size, gather_us))
+            us = cluster.lane(info.shards).link.collective_us(size, info.shard_world)
+            candidates.append(Candidate(param, size, us))
     return set(decide_kept(candidates, schedule.keep_unsharded_bytes))
 
 
@@ -181,7 +181,7 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], kept: Sequence[FSDPP
         reduce_dtypes=tuple(dict.fromkeys(param.dtypes[1] for param in trained)),
         shard_world=params[0].placement.mesh_info.shard_world if params else 1,
         replicate_world=params[0].placement.mesh_info.replicate_world if params else 1,
-        reshards=state.status.reshard_after_forward,
+        reshards=state.unit.config.reshard_after_forward,
         why=_why(state),
         notes=tuple(_notes(state, name, kept)),
     )
@@ -191,7 +191,7 @@ def _why(state: FSDPState) -> str:
     if not state.params:
         return "no parameters of its own: other units hold all of them"
     if not state.reshards_by_default:
-        return f"reshard_after_forward={state.status.reshard_after_forward}"
+        return f"reshard_after_forward={state.unit.config.reshard_after_forward}"
     if state.is_root:
         return "outermost unit: kept by default, as backward begins with it; freed where no gradients are recorded"
     return "inside another unit: freed by default, so that only units in use take memory"
@@ -216,9 +216,9 @@ def _notes(state: FSDPState, unit: str, kept: Sequence[FSDPParam]) -> Iterator[s
     if info.replicate_world > 1 and len(frozen) < len(params):
         yield f"gradients are reduced over {info.shard_world} shards, then over {info.replicate_world} replicas"
     yield from _options(state, unit)
-    if not state.status.reduce_grads:
+    if not state.unit.config.reduce_grads:
         yield "set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again"
-    if not state.status.reshard_after_backward:
+    if not state.unit.config.reshard_after_backward:
         yield "set_reshard_after_backward(False): stays unsharded after an uncompiled backward"
     padding = 1 - sum(p.layout.numel for p in params) / sum(p.layout.shard_numel * p.layout.world for p in params)
     if padding >= NOTABLE_PADDING:
@@ -232,11 +232,11 @@ def _notes(state: FSDPState, unit: str, kept: Sequence[FSDPParam]) -> Iterator[s
 
 def _options(state: FSDPState, unit: str) -> Iterator[str]:
     """What the user asked of this unit beyond plain sharding."""
-    status, params = state.status, state.params
-    if any(param.smaller is not None for param in params):
-        yield f"kept from forward sharded over {status.post_forward_size} ranks, where backward gathers it"
-    if lent := [param for param in params if param.is_lent]:
-        yield f"{_within(lent, unit)} shared with other units: gathered for each of them"
+    config, params = state.unit.config, state.params
+    if any(param.spec.post_forward.world > 1 for param in params):
+        yield f"kept from forward sharded over {config.post_forward_size} ranks, where backward gathers it"
+    if shared := [param for param in params if param.is_shared]:
+        yield f"{_within(shared, unit)} shared with other units: gathered for each of them"
     if extended := [param for param in params if param.extension is not None]:
         yield f"all-gather extension of {_within(extended, unit)}: sends what fsdp_pre_all_gather returns"
     if parallel := [param for param in params if param.outer is not None]:
@@ -245,15 +245,15 @@ def _options(state: FSDPState, unit: str) -> Iterator[str]:
         yield "CPUOffloadPolicy: shards and gradients live on the CPU"
     if uncast := [param for param in params if param.placement.mp_policy.param_dtype != state.mp_policy.param_dtype]:
         yield f"param_dtype_override_fn: not cast to {state.mp_policy.param_dtype}: {_within(uncast, unit)}"
-    if status.keep_unsharded_storage:
+    if config.keep_unsharded_storage:
         yield "set_keep_unsharded_storage: a reshard leaves the memory of uncompiled units allocated"
-    if status.divide_factor is not None:
-        yield f"set_gradient_divide_factor: sums of gradients are divided by {status.divide_factor:g}"
-    if status.gather_comm or status.reduce_comm:
+    if config.divide_factor is not None:
+        yield f"set_gradient_divide_factor: sums of gradients are divided by {config.divide_factor:g}"
+    if config.all_gather_comm or config.reduce_scatter_comm:
         yield "set_custom_all_gather or set_custom_reduce_scatter: the user's own communication, an opaque node"
-    if status.reduce_hook:
+    if config.reduce_hook:
         yield "set_all_reduce_hook: the user's function sees reduced gradients"
-    if status.reduce_grads and not status.all_reduce_grads:
+    if config.reduce_grads and not config.all_reduce_grads:
         yield "set_requires_all_reduce(False): gradients stay reduced over the shards only, until it is on again"
 
 

@@ -12,12 +12,25 @@ from itertools import accumulate
 
 from torch import fx
 
-from ..passes import ir, schedule, survey
-from ..passes.compute import size_bytes
 from ..passes.cost import Cluster
-from ..passes.schedule import Action, Gather, Kind, Load, Timed, Timeline
-from ..passes.survey import Compute, Flight
-from .records import Collective, CollectiveKind, ComputeSpan, Copies, MemoryStep
+from ..passes.graph import nodes
+from ..passes.graph.liveness import Compute
+from ..passes.graph.requests import (
+    LoweredBucket,
+    Stage,
+    actions_of,
+    is_ours,
+    lowered_buckets,
+    lowered_requests,
+    numbered,
+)
+from ..passes.planning.buckets import auto_bound
+from ..passes.planning.requests import load_of
+from ..passes.planning.simulate import Timed, Timeline, simulate
+from ..passes.planning.tasks import Action, AllGatherTask, Kind, Load, bytes_in_flight
+from ..passes.policy import SchedulePolicy
+from ..sharding.spec import AllGatherBucket, AllGatherSpec, Group, ReductionBucket
+from .records import Collective, ComputeSpan, Copies, MemoryStep
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 
@@ -29,41 +42,51 @@ class Scheduled:
     Args:
         graph: lowered, and before Inductor's own passes.
         cluster: that times are estimated for.
-        bound_bytes: on the bytes in flight; 0 where nothing was decided.
+        policy: by which it was scheduled.
     """
 
     graph: fx.Graph
     cluster: Cluster
-    bound_bytes: int
+    policy: SchedulePolicy
 
     @cached_property
-    def flights(self) -> list[Flight]:
-        return survey.flights(self.graph)
+    def buckets(self) -> list[LoweredBucket]:
+        return lowered_buckets(self.graph)
 
     @cached_property
     def compute(self) -> Compute:
-        return survey.compute_of(self.graph, self.flights)
+        return Compute(self.graph, is_ours)
 
     @cached_property
     def load(self) -> Load:
-        return survey.load_of(self.graph, self.compute, self.flights, self.cluster)
+        return load_of(*lowered_requests(self.graph, self.buckets, self.cluster))
+
+    @cached_property
+    def bound_bytes(self) -> int:
+        """On the bytes in flight; 0 for a graph without collectives."""
+        if not self.buckets:
+            return 0
+        if self.policy.in_flight_bytes != "auto":
+            return self.policy.in_flight_bytes
+        requests, _ = lowered_requests(self.graph, self.buckets, self.cluster)
+        return auto_bound(requests)
 
     @cached_property
     def actions(self) -> list[Action]:
-        return survey.actions_of(self.graph, self.compute, self.flights)
+        return actions_of(self.graph, self.buckets)
 
     @cached_property
     def timeline(self) -> Timeline:
-        return schedule.play(self.load, self.actions)
+        return simulate(self.load, self.actions)
 
     @cached_property
     def in_flight(self) -> list[int]:
-        return schedule.bytes_in_flight(self.load, self.actions)
+        return bytes_in_flight(self.load, self.actions)
 
     @property
     def kept_bytes(self) -> int:
-        """Of gathers whose result the graph returns for backward."""
-        return sum(gather.kept_bytes for gather in self.load.gathers)
+        """Of parameters that the graph returns unsharded for backward."""
+        return sum(task.kept_bytes for task in self.load.all_gathers)
 
     def spans(self) -> tuple[ComputeSpan, ...]:
         """Return the compute lane."""
@@ -91,67 +114,67 @@ class Scheduled:
 
 
 def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]:
-    """Return the collectives in order of launch, with their positions in ``final``, the graph that is lowered."""
+    """Return the collectives in order of launch, with their positions in ``final``, the graph that is compiled."""
     place = {node.name: index for index, node in enumerate(final.nodes)}
     by_name = {node.name: node for node in final.nodes}
     found = []
-    numbers = {True: -1, False: -1}
-    for flight in scheduled.flights:
-        numbers[flight.bundle.reduces] += 1
-        index = numbers[flight.bundle.reduces]
-        kinds: tuple[Kind, ...] = ("reduction", "second") if flight.bundle.reduces else ("gather",)
-        for kind, launch, wait in zip(kinds, flight.launches, flight.waits, strict=False):
-            timed = scheduled.timeline.collectives[kind, index]
-            group, world = ir.group_of(launch)
-            found.append(
-                Collective(
-                    kind=_kind(launch),
-                    params=flight.bundle.params,
-                    dtype=ir.value_of(launch).dtype,
-                    bytes=sum(flight.bundle.sizes) if kind == "gather" else size_bytes(ir.source_of(launch)),
-                    group=group,
-                    world=world,
-                    launch=place[launch.name],
-                    wait=place[wait.name],
-                    first_use=place[_first_use(by_name[wait.name], place)],
-                    estimate_us=timed.end_us - timed.start_us,
-                    exposed_us=timed.exposed_us,
-                    start_us=timed.start_us,
-                    end_us=timed.end_us,
-                    copies=_copies(launch),
-                    verdict=_verdict(scheduled, kind, index, timed),
+    for kind in (AllGatherBucket, ReductionBucket):
+        for index, lowered in numbered(scheduled.buckets, kind):
+            for name, stage, group in _parts(lowered):
+                timed = scheduled.timeline.collectives[name, index]
+                found.append(
+                    Collective(
+                        kind=nodes.stage_of(stage.launch),
+                        params=tuple(param.name for param in lowered.bucket.params),
+                        dtype=lowered.bucket.spec.dtype,
+                        bytes=_bytes(lowered, stage),
+                        group=group.name,
+                        world=group.world,
+                        launch=place[stage.launch.name],
+                        wait=place[stage.wait.name],
+                        first_use=_first_use(by_name[stage.wait.name], place),
+                        estimate_us=timed.end_us - timed.start_us,
+                        exposed_us=timed.exposed_us,
+                        start_us=timed.start_us,
+                        end_us=timed.end_us,
+                        copies=_copies(lowered, stage),
+                        verdict=_verdict(scheduled, name, index, timed),
+                    )
                 )
-            )
     return tuple(sorted(found, key=lambda collective: collective.launch))
 
 
-def _kind(launch: fx.Node) -> CollectiveKind:
-    if ir.is_gather_launch(launch):
-        return "all_gather"
-    return "reduce_scatter" if ir.is_scatter_launch(launch) else "all_reduce"
+def _parts(lowered: LoweredBucket) -> list[tuple[Kind, Stage, Group]]:
+    """Return each collective that communicates: its kind in the schedule, its nodes and its group."""
+    spec = lowered.bucket.spec
+    if isinstance(spec, AllGatherSpec):
+        parts = [("all_gather", lowered.collectives[0], spec.group)]
+    else:
+        groups = [group for group in (spec.shards, spec.replicas) if group.world > 1]
+        parts = list(zip(("reduction", "all_reduce"), lowered.collectives, groups, strict=False))
+    return [part for part in parts if part[2].world > 1]
 
 
-def _copies(launch: fx.Node) -> Copies:
-    bundle = ir.bundle_of(launch)
-    if ir.is_all_reduce_launch(launch) or (bundle is not None and bundle.is_in_place):
+def _bytes(lowered: LoweredBucket, stage: Stage) -> int:
+    """Return the unsharded size, of an all-reduce after a reduce-scatter the scattered one."""
+    size = sum(lowered.bucket.sizes)
+    if isinstance(lowered.bucket, ReductionBucket) and nodes.stage_of(stage.launch) == "all_reduce":
+        return size // lowered.bucket.spec.shards.world
+    return size
+
+
+def _copies(lowered: LoweredBucket, stage: Stage) -> Copies:
+    if isinstance(lowered.bucket, ReductionBucket):
+        return "compute" if stage is lowered.collectives[0] else "none"
+    if lowered.bucket.into_place:
         return "none"
-    return "side stream" if ir.leaves_compute(launch) else "compute"
+    return "side stream" if nodes.value_of(stage.launch).device.type == "cuda" else "compute"
 
 
-def _first_use(wait: fx.Node, place: dict[str, int]) -> str:
-    """Return the name of the first node that reads what ``wait`` gives, unpacking looked through."""
-    readers, stack, seen = [], [wait], {wait}
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            if user in seen or not _reads(user, node):
-                continue
-            seen.add(user)
-            if ir.bundle_of(user) is None or ir.is_launch(user):
-                readers.append(user.name)
-            else:
-                stack.append(user)
-    return min(readers, key=place.__getitem__)
+def _first_use(wait: fx.Node, place: dict[str, int]) -> int:
+    """Return the position of the first node that reads a result of ``wait``; the output's where none does."""
+    readers = [user for item in wait.users if nodes.is_getitem(item) for user in item.users if _reads(user, item)]
+    return min((place[user.name] for user in readers), default=max(place.values()))
 
 
 def _reads(user: fx.Node, node: fx.Node) -> bool:
@@ -162,29 +185,29 @@ def _reads(user: fx.Node, node: fx.Node) -> bool:
 def _verdict(scheduled: Scheduled, kind: Kind, index: int, timed: Timed) -> str:
     load = scheduled.load
     estimate_us = timed.end_us - timed.start_us
-    taken_us = estimate_us * load.taken_from_compute
+    blocked_us = estimate_us * load.compute_blocked_fraction
     if timed.exposed_us <= _NEGLIGIBLE * estimate_us:
         return "hidden"
-    if taken_us > timed.exposed_us / 2:
+    if blocked_us > timed.exposed_us / 2:
         return "exposed: it runs on the cores that compute needs"
     if timed.start_us > timed.launched_us:
         return "exposed: the link is busy with earlier collectives"
-    if kind != "gather":
+    if kind != "all_gather":
         return "exposed: too little compute follows it"
-    return _why_not_earlier(scheduled, load.gathers[index], index)
+    return _why_not_earlier(scheduled, load.all_gathers[index], index)
 
 
-def _why_not_earlier(scheduled: Scheduled, gather: Gather, index: int) -> str:
+def _why_not_earlier(scheduled: Scheduled, all_gather: AllGatherTask, index: int) -> str:
     load = scheduled.load
     launch = _position(scheduled.actions, index)
-    if not sum(load.compute_us[: gather.first]):
+    if not sum(load.compute_us[: all_gather.first]):
         return "exposed: nothing before it to hide behind"
-    if launch and scheduled.bound_bytes and scheduled.in_flight[launch - 1] + gather.counted > scheduled.bound_bytes:
+    if launch and scheduled.bound_bytes and scheduled.in_flight[launch - 1] + all_gather.counted > scheduled.bound_bytes:
         return "exposed: the memory bound delays its launch"
-    if gather.earliest == launch and launch:
+    if all_gather.earliest == launch and launch:
         return "exposed: its input is computed just before"
     return "exposed: too little compute before its first use"
 
 
 def _position(actions: Sequence[Action], index: int) -> int:
-    return next(a.position for a in actions if (a.kind, a.verb, a.index) == ("gather", "launch", index))
+    return next(a.position for a in actions if (a.kind, a.verb, a.index) == ("all_gather", "launch", index))

@@ -1,15 +1,14 @@
-"""Putting a test's own function where the eager hooks call a collective or an operation of a unit.
+"""Putting a test's own function where the library calls a collective, or hooks an operation of a unit.
 
 Each context manager takes the function to call instead and gives the original. It affects this process only; where
-ranks are threads each rank enters it and sees its own function alone, and all wait for each other on the way in and
-out. Compiled graphs run their collectives without coming back to Python, so nothing of a graph is seen: of a compiled
-step only what remains outside, such as the reshard at its end and the reduction of gradients stored without sync.
+ranks are threads each rank enters it and sees its own function alone, and all wait for each other on entry and exit.
+Compiled graphs call the same collectives; of the operations of a unit they run only the reshard at a step's end and
+the reduction of gradients accumulated without sync.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .. import state
-from ..collectives import comm, launch
-from ..state import FSDPState
+from ..collectives import backend
+from ..hooks import group, state
+from ..hooks.state import FSDPState
 from .threads import ranks_are_threads
 
 Place = tuple[Any, str]  # object, attribute
@@ -29,67 +28,67 @@ _setting = threading.Lock()  # of a place, among ranks that are threads
 
 @contextmanager
 def patch_all_gather(new_all_gather_into_tensor: Callable[..., Any]) -> Iterator[Any]:
-    """Replace ``fsdp_compiled.collectives.comm.all_gather_into_tensor``, by which hooks gather.
+    """Replace ``fsdp_compiled.collectives.backend.all_gather``, by which hooks and graphs all-gather.
 
-    Meanwhile parameters that are gathered each into place in one launch are gathered by a call each.
+    Meanwhile parameters that are gathered each into place in one launch are all-gathered by a call each.
 
     Args:
         new_all_gather_into_tensor: ``(output, input, group) -> Work``: input ``[n]`` of any dtype, perhaps a part of
             output ``[group size * n]``.
     """
     with (
-        replaced([(comm, "all_gather_into_tensors")], _gather_one_by_one),
-        replaced([(comm, "all_gather_into_tensor")], new_all_gather_into_tensor) as original,
+        replaced([(backend, "all_gather_coalesced")], _all_gather_one_by_one),
+        replaced([(backend, "all_gather")], new_all_gather_into_tensor) as original,
     ):
         yield original
 
 
-def _gather_one_by_one(
+def _all_gather_one_by_one(
     outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> dist.Work:
-    works = [comm.all_gather_into_tensor(out, each, group) for out, each in zip(outputs, inputs, strict=True)]
+    works = [backend.all_gather(out, each, group) for out, each in zip(outputs, inputs, strict=True)]
     for work in works:
         work.wait()
     return works[-1]
 
 
-def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:
-    """Replace ``torch.ops._c10d_functional.reduce_scatter_tensor``, which DTensor calls too.
+def patch_reduce_scatter(new_reduce_scatter_tensor: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Replace ``fsdp_compiled.collectives.backend.reduce_scatter``, by which hooks and graphs reduce over shards.
 
     Args:
-        new_reduce_scatter_tensor: ``(input, reduce_op, group_size, group_name) -> output``: input
-            ``[group_size * n]`` in the reduce dtype, reduce_op such as ``"avg"``, output ``[n]``.
+        new_reduce_scatter_tensor: ``(output, input, group, op) -> Work``: output ``[n]`` and input
+            ``[group size * n]`` in the reduce dtype, op a ``ReduceOp``.
     """
-    return _replaced_operator("reduce_scatter_tensor", new_reduce_scatter_tensor)
+    return replaced([(backend, "reduce_scatter")], new_reduce_scatter_tensor)
 
 
-def patch_all_reduce(new_all_reduce: Callable[..., torch.Tensor]) -> AbstractContextManager[Any]:
-    """Replace ``torch.ops._c10d_functional.all_reduce``: of replicas' gradients, and of DTensor.
+def patch_all_reduce(new_all_reduce: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Replace ``fsdp_compiled.collectives.backend.all_reduce``, by which hooks and graphs reduce over replicas.
 
     Args:
-        new_all_reduce: ``(input, reduce_op, group_name) -> output``, input and output ``[n]`` in the reduce dtype.
+        new_all_reduce: ``(tensor, group, op) -> Work``, which reduces tensor ``[n]`` in place.
     """
-    return _replaced_operator("all_reduce", new_all_reduce)
+    return replaced([(backend, "all_reduce")], new_all_reduce)
 
 
 def patch_foreach_all_gather(new_foreach_all_gather: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Replace the launch of a param group's all-gather, wherever the library calls it.
+    """Replace the launch of a param group's all-gather in hooks.
 
     Args:
-        new_foreach_all_gather: takes and returns what ``fsdp_compiled.collectives.launch.launch_gather`` does:
-            shards and their layouts first, then where to send them; returns what is under way.
+        new_foreach_all_gather: takes and returns what ``fsdp_compiled.collectives.launch_all_gather`` does: shards,
+            their bucket, and a function that allocates the outputs; returns the work under way.
     """
-    return replaced(_uses("launch_gather"), new_foreach_all_gather)
+    return replaced([(group, "launch_all_gather")], new_foreach_all_gather)
 
 
 def patch_foreach_reduce(new_foreach_reduce: Callable[..., Any]) -> AbstractContextManager[Any]:
-    """Replace the launch of a param group's reduction, wherever the library calls it.
+    """Replace the launch of a param group's reduction in hooks.
 
     Args:
-        new_foreach_reduce: takes and returns what ``fsdp_compiled.collectives.launch.launch_reduction`` does:
-            unsharded gradients and their layouts first, then where to send them; returns what is under way.
+        new_foreach_reduce: takes and returns what ``fsdp_compiled.collectives.launch_reduction`` does: unsharded
+            gradients, their bucket, and partial gradients to add; returns the work under way.
     """
-    return replaced(_uses("launch_reduction"), new_foreach_reduce)
+    return replaced([(group, "launch_reduction")], new_foreach_reduce)
 
 
 def patch_unshard(new_unshard: Callable[..., None]) -> AbstractContextManager[Any]:
@@ -128,33 +127,6 @@ def patch_register_post_backward_hook_backward(new_backward: Callable[..., Any])
         new_backward: ``(ctx, *grads) -> (None, *grads)``, with the gradients of a unit's inputs.
     """
     return replaced([(state._PostBackward, "backward")], new_backward, as_attribute=staticmethod)
-
-
-def _uses(name: str) -> list[Place]:
-    """Find the modules of the library that call a function of ``collectives.launch``."""
-    function = getattr(launch, name)
-    modules = [module for key, module in sys.modules.items() if key.startswith("fsdp_compiled.")]
-    return [(module, name) for module in modules if vars(module).get(name) is function]
-
-
-class _Operator:
-    """An operator that calls another function, but has its own overloads and attributes."""
-
-    def __init__(self, call: Callable[..., Any], operator: Any) -> None:
-        self._call = call
-        self._operator = operator
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._operator, name)
-
-
-def _replaced_operator(name: str, new: Callable[..., Any]) -> AbstractContextManager[Any]:
-    namespace = torch.ops._c10d_functional
-    operator = getattr(namespace, name)
-    return replaced([(namespace, name)], new, as_attribute=lambda call: _Operator(call, operator))
 
 
 @contextmanager

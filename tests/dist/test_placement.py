@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_compiled.hooks.context import states_below
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -17,8 +18,7 @@ from fsdp_compiled import (
     ShardPlacementResult,
     fully_shard,
 )
-from fsdp_compiled.lookup import states_below
-from fsdp_compiled.param import ShardedState
+from fsdp_compiled.param.param import ShardedState
 from fsdp_compiled.testing import MLPStack
 from tests.graphs import record
 from tests.parity import row

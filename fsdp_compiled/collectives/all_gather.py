@@ -1,0 +1,119 @@
+"""The recipe of an all-gather: move, cast, pack, gather, unpack. Hooks and graph operators call it.
+
+Its copies run with it on one side stream; shards that do not persist are copied by the compute stream first. It knows
+tensors and buckets; it must not know units, or when anything waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..sharding.spec import AllGatherBucket
+from . import backend, copies, streams
+from .interfaces import AllGather, registered
+from .streams import Pending
+
+ALL_GATHERS = "all-gathers"  # the side stream
+Allocate = Callable[[], Sequence[Tensor]]
+
+
+class _Started(NamedTuple):
+    """An all-gather under way: the work, its output, and what it reads until it is done."""
+
+    work: dist.Work | None
+    output: Tensor | None
+    inputs: Sequence[Tensor]
+
+
+def launch_all_gather(shards: Sequence[Tensor], bucket: AllGatherBucket, allocate: Allocate) -> Pending[None]:
+    """Start the all-gather of a bucket.
+
+    Args:
+        shards: padded, of this rank, in any dtype and on any device.
+        bucket: what they are.
+        allocate: returns flat tensors of ``padded_numel`` elements each, in the bucket's dtype and on the device of
+            compute, whose first ``numel`` become the parameter in row-major order. It is called when their memory is
+            needed: now, or in ``wait`` where the output is unpacked then.
+    """
+    device = compute_device(shards, bucket)
+    if not bucket.inputs_persist:
+        shards = _packed_copies(shards, bucket, device)
+    outs = list(allocate()) if bucket.into_place or streams.streams_of(device) else []
+
+    def begin() -> _Started:
+        sent = [shard.to(device, non_blocking=True) for shard in shards]
+        if bucket.spec.group.world == 1:
+            torch._foreach_copy_(list(outs or allocate()), [shard.reshape(-1) for shard in sent])
+            return _Started(None, None, sent)
+        return _start_into_place(sent, outs, bucket) if bucket.into_place else _start_packed(sent, bucket)
+
+    def finish(started: _Started) -> None:
+        backend.wait(started.work)
+        if started.output is not None:
+            _unpack(started.output, outs or allocate(), bucket)
+
+    return streams.launch(ALL_GATHERS, device, begin, finish)
+
+
+def compute_device(shards: Sequence[Tensor], bucket: AllGatherBucket) -> torch.device:
+    """Return the device of the unsharded parameters."""
+    return torch.device(bucket.spec.device) if bucket.spec.device else shards[0].device
+
+
+def _packed_copies(shards: Sequence[Tensor], bucket: AllGatherBucket, device: torch.device) -> list[Tensor]:
+    """Return copies of the shards in one packed buffer, made by the compute stream."""
+    packed = torch.empty(bucket.packed.numel, dtype=bucket.spec.dtype, device=device)
+    copies.pack_shards([shard.to(device) for shard in shards], packed)
+    return _pieces(packed, bucket)
+
+
+def _pieces(packed: Tensor, bucket: AllGatherBucket) -> list[Tensor]:
+    return list(packed.split(list(bucket.packed.sections))[::2])
+
+
+def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:
+    spec, numel = bucket.spec, bucket.packed.numel
+    group = backend.process_group(spec.group.name)
+    output = _output(numel * spec.group.world, bucket, shards[0].device)
+    if len(shards) == 1 and shards[0].dtype == spec.dtype:
+        packed = shards[0].reshape(-1)
+    else:
+        packed = output.view(spec.group.world, numel)[group.rank()]
+        copies.pack_shards(shards, packed)
+    if spec.comm:
+        return _Started(registered(spec.comm, AllGather)(output, packed, group, async_op=True), output, [packed])
+    return _Started(backend.all_gather(output, packed, group), output, [packed])
+
+
+def _output(numel: int, bucket: AllGatherBucket, device: torch.device) -> Tensor:
+    if not bucket.spec.comm:
+        return torch.empty(numel, dtype=bucket.spec.dtype, device=device)
+    gather: AllGather = registered(bucket.spec.comm, AllGather)
+    return gather.allocate([numel], dtype=bucket.spec.dtype, device=device)
+
+
+def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:
+    group = backend.process_group(bucket.spec.group.name)
+    if all(shard.dtype == bucket.spec.dtype for shard in shards):
+        sent = [shard.reshape(-1) for shard in shards]
+    elif len(outs) == 1:
+        sent = [outs[0].view(bucket.spec.group.world, -1)[group.rank()]]
+        copies.pack_shards(shards, sent[0])
+    else:
+        packed = outs[0].new_empty(bucket.packed.numel)
+        copies.pack_shards(shards, packed)
+        sent = _pieces(packed, bucket)
+    if len(outs) == 1:
+        return _Started(backend.all_gather(outs[0], sent[0], group), None, sent)
+    return _Started(backend.all_gather_coalesced(outs, sent, group), None, sent)
+
+
+def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> None:
+    padded = [out.view(layout.padded_shape) for out, layout in zip(outs, bucket.layouts, strict=True)]
+    dims = [layout.dim for layout in bucket.layouts]
+    copies.unpack_parameters(output.view(bucket.spec.group.world, -1), padded, dims)

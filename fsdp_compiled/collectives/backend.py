@@ -1,0 +1,68 @@
+"""A process group's own collectives on flat tensors. Each starts and returns the work to wait for.
+
+It knows process groups and the names that torch gives their methods; it must not know parameters or streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
+
+REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of this name."""
+    return _resolve_process_group(GroupName(name))
+
+
+def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start an all-gather of 1-D ``input``, which may be a part of ``output``."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    # Checked on torch 2.11.0, which has the second name only, 2.13.0 and 2.15.0.
+    start = getattr(group, "all_gather_single", None) or group._allgather_base
+    return start(_known(output), _known(input), options)
+
+
+def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
+    """Start the all-gathers of several 1-D tensors in one launch."""
+    options = AllgatherOptions()
+    options.asyncOp = True
+    start = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # see above
+    return start(list(map(_known, outputs)), list(map(_known, inputs)), options)
+
+
+def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> dist.Work:
+    """Start a reduce-scatter of 1-D ``input``."""
+    options = ReduceScatterOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = True
+    start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base  # see above
+    return start(output, input, options)
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> dist.Work:
+    """Start an all-reduce of ``tensor`` in place."""
+    options = AllreduceOptions()
+    options.reduceOp = op  # type: ignore[assignment]
+    options.asyncOp = True
+    return group.allreduce([tensor], options)
+
+
+def wait(work: dist.Work | None) -> None:
+    """Let the current stream, or on the CPU the host, wait for ``work``."""
+    if work is not None:
+        work.wait()
+
+
+def _known(tensor: Tensor) -> Tensor:
+    """Return the same memory in a dtype that every backend knows; gloo knows no 8-bit floating point."""
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor

@@ -1,0 +1,110 @@
+"""What a user may put in place of the collectives: the interfaces, and how operators find the user's objects.
+
+A graph holds only strings and numbers, so an object that the user gave is found by the name that ``register``
+returned. The names count the objects of this process, so that ranks that run one program agree on them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import FSDPError
+
+
+class Comm(ABC):
+    """A collective that allocates its own output."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor of ``size`` for the collective's output."""
+
+
+class AllGather(Comm):
+    """An all-gather; give one to ``FSDPModule.set_custom_all_gather``."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather 1-D ``input_tensor`` of every rank into ``output_tensor``, in order of rank.
+
+        Returns:
+            The work to wait for, or None if the output is complete (or in order on the current stream).
+        """
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter; give one to ``FSDPModule.set_custom_reduce_scatter``."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce 1-D ``input_tensor`` over the ranks and leave this rank's part in ``output_tensor``.
+
+        Returns:
+            The work to wait for, or None if the output is complete (or in order on the current stream).
+        """
+
+
+class Hook:
+    """A function on reduced, packed gradients, as an object that can be referred to weakly.
+
+    Args:
+        run: the function.
+        stream: where it runs; None for the stream on which the reduction ends.
+    """
+
+    def __init__(self, run: Callable[[Tensor], None], stream: torch.Stream | None = None) -> None:
+        self._run = run
+        self._stream = stream
+
+    def __call__(self, packed: Tensor) -> None:
+        """Run the function between what came before and what comes after."""
+        if self._stream is None:
+            self._run(packed)
+            return
+        around = torch.accelerator.current_stream(packed.device)
+        self._stream.wait_stream(around)
+        with self._stream:
+            self._run(packed)
+        around.wait_stream(self._stream)
+
+
+_objects: WeakValueDictionary[str, Comm | Hook] = WeakValueDictionary()
+_numbers = count()
+
+
+def register(value: Comm | Hook) -> str:
+    """Return the name by which operators find ``value`` as long as the caller keeps it; always the same one."""
+    for name, known in _objects.items():
+        if known is value:
+            return name
+    name = str(next(_numbers))
+    _objects[name] = value
+    return name
+
+
+def registered(name: str, kind: type) -> Any:
+    """Return the object of this name.
+
+    Raises:
+        FSDPError: there is none, or none of this kind.
+    """
+    found = _objects.get(name)
+    if not isinstance(found, kind):
+        raise FSDPError(f"custom communication {name!r}: expected {kind.__name__}, found {found!r}; compile again")
+    return found

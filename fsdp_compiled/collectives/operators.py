@@ -1,0 +1,176 @@
+"""The operators that tracing and the joint pass leave in a graph: ``unshard`` and its backward ``reduce_grad``.
+
+``take_shard`` cuts an unsharded parameter for a smaller group; ``with_gradient`` gives the gradient of ``unshard`` to
+a parameter that an all-gather extension made. Each has a schema, a fake, an autograd formula and an implementation
+by the recipes that the eager hooks use, so a graph that meets no pass still computes the right thing, one parameter
+at a time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..passes.graph import nodes
+from ..sharding.layout import ShardLayout
+from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
+from . import reference
+from .all_gather import launch_all_gather
+from .backend import process_group
+from .library import define, differentiate
+from .reduction import launch_reduction
+
+
+def unshard(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, spec: str) -> Tensor:
+    """All-gather one parameter; its gradient comes back to ``shard`` averaged over the ranks.
+
+    Args:
+        shard: this rank's padded shard, in its original dtype.
+        unsharded_grad: if given, the gradient goes to this leaf instead, in the dtype of the reduction, unsharded
+            and not reduced.
+        partial_grad: if given, it goes to this leaf as a padded shard, reduced over the shards only.
+        spec: :meth:`CommSpec.encode`.
+
+    Returns:
+        The unsharded parameter.
+    """
+    return torch.ops.fsdp_compiled.unshard(shard, unsharded_grad, partial_grad, spec)
+
+
+def reduce_grad(grad: Tensor, spec: str) -> Tensor:
+    """Average an unsharded gradient over the ranks.
+
+    Args:
+        grad: of the unsharded parameter's shape, any floating-point dtype.
+        spec: :meth:`CommSpec.encode`.
+
+    Returns:
+        This rank's padded shard of the mean, in the parameter's original dtype.
+    """
+    return torch.ops.fsdp_compiled.reduce_grad(grad, spec)
+
+
+def with_gradient(
+    unsharded: Tensor, shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, spec: str
+) -> Tensor:
+    """Return ``unsharded``, a parameter that an all-gather extension made, with the gradient of :func:`unshard`.
+
+    Args:
+        unsharded: of the unsharded parameter's shape.
+        shard: gets the reduced gradient, unless one of the next two is given.
+        unsharded_grad: see :func:`unshard`.
+        partial_grad: see :func:`unshard`.
+        spec: :meth:`CommSpec.encode`.
+    """
+    if type(unsharded) is not Tensor:
+        return _subclass_with_gradient(unsharded, shard, unsharded_grad, partial_grad, spec)
+    return torch.ops.fsdp_compiled.with_gradient(unsharded, shard, unsharded_grad, partial_grad, spec)
+
+
+class _WithGradient(torch.autograd.Function):
+    """:func:`with_gradient` of a tensor subclass, whose own dispatch knows ``detach`` but no operator of ours."""
+
+    @staticmethod
+    def forward(ctx: Any, unsharded: Tensor, *others: Any) -> Tensor:
+        _save_for_backward(ctx, others, unsharded)
+        return unsharded.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_unshard_backward(ctx, grad)
+
+
+# Dynamo would try backward with a gradient of the subclass, where it is a plain one.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def _subclass_with_gradient(
+    unsharded: Tensor, shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, spec: str
+) -> Tensor:
+    return _WithGradient.apply(unsharded, shard, unsharded_grad, partial_grad, spec)
+
+
+def _spec_for(shard: Tensor, text: str) -> CommSpec:
+    return CommSpec.decode(text).for_input(shard.shape, shard.dtype)
+
+
+def _unshard(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, text: str) -> Tensor:
+    spec = _spec_for(shard, text)
+    layout, device = spec.layout, spec.all_gather.device or shard.device
+    bucket = AllGatherBucket(spec.all_gather, (spec.param,), into_place=layout.dim == 0 and not spec.all_gather.comm)
+    flat = torch.empty(layout.padded_numel, dtype=spec.all_gather.dtype, device=device)
+    launch_all_gather([shard], bucket, lambda: [flat]).wait()
+    return flat[: layout.numel].view(layout.shape)
+
+
+def _unshard_fake(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, text: str) -> Tensor:
+    spec = _spec_for(shard, text)
+    if shard.device.type == "meta":
+        raise RuntimeError(meta_parameter(spec.param.name))
+    device = spec.all_gather.device or shard.device
+    return shard.new_empty(spec.layout.shape, dtype=spec.all_gather.dtype, device=device)
+
+
+def meta_parameter(name: str) -> str:
+    """Return the message for a forward with a parameter that has no storage yet."""
+    return (
+        f"{name}: expected a parameter with storage, got one on the meta device; "
+        "call model.to_empty(device=...) and initialise it before the first forward"
+    )
+
+
+def _reduce_grad(grad: Tensor, text: str) -> Tensor:
+    spec = CommSpec.decode(text)
+    pending = launch_reduction([grad], ReductionBucket(spec.reduction, (spec.param,), inputs_persist=True))
+    (reduced,) = pending.wait()
+    if spec.reduction.to_host:
+        pending.wait_on_host()
+    return reduced
+
+
+def _reduce_grad_fake(grad: Tensor, text: str) -> Tensor:
+    spec = CommSpec.decode(text)
+    layout = spec.param.layout(spec.reduction.shards.world)
+    device = "cpu" if spec.reduction.to_host else grad.device
+    return grad.new_empty(layout.shard_shape, dtype=spec.param.dtype, device=device)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, unsharded_grad, partial_grad, ctx.spec = inputs
+    ctx.keeps_unsharded, ctx.keeps_partial = unsharded_grad is not None, partial_grad is not None
+
+
+def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of (shard, unsharded_grad, partial_grad, spec): one of the first three."""
+    spec = CommSpec.decode(ctx.spec)
+    if ctx.keeps_unsharded:
+        return None, grad.to(spec.reduction.dtype), None, None
+    if ctx.keeps_partial:
+        return None, None, reduce_grad(grad, spec.over_shards_only().encode()), None
+    return reduce_grad(grad, ctx.spec), None, None, None
+
+
+def _take_shard(unsharded: Tensor, dim: int, world: int, group: str) -> Tensor:
+    rank = dist.get_group_rank(process_group(group), dist.get_rank())
+    return reference.take_shard(unsharded, ShardLayout(tuple(unsharded.shape), dim, world), rank)
+
+
+def _take_shard_fake(unsharded: Tensor, dim: int, world: int, group: str) -> Tensor:
+    return unsharded.new_empty(ShardLayout(tuple(unsharded.shape), dim, world).shard_shape)
+
+
+define(nodes.UNSHARD_SCHEMA, _unshard, _unshard_fake)
+define(nodes.REDUCE_GRAD_SCHEMA, _reduce_grad, _reduce_grad_fake)
+define(nodes.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
+define(
+    nodes.WITH_GRADIENT_SCHEMA,
+    lambda unsharded, *_: unsharded.clone(),
+    lambda unsharded, *_: torch.empty_like(unsharded),
+)
+differentiate("unshard", _unshard_backward, _save_for_backward)
+differentiate(
+    "with_gradient",
+    lambda ctx, grad: (None, *_unshard_backward(ctx, grad)),
+    lambda ctx, inputs, output: _save_for_backward(ctx, inputs[1:], output),
+)

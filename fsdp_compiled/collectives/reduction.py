@@ -1,0 +1,185 @@
+"""The recipe of a reduction: cast, divide, pack, reduce-scatter, all-reduce, hook, divide, cast, unpack, to the host.
+
+Hooks run it as one :class:`Pending`; a graph runs its stages by operators of their own. Packing stays on the compute
+stream, because gradients are freed right after it. It knows tensors and buckets; it must not know units, or when
+anything waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ..sharding.spec import ReductionBucket
+from . import backend, copies, streams
+from .interfaces import Hook, ReduceScatter, registered
+from .streams import Pending
+
+REDUCE_SCATTERS, ALL_REDUCES, TO_HOST = "reduce-scatters", "all-reduces", "to host"  # side streams
+Result = TypeVar("Result")
+
+
+def launch_reduction(
+    grads: Sequence[Tensor], bucket: ReductionBucket, partial: Sequence[Tensor | None] = ()
+) -> Pending[list[Tensor]]:
+    """Start reducing unsharded gradients as one bucket.
+
+    Args:
+        grads: of the parameters' shapes, any floating-point dtype.
+        bucket: what they are.
+        partial: for each what earlier reductions over the shard group left, added before replicas are reduced.
+
+    Returns:
+        Work that ends in the padded sharded gradients, which may share memory. If the bucket goes to the host, the
+        host reads them and has to wait as well.
+    """
+    packed = pack(grads, bucket)
+
+    def finish(output: Tensor) -> list[Tensor]:
+        return finish_reduction(_plus_partial(output, partial, bucket), bucket)
+
+    if bucket.spec.replicas.world == 1:
+        return launch_reduce_scatter(packed, bucket, finish)
+
+    def all_reduce(output: Tensor) -> list[Tensor]:
+        return finish_reduction(_all_reduced(_plus_partial(output, partial, bucket), bucket), bucket)
+
+    scattered = launch_reduce_scatter(packed, bucket, lambda output: output)
+    return scattered.then(ALL_REDUCES, packed.device, all_reduce)
+
+
+def launch_replica_reduction(partial: Sequence[Tensor], bucket: ReductionBucket) -> Pending[list[Tensor]]:
+    """Start reducing over replicas what the shard group has reduced already: padded shards in the bucket's dtype."""
+    packed = partial[0].new_empty(bucket.packed.numel)
+    copies.pack_shards(partial, packed)
+    return streams.launch(
+        ALL_REDUCES,
+        packed.device,
+        lambda: packed,
+        lambda packed: finish_reduction(_all_reduced(packed, bucket), bucket),
+    )
+
+
+def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
+    """Return the reduce-scatter input, ``[world, packed numel]``, by the compute stream; one gradient may be it."""
+    if len(grads) == 1 and needs_no_packing(grads[0], bucket):
+        return grads[0].reshape(bucket.spec.shards.world, -1)
+    dims = [layout.dim for layout in bucket.layouts]
+    spec = bucket.spec
+    return copies.pack_gradients(grads, dims, spec.shards.world, spec.dtype, spec.scaling.pre_divide)
+
+
+def needs_no_packing(grad: Tensor, bucket: ReductionBucket) -> bool:
+    """Tell whether a gradient alone is its reduce-scatter input: not cast, divided, padded or permuted."""
+    layout, spec = bucket.layouts[0], bucket.spec
+    is_plain = bucket.inputs_persist and grad.dtype == spec.dtype and spec.scaling.pre_divide == 1.0
+    return is_plain and spec.shards.world > 1 and layout.dim == 0 and layout.is_even  # its output is a new tensor
+
+
+def launch_reduce_scatter(
+    packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
+) -> Pending[Result]:
+    """Start the reduce-scatter of a packed bucket.
+
+    Args:
+        packed: the reduce-scatter input; with one shard only, already the output.
+        bucket: what it holds.
+        finish: continues with the 1-D output, on the same side stream.
+    """
+    world = bucket.spec.shards.world
+    if world == 1:
+        return streams.launch(REDUCE_SCATTERS, packed.device, lambda: packed.view(-1), finish)
+
+    def begin() -> tuple[Tensor, object]:
+        return _start_reduce_scatter(packed.view(-1), bucket)
+
+    def end(started: tuple[Tensor, object]) -> Result:
+        output, work = started
+        backend.wait(work)  # type: ignore[arg-type]
+        return finish(output)
+
+    return streams.launch(REDUCE_SCATTERS, packed.device, begin, end)
+
+
+def _start_reduce_scatter(packed: Tensor, bucket: ReductionBucket) -> tuple[Tensor, object]:
+    spec = bucket.spec
+    group, op = backend.process_group(spec.shards.name), backend.REDUCE_OPS[spec.scaling.op]
+    if not spec.comm:
+        output = packed.new_empty(packed.numel() // spec.shards.world)
+        return output, backend.reduce_scatter(output, packed, group, op)
+    custom: ReduceScatter = registered(spec.comm, ReduceScatter)
+    output = custom.allocate([packed.numel() // spec.shards.world], dtype=packed.dtype, device=packed.device)
+    return output, custom(output, packed.contiguous(), group, op, async_op=True)
+
+
+def launch_all_reduce(packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]) -> Pending[Result]:
+    """Start the all-reduce over replicas of packed gradients, in place; ``finish`` continues with them."""
+    spec = bucket.spec
+    group, op = backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op]
+
+    def end(work: object) -> Result:
+        backend.wait(work)  # type: ignore[arg-type]
+        return finish(packed)
+
+    return streams.launch(ALL_REDUCES, packed.device, lambda: backend.all_reduce(packed, group, op), end)
+
+
+def _all_reduced(packed: Tensor, bucket: ReductionBucket) -> Tensor:
+    spec = bucket.spec
+    group, op = backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op]
+    backend.wait(backend.all_reduce(packed, group, op))
+    return packed
+
+
+def launch_copy_to_host(packed: Tensor, bucket: ReductionBucket) -> Pending[list[Tensor]]:
+    """Start what follows the collectives, the copy to the host included."""
+    return streams.launch(TO_HOST, packed.device, lambda: packed, lambda packed: finish_reduction(packed, bucket))
+
+
+def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
+    """Return the padded sharded gradients from reduced, packed ones: hook, divide, cast, unpack, to the host.
+
+    Args:
+        packed: 1-D; the hook may change it.
+        bucket: what it holds.
+    """
+    if bucket.spec.hook:
+        registered(bucket.spec.hook, Hook)(packed)
+    dtypes = {param.dtype for param in bucket.params}
+    if len(dtypes) == 1:
+        packed = _scaled(packed, dtypes.pop(), bucket.spec.scaling.post_divide)
+        return _pieces(copies.to_host(packed) if bucket.spec.to_host else packed, bucket)
+    outs = [
+        packed.new_empty(layout.shard_shape, dtype=param.dtype)
+        for layout, param in zip(bucket.layouts, bucket.params, strict=True)
+    ]
+    copies.unpack_gradients(packed, outs, bucket.spec.scaling.post_divide)
+    return [copies.to_host(out) for out in outs] if bucket.spec.to_host else outs
+
+
+def _scaled(packed: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
+    if divisor == 1.0 and dtype == packed.dtype:
+        return packed
+    out = packed.new_empty(packed.shape, dtype=dtype)
+    copies.unpack_gradients(packed, [out], divisor)
+    return out
+
+
+def _pieces(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
+    pieces = packed.split(list(bucket.packed.sections))[::2]
+    return [piece.view(layout.shard_shape) for piece, layout in zip(pieces, bucket.layouts, strict=True)]
+
+
+def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: ReductionBucket) -> Tensor:
+    if all(part is None for part in partial):
+        return packed
+    parts = [
+        packed.new_zeros(layout.shard_shape) if part is None else part
+        for part, layout in zip(partial, bucket.layouts, strict=True)
+    ]
+    carried = torch.empty_like(packed)
+    copies.pack_shards(parts, carried)
+    return packed.add_(carried)

@@ -1,0 +1,290 @@
+"""What the units of one model share: communication under way, the order of forward, the end of a backward.
+
+It knows units only by what they can be asked; it must not know hooks or parameters' storage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..param.unit import Unit
+from .group import FSDPParamGroup
+
+
+class TrainingState(Enum):
+    """Where a unit is in an eager step.
+
+    IDLE: outside forward and backward.
+    FORWARD: between its pre-forward and post-forward hooks.
+    PRE_BACKWARD: from its first output gradient until its gradients are reduced; forward hooks that run now
+        belong to a recomputation under activation checkpointing.
+    POST_BACKWARD: its gradients were handed to the reduction in this backward.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+class UnitState(Protocol):
+    """What the units of a model ask of each other's state."""
+
+    unit: Unit
+    training_state: TrainingState
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]:
+        """What shares a collective."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait to be reduced."""
+
+    def launch_unshard(self) -> None:
+        """Start the unit's all-gathers."""
+
+    def drop_unshard(self) -> None:
+        """Drop all-gathers under way."""
+
+    def post_backward(self) -> None:
+        """Start reducing the unit's gradients and free its unsharded parameters."""
+
+    def end_backward(self) -> None:
+        """Return to idle."""
+
+    def reset(self, drop_accumulated: bool) -> None:
+        """Forget what an interrupted step left."""
+
+
+def states_below(modules: Sequence[nn.Module]) -> list[Any]:
+    """Return the states of ``modules`` and of all modules below them, outermost first."""
+    found = {id(s): s for root in modules for m in root.modules() if (s := m.__dict__.get("_fsdp_state")) is not None}
+    return list(found.values())
+
+
+@dataclass(eq=False)
+class FSDPCommContext:
+    """Communication under way among the units of one model, or of several that share it.
+
+    Args:
+        max_reducing: units whose reductions may be under way at a time; each holds its gradients meanwhile.
+        reducing: these units, the oldest first.
+    """
+
+    max_reducing: int = 1
+    reducing: deque[UnitState] = field(default_factory=deque)
+
+    def start_reduce(self, state: UnitState) -> None:
+        """Launch a unit's reductions, after finishing the oldest of too many before it."""
+        while len(self.reducing) >= self.max_reducing:
+            self._finish_oldest()
+        for group in state.groups:
+            group.launch_reduce()
+        self.reducing.append(state)
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions under way and accumulate their gradients."""
+        while self.reducing:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        for group in self.reducing.popleft().groups:
+            group.wait_reduce()
+
+    def drop_reduce(self) -> None:
+        """Wait for the reductions under way and drop their results."""
+        while self.reducing:
+            for group in self.reducing.popleft().groups:
+                group.drop_reduce()
+
+
+@dataclass
+class ForwardOrder:
+    """The order in which units begin their forward, which the next one is expected to repeat.
+
+    Args:
+        expected: the last forward's order.
+        begun: this forward's so far.
+    """
+
+    expected: list[UnitState] = field(default_factory=list)
+    begun: list[UnitState] = field(default_factory=list)
+    _holds: bool = True
+
+    def restart(self) -> None:
+        """Begin another forward."""
+        self.expected, self.begun, self._holds = self.begun, [], True
+
+    def enter(self, state: UnitState) -> UnitState | None:
+        """Note that a unit's forward begins; return the unit expected next, if the order has held so far."""
+        place = len(self.begun)
+        self.begun.append(state)
+        self._holds &= place < len(self.expected) and self.expected[place] is state
+        return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
+
+
+def is_in_backward() -> bool:
+    """Tell whether the autograd engine is running a backward on this thread."""
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+    return torch._C._current_graph_task_id() != -1
+
+
+class GradientReductionHandle:
+    """Waits for what ``FSDPModule.finalize_backward(async_op=True)`` has begun."""
+
+    def __init__(self, context: FSDPStateContext | None = None) -> None:
+        self._context = context
+
+    def wait(self) -> None:
+        """Accumulate the gradients; a second call does nothing.
+
+        Raises:
+            RuntimeError: ``reset_iter_state``, or an exception, has dropped them.
+        """
+        context, self._context = self._context, None
+        if context is None:
+            return
+        if context.finalizing is not self:
+            raise RuntimeError(
+                "GradientReductionHandle.wait: expected a reduction under way, got one that a reset has dropped; "
+                "run the step again"
+            )
+        context.finish_finalizing()
+
+
+@dataclass(eq=False)
+class FSDPStateContext:
+    """What the units below one root share.
+
+    Args:
+        states: the root's unit and all below it, outermost first.
+        comm: communication under way.
+        forward_order: by which a forward all-gathers units ahead of their use.
+        ahead: the unit whose all-gather was started by that order and has not been used.
+        post_forward_order: units whose forward ended in this step and whose backward has not begun.
+        callback_queued: the autograd engine will call ``finish_backward`` when this backward ends.
+        is_last_backward: whether that call waits for all reductions, or leaves them to a later backward.
+        finalizes_manually: whether it leaves that to :meth:`finalize` in any case.
+        finalizing: the handle of a finalization that was started and not waited for.
+        post_optim_event: what the next forward of the root waits for before it all-gathers.
+    """
+
+    states: list[UnitState]
+    comm: FSDPCommContext = field(default_factory=FSDPCommContext)
+    forward_order: ForwardOrder = field(default_factory=ForwardOrder)
+    ahead: UnitState | None = None
+    post_forward_order: list[UnitState] = field(default_factory=list)
+    callback_queued: bool = False
+    is_last_backward: bool = True
+    finalizes_manually: bool = False
+    finalizing: GradientReductionHandle | None = None
+    post_optim_event: torch.Event | None = None
+
+    @property
+    def _ends_with_backward(self) -> bool:
+        """Whether the next backward's end is the end of the step's."""
+        return self.is_last_backward and not self.finalizes_manually
+
+    def begin_forward(self) -> None:
+        """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
+        if self._ends_with_backward:
+            self.post_forward_order.clear()
+        self.forward_order.restart()
+        self._drop_ahead()
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
+
+    def enter_forward(self, state: UnitState) -> None:
+        """Start all-gathering the unit that is expected after ``state``, whose own parameters are unsharded."""
+        if self.ahead is not state:
+            self._drop_ahead()
+        self.ahead = self.forward_order.enter(state)
+        if self.ahead is not None:
+            self.ahead.launch_unshard()
+
+    def _drop_ahead(self) -> None:
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and not ahead.unit.hooked:
+            ahead.drop_unshard()
+
+    def queue_finish(self) -> None:
+        """Have the autograd engine call ``finish_backward`` when the backward under way ends."""
+        if not self.callback_queued:
+            self.callback_queued = True
+            # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+
+    def finish_backward(self) -> None:
+        """Reduce the gradients that no hook has reduced, then wait for all reductions.
+
+        These are units whose inputs needed no gradient, and gradients that were accumulated while sync was off and
+        that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
+        """
+        self._start_reductions()
+        if self._ends_with_backward:
+            self._finish_reductions()
+            self.post_forward_order.clear()
+        else:
+            self._accumulate_on_host()
+        for state in self.states:
+            state.end_backward()
+        self.callback_queued = False
+
+    def finalize(self) -> GradientReductionHandle:
+        """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""
+        self._start_reductions()
+        self.finalizing = GradientReductionHandle(self)
+        return self.finalizing
+
+    def finish_finalizing(self) -> None:
+        """Accumulate the gradients whose reduction :meth:`finalize` has started."""
+        self._finish_reductions()
+        self.post_forward_order.clear()
+        self.finalizing = None
+
+    def _start_reductions(self) -> None:
+        for state in reversed(self.states):
+            if state.training_state is TrainingState.PRE_BACKWARD:
+                state.post_backward()
+            elif state.has_gradients:
+                self.comm.start_reduce(state)
+
+    def _finish_reductions(self) -> None:
+        self.comm.finish_reduce()
+        groups = [group for state in self.states for group in state.groups]
+        for group in groups:
+            group.launch_replica_reduce()
+        for group in groups:
+            group.wait_reduce()
+        self._accumulate_on_host()
+
+    def _accumulate_on_host(self) -> None:
+        for state in self.states:
+            for group in state.groups:
+                group.wait_on_host()
+
+    def reset(self, drop_accumulated: bool) -> None:
+        """Return to the state between two steps after an exception; ``drop_accumulated`` forgets accumulated gradients too."""
+        self.comm.drop_reduce()
+        for state in self.states:
+            for group in state.groups:
+                group.drop_reduce()
+            state.reset(drop_accumulated)
+        self.post_forward_order.clear()
+        self.forward_order, self.ahead = ForwardOrder(), None
+        self.callback_queued = False
+        self.finalizing = None
+
+    def recover(self) -> None:
+        """Reset if the last backward died: its callback never came, and no backward is under way."""
+        if self.callback_queued and not is_in_backward():
+            self.reset(drop_accumulated=False)

@@ -1,0 +1,267 @@
+"""Parameters that share a collective, and what the eager hooks do with them: unshard, reshard, reduce.
+
+It knows the order of one group's operations; it must not know modules' hooks or other groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..collectives import Pending, launch_all_gather, launch_reduction, launch_replica_reduction
+from ..param.param import FSDPParam, ShardedState
+from ..param.unit import Unit
+from ..passes.cost.cluster import gathers_into_place
+from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
+
+Bucket = TypeVar("Bucket", AllGatherBucket, ReductionBucket)
+_Member = tuple[FSDPParam, int]  # a parameter, and which of its all-gather inputs
+
+
+@dataclass
+class _AllGather:
+    """One all-gather of a group: whose inputs, in which bucket, and the work under way."""
+
+    bucket: AllGatherBucket
+    members: list[_Member]
+    inputs: list[Tensor]
+    pending: Pending[None] | None = None
+
+    def launch(self, outputs: Callable[[], dict[FSDPParam, Sequence[Tensor]]]) -> None:
+        inputs, self.inputs = self.inputs, []
+        self.pending = launch_all_gather(
+            inputs, self.bucket, lambda: [outputs()[param][number] for param, number in self.members]
+        )
+
+    def wait(self) -> None:
+        if self.pending is not None:
+            self.pending.wait()
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """Gradients that are being reduced; ``is_partial`` over the shard group only."""
+
+    params: list[FSDPParam]
+    pending: Pending[list[Tensor]]
+    is_partial: bool = False
+
+    def accumulate(self, results: Sequence[Tensor]) -> None:
+        """Add the results to the sharded parameters' gradients, or to the partial ones."""
+        for param, grad in zip(self.params, results, strict=True):
+            if self.is_partial:
+                param.partial_grad.add(grad.clone())
+            else:
+                param.accumulate_grad(grad)
+
+
+class _Buckets:
+    """The buckets that a group has used, each made once for the same specs."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, tuple[object, Any]] = {}
+
+    def get(self, make: Callable[..., Bucket], specs: Sequence[CommSpec], *others: Any) -> Bucket:
+        """Return ``make(specs, *others)``, made once for these very specs: to hash records in every step is slow."""
+        key = (make, *map(id, specs))
+        if key not in self._made:
+            self._made[key] = (specs, make(specs, *others))  # specs are kept, so that their ids stay theirs
+        return self._made[key][1]
+
+
+@dataclass(eq=False)
+class FSDPParamGroup:
+    """Parameters of one unit, or shared among units, with equal mesh and dtypes.
+
+    Args:
+        params: at least one.
+        unit: that they belong to.
+    """
+
+    params: Sequence[FSDPParam]
+    unit: Unit
+    _all_gathers: list[_AllGather] = field(default_factory=list, repr=False)
+    _reductions: list[_Reduction] = field(default_factory=list, repr=False)
+    _to_host: list[tuple[_Reduction, list[Tensor]]] = field(default_factory=list, repr=False)
+    _buckets: _Buckets = field(default_factory=_Buckets, repr=False)
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the unsharded parameters are registered."""
+        return self.params[0].state is ShardedState.UNSHARDED
+
+    # ---- unshard and reshard ----
+
+    def launch_unshard(self) -> None:
+        """Start the group's all-gathers unless it is unsharded or they are under way."""
+        if self.is_unsharded or self._all_gathers:
+            return
+        # Memory first allocated under inference_mode could never take part in training.
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = {param: param.all_gather_inputs() for param in self.params}
+            self._all_gathers = self._new_all_gathers(inputs)
+            outputs = cache(lambda: {param: param.allocate(specs) for param, (_, specs) in inputs.items()})
+            for all_gather in self._all_gathers:
+                all_gather.launch(outputs)
+
+    def _new_all_gathers(self, inputs: dict[FSDPParam, tuple[list[Tensor], list[CommSpec]]]) -> list[_AllGather]:
+        """Return one all-gather per dtype that is sent; only all-gather extensions send several."""
+        device = self.params[0].placement.device
+        found: dict[torch.dtype, list[tuple[_Member, Tensor, CommSpec]]] = {}
+        for param, (shards, specs) in inputs.items():
+            for number, (shard, spec) in enumerate(zip(shards, specs, strict=True)):
+                found.setdefault(spec.all_gather.dtype, []).append(((param, number), shard, spec))
+        return [
+            _AllGather(
+                self._buckets.get(_all_gather_bucket, [spec for *_, spec in each], device),
+                [member for member, *_ in each],
+                [shard for _, shard, _ in each],
+            )
+            for each in found.values()
+        ]
+
+    def wait_unshard(self) -> None:
+        """Finish the all-gathers and register the unsharded parameters."""
+        if not self._all_gathers:
+            return
+        all_gathers, self._all_gathers = self._all_gathers, []
+        with torch.inference_mode(False), torch.no_grad():
+            for all_gather in all_gathers:
+                all_gather.wait()
+            for param in self.params:
+                param.to_unsharded()
+
+    def reshard(self) -> None:
+        """Register the sharded parameters and free all others; an all-gather under way is dropped."""
+        self.drop_unshard()
+        if self.params[0].is_hooked:
+            return  # a unit that shares these parameters is using them
+        for param in self.params:
+            if param.state is not ShardedState.SHARDED:
+                param.to_sharded()
+
+    def drop_unshard(self) -> None:
+        """Wait for an all-gather under way and free its results."""
+        if not self._all_gathers:
+            return
+        all_gathers, self._all_gathers = self._all_gathers, []
+        with torch.inference_mode(False), torch.no_grad():
+            for all_gather in all_gathers:
+                all_gather.wait()
+        for param in self.params:
+            param.free_unsharded()
+
+    @torch.no_grad()
+    def reshard_post_forward(self) -> None:
+        """As :meth:`reshard`, but keep shards over the smaller group if there is one."""
+        if self.params[0].spec.post_forward.world == 1 or not self.is_unsharded:
+            self.reshard()
+        elif not self.params[0].is_hooked:
+            for param in self.params:
+                param.to_sharded_post_forward()
+
+    # ---- reduce ----
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether unsharded gradients wait to be reduced."""
+        return any(param.unsharded_grad.grad is not None or param.has_eager_grad for param in self.params)
+
+    @torch.no_grad()
+    def launch_reduce(self) -> None:
+        """Start reducing the gradients that backward left, or accumulate them while sync is off."""
+        if not self.unit.config.reduce_grads:
+            for param in self.params:
+                grad = param.take_eager_grad()
+                if grad is not None:
+                    param.unsharded_grad.add(grad)
+            return
+        ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
+        if not ready:
+            return
+        params, grads = [param for param, _ in ready], [grad for _, grad in ready]
+        if self.unit.config.all_reduce_grads:
+            bucket = self._buckets.get(_complete_bucket, [param.spec for param in params])
+            pending = launch_reduction(grads, bucket, [param.partial_grad.take() for param in params])
+            self._reductions.append(_Reduction(params, pending))
+        else:
+            bucket = self._buckets.get(_partial_bucket, [param.spec for param in params])
+            pending = launch_reduction(grads, bucket)
+            self._reductions.append(_Reduction(params, pending, is_partial=True))
+
+    @torch.no_grad()
+    def launch_replica_reduce(self) -> None:
+        """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
+        if not self.unit.config.all_reduce_grads:
+            return
+        parts = [(param, part) for param in self.params if (part := param.partial_grad.take()) is not None]
+        if parts:
+            params = [param for param, _ in parts]
+            bucket = self._buckets.get(_complete_bucket, [param.spec for param in params])
+            pending = launch_replica_reduction([part for _, part in parts], bucket)
+            self._reductions.append(_Reduction(params, pending))
+
+    @torch.no_grad()
+    def wait_reduce(self) -> None:
+        """Let compute wait for the reductions and add the results to the sharded parameters' gradients.
+
+        Where those live on the host, :meth:`wait_on_host` adds them, so that the host can go on with backward.
+        """
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            results = reduction.pending.wait()
+            if reduction.is_partial or reduction.params[0].placement.offload is None:
+                reduction.accumulate(results)
+            else:
+                self._to_host.append((reduction, results))
+
+    @torch.no_grad()
+    def wait_on_host(self) -> None:
+        """Add the gradients that were copied to the host to those of the sharded parameters."""
+        to_host, self._to_host = self._to_host, []
+        for reduction, results in to_host:
+            reduction.pending.wait_on_host()
+            reduction.accumulate(results)
+
+    def drop_reduce(self) -> None:
+        """Wait for the reductions under way and drop their results."""
+        reductions, self._reductions = self._reductions, []
+        for reduction in reductions:
+            reduction.pending.wait()
+        self._to_host.clear()
+
+    def _total_gradient(self, param: FSDPParam) -> Tensor | None:
+        grad, accumulated = param.take_eager_grad(), param.unsharded_grad.take()
+        if grad is None:
+            if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
+                return torch.zeros(param.layout.shape, dtype=param.dtypes[0], device=param.placement.device)
+            return accumulated
+        return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))
+
+
+def _all_gather_bucket(specs: Sequence[CommSpec], device: torch.device) -> AllGatherBucket:
+    bucket = AllGatherBucket(specs[0].all_gather, tuple(spec.param for spec in specs))
+    dims = [spec.param.dim for spec in specs]
+    return replace(bucket, into_place=gathers_into_place(bucket.spec, dims, bucket.sizes, device))
+
+
+def _complete_bucket(specs: Sequence[CommSpec]) -> ReductionBucket:
+    return ReductionBucket(specs[0].reduction, tuple(spec.param for spec in specs), inputs_persist=True)
+
+
+def _partial_bucket(specs: Sequence[CommSpec]) -> ReductionBucket:
+    return _complete_bucket([spec.over_shards_only() for spec in specs])
+
+
+def group_params(params: Sequence[FSDPParam], unit: Unit) -> list[FSDPParamGroup]:
+    """Divide a unit's parameters into groups of equal mesh and dtypes, in order of first appearance."""
+    groups: dict[Hashable, list[FSDPParam]] = {}
+    for param in params:
+        info, shared = param.placement.mesh_info, param if param.is_shared else None
+        groups.setdefault((info.shards, info.replicas, param.leaf.dtype, *param.dtypes, shared), []).append(param)
+    return [FSDPParamGroup(members, unit) for members in groups.values()]

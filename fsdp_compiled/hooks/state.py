@@ -1,0 +1,391 @@
+"""One unit's hooks.
+
+They decide when an uncompiled unit is all-gathered, resharded and reduced. While Dynamo traces, hooks only cast: the
+reads of parameters bring the all-gathers into the graph. This file must not know how a collective is packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code  # see param/properties.py
+
+from ..collectives import streams
+from ..collectives.operators import meta_parameter
+from ..param.param import FSDPParam
+from ..param.unit import Unit
+from ..policy import MixedPrecisionPolicy
+from .casts import cast_floating, map_tensors, tensors_in
+from .comms import CustomComms
+from .context import FSDPStateContext, TrainingState, states_below
+from .group import FSDPParamGroup, group_params
+
+
+class FSDPState:
+    """The state of one unit: the modules of one ``fully_shard`` call.
+
+    Args:
+        modules: the unit's modules.
+        params: its sharded parameters.
+        mp_policy: its dtypes.
+        reshards_by_default: reshard after forward if this is not the outermost unit, whatever ``unit`` says.
+        unit: what the parameters read; shared with ``params``.
+        device: where compute runs.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        params: Sequence[FSDPParam],
+        mp_policy: MixedPrecisionPolicy,
+        reshards_by_default: bool,
+        unit: Unit,
+        device: torch.device,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.params = list(params)
+        self.shared: list[tuple[FSDPState, FSDPParam]] = []  # parameters that other units have sharded
+        self.mp_policy = mp_policy
+        self.unit = unit
+        self.device = device
+        self.outermost = self  # until an outer fully_shard adopts this unit
+        self.reshards_by_default = reshards_by_default
+        self.training_state = TrainingState.IDLE
+        self.forward_prefetch: list[FSDPState] = []
+        self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
+        self._context: FSDPStateContext | None = None
+        self._to_run: set[nn.Module] = set()  # modules of a list unit whose forward is still to come
+        self._max_reducing = 1
+        self.custom = CustomComms(self.configure)
+        self._has_compiled_gradients = False  # a compiled backward has left gradients of this unit
+        unit.on_compiled_gradient = self._on_compiled_gradient
+        self.regroup()
+        for module in self.modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._post_forward)
+
+    # ---- configuration ----
+
+    @property
+    def is_root(self) -> bool:
+        """Whether no outer ``fully_shard`` has adopted this unit."""
+        return self.outermost is self
+
+    @property
+    def shard_groups(self) -> list[str]:
+        """Names of the process groups that the parameters are sharded over."""
+        return sorted({param.placement.mesh_info.shards.name for param in self.params} - {""})
+
+    def regroup(self) -> None:
+        """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
+        self._groups: list[FSDPParamGroup] = group_params(self.params, self.unit)
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]:
+        """The unit's parameters, and those of other units that it shares, by what shares a collective."""
+        if not self.shared:
+            return self._groups
+        return [
+            *self._groups,
+            *(group for owner, param in self.shared for group in owner._groups if param in group.params),
+        ]
+
+    def share(self, owner: FSDPState, param: FSDPParam, places: Sequence[tuple[nn.Module, str]]) -> None:
+        """Let this unit's modules share a parameter that ``owner`` has sharded."""
+        param.share(places, self.unit)
+        owner.regroup()
+        self.shared.append((owner, param))
+
+    def adopt(self, outer: FSDPState, name: str, param_names: dict[FSDPParam, str]) -> None:
+        """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
+        self.outermost = outer
+        self._context = None
+        for param, param_name in param_names.items():
+            param.name = param_name
+        reshard = self.reshards_by_default or self.unit.config.reshard_after_forward
+        self.configure(name=f"{outer.unit.config.name}.{name}", reshard_after_forward=reshard)
+
+    def set_reshard_after_forward(self, reshard: bool) -> None:
+        """Reshard (True) or keep (False) after forward, whether or not this is the root."""
+        self.reshards_by_default = False
+        self.configure(reshard_after_forward=reshard, post_forward_size=0)
+
+    def configure(self, **changes: Any) -> None:
+        """Replace fields of :class:`UnitConfig` and let parameters and traced reads see it."""
+        self.unit.config = replace(self.unit.config, **changes)
+        for param in self.params:
+            param.refresh()
+
+    def set_reduction(self, **changes: bool) -> None:
+        """Change how far backward reduces gradients: ``reduce_grads``, ``all_reduce_grads``.
+
+        Unlike :meth:`configure` it leaves the parameters' specs, on which this does not depend: users call it in every
+        step.
+        """
+        if self._context is not None:
+            self._context.recover()
+        self.unit.config = replace(self.unit.config, **changes)
+        for param in self.params:
+            param.prepare_to_accumulate()
+
+    def set_max_reducing(self, count: int) -> None:
+        """Let reductions of ``count`` units be under way at a time."""
+        self._max_reducing = count
+        if self._context is not None:
+            self._context.comm.max_reducing = max(state._max_reducing for state in self._context.states)
+
+    def set_separate_reduce_group(self, enable: bool) -> None:
+        """Give reduce-scatters process groups of their own, or take them away; every rank must call it."""
+        for param in self.params:
+            info = param.placement.mesh_info
+            if info.shard_mesh_dim is None:
+                raise ValueError(f"{param.name}: expected a sharded parameter, got one that is only replicated")
+        for param in self.params:
+            param.use_separate_reduce_scatter_group(enable)
+
+    # ---- unshard and reshard ----
+
+    def launch_unshard(self) -> None:
+        """Start the unit's all-gathers."""
+        for group in self.groups:
+            group.launch_unshard()
+
+    def wait_unshard(self) -> None:
+        """Finish them and register the unsharded parameters."""
+        for group in self.groups:
+            group.wait_unshard()
+
+    def unshard(self) -> None:
+        """All-gather the unit now."""
+        self.launch_unshard()
+        self.wait_unshard()
+
+    def drop_unshard(self) -> None:
+        """Drop all-gathers under way."""
+        for group in self.groups:
+            group.drop_unshard()
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters; the hooks no longer hold them."""
+        self.unit.hooked = False
+        for group in self.groups:
+            group.reshard()
+
+    # ---- forward ----
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not torch.compiler.is_compiling():
+            self._enter_forward(module)
+        dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
+        device = self.device if self.is_root else None
+        if dtype is not None or device is not None:
+            args, kwargs = cast_floating((args, kwargs), dtype, device)
+        if not torch.compiler.is_compiling():
+            args, kwargs = self._watch_inputs(args, kwargs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            output = self._leave_forward(module, output)
+        if self.mp_policy.output_dtype is not None:
+            output = cast_floating(output, self.mp_policy.output_dtype)
+        return output
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _enter_forward(self, module: nn.Module) -> None:
+        context = self._lazy_init()
+        context.recover()
+        if self.training_state is TrainingState.PRE_BACKWARD:
+            self.unshard()
+            return
+        if not self._to_run:
+            self._to_run = set(self.modules)
+            self.training_state = TrainingState.FORWARD
+        if self.is_root and not context.callback_queued:
+            context.begin_forward()
+        self.unshard()
+        self.unit.hooked = True
+        for state in self.forward_prefetch:
+            state.launch_unshard()
+        if not self.forward_prefetch and streams.streams_of(self.device) is not None:
+            context.enter_forward(self)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Run ``post_backward`` once the gradients of all inputs are computed."""
+        if not torch.is_grad_enabled() or self.training_state is TrainingState.PRE_BACKWARD:
+            return args, kwargs
+        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not watched:
+            return args, kwargs
+        outputs = iter(_PostBackward.apply(self, *watched))
+        return map_tensors(lambda tensor: next(outputs) if tensor.requires_grad else tensor, (args, kwargs))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _leave_forward(self, module: nn.Module, output: Any) -> Any:
+        if self.training_state is TrainingState.PRE_BACKWARD or not self.unit.hooked:
+            return output
+        self._to_run.discard(module)
+        if not self._to_run:
+            self._complete_forward()
+        elif self.outermost.training_state is not TrainingState.FORWARD:
+            self.complete_list_unit()  # no outer forward is under way whose end could complete it
+        if self.is_root:
+            for state in self._lazy_init().states:
+                state.complete_list_unit()
+        return self._watch_outputs(output)
+
+    def _complete_forward(self) -> None:
+        self.unit.hooked = False
+        self.training_state = TrainingState.IDLE
+        # Without a backward to come, an unsharded root would hold stale values after the next optimizer step, and an
+        # optimizer that is made next would see unsharded parameters.
+        if not torch.is_grad_enabled() and (self.reshards_by_default or self.unit.config.reshard_after_forward):
+            self.reshard()
+        elif self.unit.config.reshard_after_forward:
+            for group in self.groups:
+                group.reshard_post_forward()
+        if torch.is_grad_enabled() and self._context is not None:
+            self._context.post_forward_order.append(self)
+
+    def complete_list_unit(self) -> None:
+        """End the forward of a list unit some of whose modules were not called in this step."""
+        if self._to_run and self.training_state is TrainingState.FORWARD:
+            self._to_run.clear()
+            self._complete_forward()
+
+    def _watch_outputs(self, output: Any) -> Any:
+        """All-gather the unit again when the first output gradient arrives."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._pre_backward)
+        return output
+
+    # ---- backward ----
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _pre_backward(self, grad: Tensor) -> Tensor:
+        context = self._lazy_init()
+        context.queue_finish()
+        if self.training_state is not TrainingState.PRE_BACKWARD:
+            self.training_state = TrainingState.PRE_BACKWARD
+            if self.unit.config.unshard_in_backward:
+                self.unshard()
+                self.unit.hooked = True
+            self._prefetch_backward(context)
+        return grad
+
+    def _prefetch_backward(self, context: FSDPStateContext) -> None:
+        if self.backward_prefetch is not None:
+            for state in self.backward_prefetch:
+                state.prefetch_in_backward()
+            return
+        order = context.post_forward_order
+        while order and order.pop() is not self:
+            pass  # units that no gradient reached
+        if order:
+            order[-1].prefetch_in_backward()
+
+    def prefetch_in_backward(self) -> None:
+        """Start all-gathering the unit ahead of its own backward, if backward all-gathers it."""
+        if self.unit.config.unshard_in_backward:
+            self.launch_unshard()
+
+    def post_backward(self) -> None:
+        """Start reducing the unit's gradients and free its unsharded parameters."""
+        self.training_state = TrainingState.POST_BACKWARD
+        if self.unit.config.reshard_after_backward:
+            self.reshard()
+        self.unit.hooked = False
+        self._lazy_init().comm.start_reduce(self)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait to be reduced, or zeros take part in their place."""
+        if not self.unit.config.reduce_grads:
+            return False
+        if self.training_state is TrainingState.IDLE:
+            if self.unit.config.reduce_unused and not self._has_compiled_gradients:
+                return True
+        return any(group.has_gradients for group in self.groups)
+
+    def end_backward(self) -> None:
+        """Return to idle; an all-gather prefetched for a unit that backward did not reach is dropped."""
+        self.training_state = TrainingState.IDLE
+        self._to_run.clear()
+        if self._has_compiled_gradients and self.unit.config.reduce_unused and self.unit.config.reduce_grads:
+            for param in self.params:
+                param.accumulate_zeros()
+        if self.unit.config.reshard_after_backward or self._has_compiled_gradients:
+            self.reshard()  # what an eager forward left is stale after the next optimizer step
+        self._has_compiled_gradients = False
+
+    def _on_compiled_gradient(self) -> None:
+        if not self._has_compiled_gradients:
+            self._has_compiled_gradients = True
+            self._lazy_init().queue_finish()
+
+    def reset(self, drop_accumulated: bool) -> None:
+        """Forget what an interrupted step left."""
+        for param in self.params:
+            param.take_eager_grad()
+            if drop_accumulated:
+                param.unsharded_grad.take()
+                param.partial_grad.take()
+        self.reshard()
+        self.training_state = TrainingState.IDLE
+        self._to_run.clear()
+        self._has_compiled_gradients = False
+
+    # ---- the root ----
+
+    def _lazy_init(self) -> FSDPStateContext:
+        """Return the context that all units below the outermost share; the first call makes it."""
+        if self._context is None:
+            context = FSDPStateContext(states_below(self.outermost.modules))
+            for state in context.states:
+                state.check_materialized()
+            for state in context.states:
+                state._context = context
+            context.comm.max_reducing = max(state._max_reducing for state in context.states)
+            self._context = context
+        return self._context
+
+    def reset_iteration(self, drop_accumulated: bool) -> None:
+        """Return all units to the state between two steps, after an exception in forward or backward."""
+        if self._context is not None:
+            self._context.reset(drop_accumulated)
+
+    def check_materialized(self) -> None:
+        """Raise RuntimeError if a parameter is on the meta device."""
+        for param in self.params:
+            if param.device.type == "meta":
+                raise RuntimeError(meta_parameter(param.name))
+            if param.placement.offload is not None and param.device.type != "cpu":
+                raise RuntimeError(
+                    f"{param.name}: expected a shard on the CPU, as offload_policy says, got one on {param.device}; "
+                    "load it there, or move the model with model.cpu()"
+                )
+
+
+for _hook in (FSDPState._pre_forward, FSDPState._post_forward):
+    skip_code(_hook.__code__)
+
+
+class _PostBackward(torch.autograd.Function):
+    """Identity whose backward runs when the gradients of all of a unit's inputs have been computed."""
+
+    @staticmethod
+    def forward(ctx: Any, state: FSDPState, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.state = state
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.state.post_backward()
+        return (None, *grads)

@@ -1,0 +1,171 @@
+"""Decides each parameter's mesh and shard dimension, and checks that the parameter allows them. It changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from ..param.extension import check_extension, is_extended
+from ..param.param import FSDPParam
+from ..param.unit import ParamPlacement
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
+from ..sharding.placement import local_of
+from .parameters import FoundParameters
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
+
+
+def check_smaller_group(name: str, param: nn.Parameter, placement: ParamPlacement, size: int) -> None:
+    """Raise if a parameter cannot be kept sharded over ``size`` ranks after forward.
+
+    Raises:
+        ValueError: the ranks that it is sharded over are no multiple.
+        NotImplementedError: it has an all-gather extension.
+    """
+    world = placement.mesh_info.shard_world
+    if world % size and world != 1:
+        raise ValueError(
+            f"{name}: expected reshard_after_forward to be a divisor of the {world} ranks that it is sharded over, "
+            f"got {size}"
+        )
+    if world > 1 and is_extended(local_of(param.detach())):
+        raise NotImplementedError(
+            f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
+            "extension; use True or False"
+        )
+
+
+def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
+    """Raise ValueError unless a unit that shares another's parameter means to shard it the same way."""
+    original = taken.original()
+    assert original is not None  # this unit's modules hold it
+    for what, there, here in (
+        ("mesh", taken.placement.mesh_info.mesh, placement.mesh_info.mesh),
+        ("mp_policy", taken.placement.mp_policy, placement.mp_policy.for_param(name, original)),
+        ("offload_policy", taken.placement.offload, placement.offload),
+    ):
+        if there != here:
+            raise ValueError(
+                f"{name}: is the same parameter as {taken.name} of unit {taken.unit.config.name}; expected the same "
+                f"{what} for both, got {there} there and {here} here"
+            )
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    """Decides each parameter's mesh and shard dimension."""
+
+    mesh_info: DataParallelMeshInfo
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    choose: ShardPlacementFn | None
+
+    def placement(self, name: str, param: nn.Parameter) -> ParamPlacement:
+        """Return how to shard ``param``.
+
+        Raises:
+            TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None, or the
+                policy's function returned no dtype.
+            ValueError: the parameter has no such dimension, it is uneven and not dimension 0, it may not have the
+                dtype that function returned, or it is a DTensor on a mesh that does not fit.
+        """
+        info, dim = self._chosen(name, param)
+        check_dtensor(name, param, info)
+        check_extension(name, local_of(param.detach()))
+        dim = _checked_dim(name, local_of(param), dim, info.shard_world)
+        policy = self.mp_policy.for_param(name, param)
+        return replace(self.default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
+
+    def checked_placements(self, found: FoundParameters, reshard: bool | int | None) -> list[ParamPlacement]:
+        """Return how to shard each of the unit's own parameters.
+
+        Raises:
+            TypeError: see :meth:`placement`.
+            ValueError: see :meth:`placement`; or a shared parameter is sharded otherwise, or ``reshard`` does not
+                divide the ranks that a parameter is sharded over.
+            NotImplementedError: ``reshard`` is a number and a parameter has an all-gather extension.
+        """
+        placements = [self.placement(name, param) for name, param, _ in found.own]
+        for name, taken, _ in found.shared:
+            check_shared(name, taken, self.default)
+        if not isinstance(reshard, bool | None):
+            for (name, param, _), placement in zip(found.own, placements, strict=True):
+                check_smaller_group(name, param, placement, reshard)
+        return placements
+
+    @property
+    def default(self) -> ParamPlacement:
+        """How the unit shards a parameter unless told otherwise."""
+        offload = self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
+        return ParamPlacement(self.mesh_info, 0, self.mp_policy, self.mesh_info.device, offload)
+
+    def _chosen(self, name: str, param: nn.Parameter) -> tuple[DataParallelMeshInfo, int]:
+        chosen = None if self.choose is None else self.choose(param)
+        info = self.mesh_info
+        if isinstance(chosen, ShardPlacementResult):
+            info, chosen = chosen.mesh_info or info, chosen.placement
+            if not isinstance(info, FSDPMeshInfo):
+                raise ValueError(
+                    f"{name}: expected ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo, got "
+                    f"{type(info).__name__}"
+                )
+        if chosen is None:
+            return info, 0
+        if type(chosen) is not Shard:
+            raise TypeError(
+                f"{name}: expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got "
+                f"{chosen!r}"
+            )
+        return info, chosen.dim
+
+
+def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
+    if not -local.dim() <= dim < local.dim():
+        raise ValueError(
+            f"{name}: expected a shard dimension of a {local.dim()}-D parameter, got Shard({dim}); use "
+            f"Shard(0) to Shard({local.dim() - 1})"
+        )
+    dim %= local.dim()
+    if dim > 0 and local.shape[dim] % world:
+        raise ValueError(
+            f"{name}: dim {dim} ({local.shape[dim]}) must be divisible by {world} shards for Shard({dim}); "
+            "use Shard(0) or pad the parameter"
+        )
+    return dim
+
+
+def check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
+    """Raise ValueError unless ``param``, a DTensor or not, fits the data-parallel mesh."""
+    if not isinstance(param, DTensor):
+        if info.spmd_mesh is not None and info.spmd_mesh.size() != info.mesh.size():
+            raise ValueError(
+                f"{name}: expected a DTensor on the mesh given to fully_shard, since dp_mesh_dims leaves out some of "
+                f"its dimensions {info.spmd_mesh.mesh_dim_names}, got a plain parameter; use distribute_module first"
+            )
+        return
+    mesh = param.device_mesh
+    if mesh.device_type != info.mesh.device_type:
+        raise ValueError(
+            f"{name}: expected a DTensor on a {info.mesh.device_type} mesh as given to fully_shard, got one on "
+            f"{mesh.device_type}"
+        )
+    if info.dp_mesh_dims is None:
+        if mesh.mesh_dim_names is None or info.mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"{name}: expected meshes with dimension names for a parameter that is a DTensor already, got {mesh} "
+                f"and {info.mesh}; take both from one init_device_mesh(..., mesh_dim_names=...)"
+            )
+        return
+    if mesh != info.spmd_mesh:
+        raise ValueError(f"{name}: expected a DTensor on the mesh given to fully_shard, {info.spmd_mesh}, got {mesh}")
+    for role, names in (("shard", info.dp_mesh_dims.shard_names), ("replicate", info.dp_mesh_dims.replicate_names)):
+        for dim_name in names:
+            placement = param.placements[mesh.mesh_dim_names.index(dim_name)]  # type: ignore[union-attr]
+            if not placement.is_replicate():
+                raise ValueError(
+                    f"{name}: expected Replicate() on data-parallel {role} dimension {dim_name!r}, got {placement}"
+                )

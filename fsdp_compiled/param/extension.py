@@ -1,0 +1,102 @@
+"""What a tensor subclass may do around the all-gather of its parameter: quantise it, and make the result.
+
+A parameter's local tensor takes part if its class has both methods of the protocol that PyTorch's FSDP2 defines:
+
+* ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)``, or with ``mesh`` alone, returns
+  ``(inputs, metadata)``: what this rank sends, each with the shard's dimension 0 first, and anything;
+* ``fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)`` returns ``(unsharded, inner tensors)``,
+  or fills ``out``, which it returned before. Under tensor parallelism all of these are this rank's part.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..policy import MixedPrecisionPolicy
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+def is_extended(tensor: Tensor) -> bool:
+    """Tell whether the class of ``tensor`` extends the all-gather."""
+    return hasattr(tensor, PRE) or hasattr(tensor, POST)
+
+
+def check_extension(name: str, tensor: Tensor) -> None:
+    """Raise ValueError unless ``tensor`` has both methods or none, and the first takes 1 or 5 arguments."""
+    found = [method for method in (PRE, POST) if hasattr(tensor, method)]
+    if len(found) == 1:
+        raise ValueError(
+            f"{name}: expected {type(tensor).__name__} to define both {PRE} and {POST}, got only {found[0]}"
+        )
+    if found and _pre_arguments(tensor) not in (1, 5):
+        raise ValueError(
+            f"{name}: expected {type(tensor).__name__}.{PRE} to take (mesh) or (mesh, outer_size, outer_stride, "
+            f"module, mp_policy), got {inspect.signature(getattr(tensor, PRE))}"
+        )
+
+
+def _pre_arguments(tensor: Tensor) -> int:
+    return len(inspect.signature(getattr(tensor, PRE)).parameters)
+
+
+class AllGatherExtension:
+    """The two methods of one parameter's class, and what passes between them.
+
+    Args:
+        shard: this rank's padded shard.
+        mesh: over which the parameter is sharded.
+        module: that holds the parameter.
+        mp_policy: of its unit.
+        outer: shape and strides of the unsharded parameter, of this rank's part if other parallelism shards it too.
+        dtype: of compute.
+        device: of compute.
+    """
+
+    def __init__(
+        self,
+        shard: Tensor,
+        mesh: DeviceMesh,
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+        outer: tuple[torch.Size, tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shard = shard
+        # Functions rather than bound methods, which Dynamo does not trace.
+        self._pre, self._post = getattr(type(shard), PRE), getattr(type(shard), POST)
+        self._arguments = (mesh, *outer, module, mp_policy) if _pre_arguments(shard) == 5 else (mesh,)
+        self._dtype = dtype
+        self._device = device
+        self._metadata: Any = None
+
+    def split(self) -> tuple[Sequence[Tensor], Any]:
+        """Return (what this rank sends, metadata for :meth:`join`); Dynamo traces this."""
+        with torch.no_grad():
+            shard = self.shard
+            if shard.device.type != self._device.type:
+                shard = shard.to(self._device, non_blocking=True)
+            return self._pre(shard, *self._arguments)
+
+    def join(self, outputs: Sequence[Tensor], metadata: Any, out: Tensor | None = None) -> Any:
+        """Return (unsharded parameter, tensors that hold its memory); with ``out``, fill that and return None."""
+        with torch.no_grad():
+            if out is None:
+                return self._post(self.shard, tuple(outputs), metadata, self._dtype)
+            return self._post(self.shard, tuple(outputs), metadata, self._dtype, out=out)
+
+    def launch(self) -> Sequence[Tensor]:
+        """Return what this rank sends, and keep the metadata until :meth:`finish`."""
+        sent, self._metadata = self.split()
+        return sent
+
+    def finish(self, outputs: Sequence[Tensor], out: Tensor | None = None) -> Any:
+        """Do what :meth:`join` does for the last launch."""
+        return self.join(outputs, self._metadata, out)

@@ -1,0 +1,68 @@
+"""Gradients of one parameter that accumulate over several backwards before they are reduced, and how hooks see them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+def call_after_accumulation(leaf: nn.Parameter, method: Callable[[Tensor], None]) -> None:
+    """Call a bound method with ``leaf`` whenever backward has left a gradient there.
+
+    The hook does not keep the method's object alive: Python's collector does not look through hooks of this kind, so
+    one on a model's leaf that refers to the model would keep the model for good.
+    """
+    found = weakref.WeakMethod(method)
+
+    def run(leaf: Tensor) -> None:
+        method = found()
+        if method is not None:
+            method(leaf)
+
+    leaf.register_post_accumulate_grad_hook(run)
+
+
+class AccumulatedGrad:
+    """The sum of gradients not reduced yet, kept as ``.grad`` of a leaf without memory, so that graphs can add to it.
+
+    Args:
+        shape: of the gradients.
+        dtype: in which they are summed.
+        on_compiled_gradient: called when a compiled backward has added one.
+    """
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, on_compiled_gradient: Callable[[], None]) -> None:
+        self._shape = tuple(shape)
+        self._dtype = dtype
+        self._on_compiled_gradient = on_compiled_gradient
+        self.leaf: nn.Parameter | None = None  # made when the first gradient is expected
+
+    def prepare(self, device: torch.device) -> nn.Parameter:
+        """Return the leaf, made at the first call, on the gradients' device."""
+        if self.leaf is None:
+            self.leaf = nn.Parameter(torch.zeros(1, dtype=self._dtype, device=device).expand(self._shape))
+            call_after_accumulation(self.leaf, self._after_accumulation)
+        return self.leaf
+
+    def _after_accumulation(self, leaf: Tensor) -> None:
+        self._on_compiled_gradient()
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The sum, or None."""
+        return None if self.leaf is None else self.leaf.grad
+
+    def add(self, grad: Tensor) -> None:
+        """Add a gradient."""
+        leaf, grad = self.prepare(grad.device), grad.to(self._dtype)
+        leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+
+    def take(self) -> Tensor | None:
+        """Return the sum and forget it."""
+        grad = self.grad
+        if self.leaf is not None:
+            self.leaf.grad = None
+        return grad

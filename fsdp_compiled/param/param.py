@@ -1,0 +1,435 @@
+"""One parameter's states: sharded, unsharded, and what a traced read of it becomes.
+
+It knows one parameter, its layout and its modules; it must not know which parameters share a collective, hooks or
+streams.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, replace
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from .. import collectives
+from ..collectives import padded_shard, take_shard
+from ..errors import FSDPError
+from ..policy import resolved
+from ..sharding.layout import ShardLayout
+from ..sharding.placement import local_of, outer_parallelism, sharded_spec
+from ..sharding.spec import AllGatherSpec, CommSpec, Group, ParamSpec, ReductionSpec, scaling_for
+from .extension import AllGatherExtension, is_extended
+from .gradients import AccumulatedGrad, call_after_accumulation
+from .unit import ParamPlacement, Unit
+from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
+
+
+class ShardedState(Enum):
+    """Which tensor is registered on the modules, and so which memory a parameter holds.
+
+    SHARDED: the DTensor; only this rank's shard has memory.
+    SHARDED_POST_FORWARD: the DTensor; beside the shard, a larger one over a smaller group has memory.
+    UNSHARDED: the plain tensor used in compute; the shard and the unsharded parameter have memory.
+    """
+
+    SHARDED = auto()
+    SHARDED_POST_FORWARD = auto()
+    UNSHARDED = auto()
+
+
+@dataclass(frozen=True)
+class ParamModuleInfo:
+    """Where a parameter is registered: its first module and name, and every other place that shares it."""
+
+    module: nn.Module
+    name: str
+    shared: tuple[tuple[nn.Module, str], ...] = ()
+
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield every (module, name) under which the parameter is registered."""
+        yield self.module, self.name
+        yield from self.shared
+
+
+class TakenOriginal(weakref.ref[nn.Parameter]):
+    """A weak reference on an original parameter, by which a module outside the unit that shares it is found."""
+
+    def __init__(self, original: nn.Parameter, taken_by: FSDPParam) -> None:
+        self.taken_by = taken_by
+
+    def __new__(cls, original: nn.Parameter, taken_by: FSDPParam) -> TakenOriginal:
+        return super().__new__(cls, original)
+
+
+@dataclass(eq=False)
+class FSDPParam:
+    """One original parameter from the moment it is sharded.
+
+    Args:
+        info: where it is registered.
+        placement: how to shard it.
+        unit: that it belongs to.
+        name: full name, relative to the outermost sharded module known so far.
+        first: the original parameter; only read, and not kept.
+    """
+
+    info: ParamModuleInfo
+    placement: ParamPlacement
+    unit: Unit
+    name: str
+    first: InitVar[nn.Parameter]
+
+    def __post_init__(self, first: nn.Parameter) -> None:
+        self.original = TakenOriginal(first, self)
+        self.users = [self.unit]  # every unit that has modules which share it
+        self.is_shared = False  # whether there are several; an attribute, because every traced read guards it
+        mesh_info = self.placement.mesh_info
+        unsharded = local_of(first.detach())
+        self.outer = outer_parallelism(mesh_info, first)
+        self.layout = ShardLayout(tuple(unsharded.shape), self.placement.dim, mesh_info.shard_world)
+        self._length = self.layout.length(mesh_info.shard_rank)  # of this rank's shard, without padding
+        self._reduce_scatter_group = mesh_info.shards
+        self.state = ShardedState.SHARDED
+        self.sharded_param: nn.Parameter  # DTensor
+        self.shard: Tensor  # padded; shares storage with the DTensor's local tensor
+        self.leaf: nn.Parameter  # the shard as graphs read it; its gradient is accumulated into sharded_param.grad
+        self.spec: CommSpec | Any = None  # derived from configuration, names and dtypes, see refresh()
+        self._unsharded: Unsharded | None = None  # made by the first eager all-gather
+        self._post_forward: tuple[Tensor, CommSpec] | None = None  # padded shard over the smaller group
+        self.unsharded_grad: AccumulatedGrad  # while sync is off
+        self.partial_grad: AccumulatedGrad  # padded gradients that only the shard group has reduced
+        padded = take_shard(unsharded, self.layout, mesh_info.shard_rank)
+        if self.placement.offload is not None and padded.device.type != "meta":
+            padded = self._pinned(padded.cpu())
+        spec = sharded_spec(mesh_info, first, self.placement.dim)
+        sharded = DTensor(self._unpadded(padded), spec, requires_grad=False)
+        self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded)
+        self._register(self.sharded_param)
+
+    # ---- sharded ----
+
+    def _unpadded(self, padded: Tensor) -> Tensor:
+        return padded if self._length == self.layout.chunk else padded.narrow(self.layout.dim, 0, self._length)
+
+    def _pinned(self, shard: Tensor) -> Tensor:
+        offload = self.placement.offload
+        if offload is None or not offload.pin_memory or shard.device.type != "cpu" or shard.is_pinned():
+            return shard
+        return shard.pin_memory()
+
+    def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
+        """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
+        self.sharded_param = sharded
+        self.shard = padded
+        self._local = local_of(sharded)
+        self._spec = sharded._spec  # type: ignore[attr-defined]
+        differentiable = padded.is_floating_point() or padded.is_complex()
+        self.extension = self._new_extension() if is_extended(padded) else None
+        # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
+        plain = padded if self.extension is None else _without_memory(padded)
+        self.leaf = nn.Parameter(plain, requires_grad=differentiable)
+        if differentiable:
+            call_after_accumulation(self.leaf, self._accumulate_leaf_grad)
+        self._unsharded = None
+        self.unsharded_grad = AccumulatedGrad(self.layout.shape, self.dtypes[1], self._on_compiled_gradient)
+        self.partial_grad = AccumulatedGrad(self.layout.shard_shape, self.dtypes[1], self._on_compiled_gradient)
+        self.refresh()
+
+    def _new_extension(self) -> AllGatherExtension:
+        policy, mesh, module = self.placement.mp_policy, self.placement.mesh_info.shard_mesh, self.info.module
+        unsharded = torch.empty(self.layout.shape, device="meta")
+        dtype = resolved(policy, self.shard.dtype)[0]
+        outer = (unsharded.shape, unsharded.stride())
+        # The DTensor's local tensor itself, if it needs no padding: torchao keeps its scale there.
+        shard = self._local if self._local.shape == self.shard.shape else self.shard
+        return AllGatherExtension(shard, mesh, module, policy, outer, dtype, self.placement.device)
+
+    def relink(self) -> None:
+        """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
+
+        Raises:
+            TypeError: what is registered now is no DTensor.
+            ValueError: it has another shape or placement.
+        """
+        current = self.info.module._parameters[self.info.name]
+        if self.state is ShardedState.UNSHARDED or current is None:
+            raise FSDPError(f"{self.name}: relinked while {self.state}")
+        try:
+            self.check_replacement(current)
+        except (TypeError, ValueError):
+            self._register(self.sharded_param)
+            raise
+        local = local_of(current)
+        if current is self.sharded_param and (
+            local is self._local or _same_memory(local, self._unpadded(self.shard))
+        ):
+            self._register(current)  # load_state_dict(assign=True) may have parted shared places
+            return
+        unsharded_grad, partial_grad = self.unsharded_grad.take(), self.partial_grad.take()
+        padded = self._pinned(padded_shard(local.detach(), self.layout))
+        if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
+            current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
+        self._link(current, padded)
+        self._register(current)
+        if unsharded_grad is not None:
+            self.unsharded_grad.add(unsharded_grad.to(self.placement.device))
+        if partial_grad is not None:
+            self.partial_grad.add(partial_grad.to(self.placement.device))
+
+    def check_replacement(self, current: Tensor) -> None:
+        """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""
+        if not isinstance(current, DTensor):
+            raise TypeError(
+                f"{self.name}: expected a sharded DTensor, got a {type(current).__name__}; assign a DTensor with "
+                f"placements {self._spec.placements}, or load without assign=True"
+            )
+        if current.shape != self._spec.shape or current.placements != self._spec.placements:
+            raise ValueError(
+                f"{self.name}: expected shape {tuple(self._spec.shape)} with {self._spec.placements}, got "
+                f"{tuple(current.shape)} with {current.placements}; redistribute it first"
+            )
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether eager hooks of any unit have all-gathered it for a module call or backward under way."""
+        return any(user.hooked for user in self.users)
+
+    def share(self, places: Iterable[tuple[nn.Module, str]], user: Unit) -> None:
+        """Let modules of another unit share it."""
+        self.info = replace(self.info, shared=(*self.info.shared, *places))
+        self.users.append(user)
+        self.is_shared = True
+        self._register(self.sharded_param)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """(all-gather dtype, reduce dtype)."""
+        return resolved(self.placement.mp_policy, self.leaf.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the shard."""
+        return self.leaf.device
+
+    # ---- the spec ----
+
+    def refresh(self) -> None:
+        """Derive the spec anew; call it after any change of the unit's configuration, of a name or a dtype.
+
+        Traced reads take constants, because Dynamo guards every attribute that they read.
+        """
+        spec = self._new_spec()
+        if spec != self.spec:
+            self.spec = spec
+            self.spec_text = spec.encode()
+            self.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
+        self._choose_read()
+
+    def _choose_read(self) -> None:
+        config = self.unit.config
+        reduces = config.reduce_grads and config.all_reduce_grads
+        self.reads_plainly = reduces and self.extension is None and self.outer is None
+
+    def _new_spec(self) -> CommSpec:
+        info, config, (dtype, reduce_dtype) = self.placement.mesh_info, self.unit.config, self.dtypes
+        world = info.shard_world * info.replicate_world
+        offloads = self.placement.offload is not None
+        smaller = info.smaller_group(config.post_forward_size if config.reshard_after_forward else 0)
+        return CommSpec(
+            ParamSpec(self.name, config.name, self.layout.shape, self.layout.dim, self.leaf.dtype),
+            AllGatherSpec(info.shards, dtype, config.all_gather_comm, self.placement.device.type if offloads else ""),
+            ReductionSpec(
+                reduce_dtype,
+                self._reduce_scatter_group,
+                info.replicas,
+                scaling_for(reduce_dtype, world, config.divide_factor, config.sum_only),
+                config.reduce_scatter_comm,
+                config.reduce_hook,
+                to_host=offloads,
+            ),
+            reshard=config.reshard_after_forward,
+            post_forward=smaller.group if smaller is not None else Group(),
+        )
+
+    def use_separate_reduce_scatter_group(self, separate: bool) -> None:
+        """Reduce gradients over a process group of its own, or over that of the all-gathers."""
+        info = self.placement.mesh_info
+        self._reduce_scatter_group = info.separate_reduce_scatter_group() if separate else info.shards
+        self.refresh()
+
+    # ---- traced reads ----
+
+    def traced(self) -> Tensor:
+        """Return the unsharded parameter as a function of the shard; Dynamo traces this.
+
+        Every attribute read here is a guard of every step, so the common case reads few.
+        """
+        if self.reads_plainly and self.sharded_param.requires_grad:
+            return collectives.unshard(self.leaf, None, None, self.spec_text)
+        if self.extension is not None:
+            local = self._traced_extension(self.extension)
+        else:
+            local = collectives.unshard(*self._leaves(), self.spec_text)
+        return local if self.outer is None else self.outer.wrap(local)
+
+    def _traced_extension(self, extension: AllGatherExtension) -> Tensor:
+        sent, metadata = extension.split()
+        outputs = [
+            collectives.unshard(each, None, None, self.input_spec_text).view(-1, *each.shape[1:]) for each in sent
+        ]
+        unsharded, _ = extension.join(outputs, metadata)
+        return collectives.with_gradient(unsharded, *self._leaves(), self.spec_text)
+
+    def _leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the leaf, and the one that takes its gradient instead: unsharded, or partially reduced."""
+        config = self.unit.config
+        if not self.sharded_param.requires_grad:
+            return self.leaf.detach(), None, None
+        if not config.reduce_grads and self.unsharded_grad.leaf is not None:
+            return self.leaf, self.unsharded_grad.leaf, None
+        if not config.all_reduce_grads and self.partial_grad.leaf is not None:
+            return self.leaf, None, self.partial_grad.leaf
+        return self.leaf, None, None
+
+    # ---- gradients ----
+
+    def prepare_to_accumulate(self) -> None:
+        """Make the leaves that take gradients which are not completely reduced, if the unit is configured so."""
+        self._choose_read()
+        if not self.leaf.requires_grad:
+            return
+        if not self.unit.config.reduce_grads:
+            self.unsharded_grad.prepare(self.placement.device)
+        if not self.unit.config.all_reduce_grads:
+            self.partial_grad.prepare(self.placement.device)
+
+    @property
+    def has_accumulated_grad(self) -> bool:
+        """Whether a gradient of any backward waits to be reduced, completely or over replicas."""
+        return self.unsharded_grad.grad is not None or self.has_eager_grad or self.partial_grad.grad is not None
+
+    @property
+    def has_eager_grad(self) -> bool:
+        """Whether eager autograd has left an unsharded gradient that no reduction has taken."""
+        return getattr(getattr(self._unsharded, "param", None), "grad", None) is not None
+
+    def _accumulate_leaf_grad(self, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        self._on_compiled_gradient()
+        if grad is not None:
+            self.accumulate_grad(grad)
+
+    def _on_compiled_gradient(self) -> None:
+        self.unit.on_compiled_gradient()
+
+    def accumulate_grad(self, padded: Tensor) -> None:
+        """Add a reduced, padded gradient to ``sharded_param.grad`` and run the parameter's own hooks."""
+        local = self._unpadded(padded)
+        if local.device != self.device:
+            local = local.to(self.device)
+        if self.sharded_param.grad is None:
+            # Without DTensor.__init__, which does nothing but leave Dynamo, for 2 us a gradient.
+            self.sharded_param.grad = DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
+        else:
+            local_of(self.sharded_param.grad).add_(local)
+        for hook in (getattr(self.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(self.sharded_param)
+
+    def accumulate_zeros(self) -> None:
+        """Give a trainable parameter that has no gradient one of zeros."""
+        if self.sharded_param.requires_grad and self.sharded_param.grad is None:
+            self.accumulate_grad(torch.zeros(self.layout.shard_shape, dtype=self.leaf.dtype, device=self.device))
+
+    def take_eager_grad(self) -> Tensor | None:
+        """Return the gradient that eager autograd accumulated, local and unsharded, and forget it."""
+        if self._unsharded is None or not self.has_eager_grad:
+            return None
+        grad, self._unsharded.param.grad = self._unsharded.param.grad, None
+        return grad if grad is None or self.outer is None else self.outer.local_grad(grad)
+
+    # ---- unsharded ----
+
+    def all_gather_inputs(self) -> tuple[list[Tensor], list[CommSpec]]:
+        """Return what this rank sends, and for each the spec by which it is all-gathered."""
+        if self._post_forward is not None:
+            shard, spec = self._post_forward
+            return [shard], [spec]
+        if self.extension is None:
+            return [self.shard], [self.spec]
+        sent = list(self.extension.launch())
+        spec = CommSpec.decode(self.input_spec_text)
+        return sent, [spec.for_input(each.shape, each.dtype) for each in sent]
+
+    def allocate(self, specs: Sequence[CommSpec]) -> Sequence[Tensor]:
+        """Give the all-gather outputs memory and return them, see :class:`Unsharded`."""
+        if self._unsharded is None:
+            self._unsharded = self._new_unsharded(specs)
+        return self._unsharded.allocate([spec.layout for spec in specs])
+
+    def _new_unsharded(self, specs: Sequence[CommSpec]) -> Unsharded:
+        device = self.placement.device
+        if self.extension is not None:
+            layouts, dtypes = [spec.layout for spec in specs], [spec.all_gather.dtype for spec in specs]
+            return ExtendedUnsharded(self.extension, layouts, dtypes, device, self.outer)
+        return UnshardedParam(self.layout, self.dtypes[0], device, self.outer)
+
+    def to_unsharded(self) -> None:
+        """Register the unsharded parameter, which must have been all-gathered."""
+        if self._unsharded is None:
+            raise FSDPError(f"{self.name}: unsharded before it was all-gathered")
+        self._unsharded.complete()
+        self._unsharded.param.requires_grad_(self.sharded_param.requires_grad)
+        self._register(self._unsharded.param)
+        self._post_forward = None
+        self.state = ShardedState.UNSHARDED
+
+    def free_unsharded(self) -> None:
+        """Free what was allocated for an all-gather that nobody needs, unless the parameter is unsharded."""
+        if self.state is not ShardedState.UNSHARDED:
+            self._free()
+
+    def to_sharded(self) -> None:
+        """Register the sharded parameter and free all other memory."""
+        self._register(self.sharded_param)
+        self._free()
+        self._post_forward = None
+        self.state = ShardedState.SHARDED
+
+    def _free(self) -> None:
+        if self._unsharded is not None and not self.unit.config.keep_unsharded_storage:
+            self._unsharded.free()
+
+    def to_sharded_post_forward(self) -> None:
+        """Register the sharded parameter, and keep a shard over the smaller group rather than the parameter."""
+        smaller = self.placement.mesh_info.smaller_group(self.spec.post_forward.world)
+        if smaller is None or self._unsharded is None or self.extension is not None:
+            raise FSDPError(f"{self.name}: expected an unsharded parameter and a smaller group, found {self.state}")
+        unsharded = local_of(self._unsharded.param.detach())
+        kept = take_shard(unsharded, replace(self.layout, world=smaller.group.world), smaller.rank)
+        self.to_sharded()
+        self._post_forward = (kept, self.spec.after_forward)
+        self.state = ShardedState.SHARDED_POST_FORWARD
+
+    def _register(self, param: nn.Parameter) -> None:
+        for module, name in self.info.places():
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[name] = param
+            else:
+                setattr(module, name, param)
+
+
+def _without_memory(like: Tensor) -> Tensor:
+    return torch.zeros(1, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def _same_memory(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
+        return False
+    return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())

@@ -1,0 +1,201 @@
+"""Modules that own sharded parameters: what reading ``module.weight`` gives, in eager mode and while Dynamo traces.
+
+It knows modules and their parameters one by one; it must not know which of them share a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import count
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0. Unlike torch.compiler.disable it still lets Dynamo inline the
+# function into a caller that it traces.
+from torch._dynamo.eval_frame import skip_code
+
+from .param import FSDPParam, ShardedState
+
+_copies = count()  # of functions, to tell their code apart
+
+
+class Unit(Protocol):
+    """What a module asks of the unit that its parameters belong to."""
+
+    def reshard(self) -> None:
+        """Free and unregister unsharded parameters."""
+
+    def regroup(self) -> None:
+        """Divide parameters into groups anew, after dtypes or devices changed."""
+
+
+class Resettable(Protocol):
+    """What the outermost unit asks of its state when an exception leaves an uncompiled forward."""
+
+    def reset_iteration(self, drop_accumulated: bool) -> None:
+        """Return all units to the state between two steps."""
+
+
+class ShardedModule:
+    """Mixin of every module that owns sharded parameters; it comes before the module's class.
+
+    A read of ``module.weight`` gives
+
+    * while Dynamo traces and no eager hook has all-gathered the unit: the all-gather, as a node of the graph;
+    * in an eager call of this module whose unit no hook has all-gathered, as in an uncompiled piece of a compiled
+      unit: the all-gather, at once;
+    * else what is registered: the DTensor, or the unsharded parameter between the eager hooks.
+    """
+
+    _fsdp_params: dict[str, FSDPParam]
+    _fsdp_units: tuple[Unit, ...]
+    _fsdp_calling = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._fsdp_calling:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        self.__dict__["_fsdp_calling"] = True
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.__dict__["_fsdp_calling"] = False
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        for unit in self._fsdp_units:
+            unit.reshard()
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        relink(self)
+        return self
+
+
+def _reader(name: str) -> property:
+    def read(module: ShardedModule) -> Tensor | None:
+        param = module._fsdp_params[name]
+        if torch.compiler.is_compiling():
+            if not (param.unit.hooked or (param.is_shared and param.is_hooked)):
+                return param.traced()
+        elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
+            return param.traced()
+        return module._parameters[name]  # type: ignore[attr-defined]
+
+    skip_code(read.__code__)
+    return property(read)
+
+
+skip_code(ShardedModule.__call__.__code__)
+
+
+def relink(module: ShardedModule) -> None:
+    """Follow whatever replaced the module's sharded parameters or their storage."""
+    for param in set_of(module._fsdp_params.values()):
+        param.relink()
+    for unit in module._fsdp_units:
+        unit.regroup()
+
+
+def set_of(params: Iterable[FSDPParam]) -> list[FSDPParam]:
+    """Return the distinct parameters in order."""
+    return list({id(param): param for param in params}.values())
+
+
+def own(module: nn.Module, params: dict[str, FSDPParam], unit: Unit) -> None:
+    """Make ``module`` read ``params`` through properties, beside those that it owns already."""
+    if isinstance(module, ShardedModule):
+        module._fsdp_params.update(params)
+        module._fsdp_units = (*module._fsdp_units, unit)
+    else:
+        module.__dict__["_fsdp_params"] = dict(params)
+        module.__dict__["_fsdp_units"] = (unit,)
+        module.register_state_dict_pre_hook(_reshard_units)
+        module.register_load_state_dict_pre_hook(_before_load)
+        module.register_load_state_dict_post_hook(_relink_after_load)
+    names = tuple(module.__dict__["_fsdp_params"])
+    rebase(module, add=(ShardedModule,), names=names)
+
+
+class TracedCall:
+    """Mixin of the outermost unit: ``torch.compile(model)`` traces its hooks and not only its forward.
+
+    Dynamo begins at the first frame outside torch's own module code. For a plain module that is ``forward``, after
+    its hooks; for this one it is ``__call__`` below. Units inside are traced with their caller.
+    """
+
+    _fsdp_state: Resettable
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        except BaseException:
+            self._fsdp_state.reset_iteration(drop_accumulated=False)
+            raise
+
+
+def rebase(
+    module: nn.Module, add: tuple[type, ...] = (), drop: type | None = None, names: tuple[str, ...] = ()
+) -> None:
+    """Put mixins before the class that the user gave ``module``, and properties for ``names``."""
+    cls = type(module)
+    user_cls = cls.__dict__.get("_fsdp_user_class", cls)
+    mixins = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
+    names = names or cls.__dict__.get("_fsdp_names", ())
+    module.__class__ = _subclass(user_cls, tuple(sorted(mixins, key=_mixin_order)), names)
+
+
+def _mixin_order(mixin: type) -> int:
+    # FSDPModule first, as users of FSDP2 know it; the traced call before the one that Dynamo skips.
+    return {"FSDPModule": 0, "TracedCall": 1, "ShardedModule": 2}[mixin.__name__]
+
+
+@cache
+def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) -> type:
+    """Return the one subclass of ``user_cls`` with these mixins and sharded names; all state is on instances."""
+    prefix = mixins[0].__name__.removesuffix("Module")
+    body: dict[str, Any] = {name: _reader(name) for name in names}
+    body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
+    body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy}
+    if TracedCall in mixins:
+        body["__call__"] = with_code_of_its_own(TracedCall.__call__)
+    return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
+
+
+def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function under another code object.
+
+    Dynamo keeps what it compiled, and counts it against its recompile limit, by code object. Equal ones count
+    together, so a constant that nothing reads makes this one differ.
+    """
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    code = code.replace(co_consts=(*code.co_consts, f"copy {next(_copies)}"))
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
+    raise TypeError(
+        f"{type(module).__name__}: a sharded module cannot be deep-copied, because its copy would share no "
+        "process group state; use state_dict() and load_state_dict() on a second sharded model"
+    )
+
+
+def _reshard_units(module: ShardedModule, *_: object) -> None:
+    for unit in module._fsdp_units:
+        unit.reshard()
+
+
+def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, metadata: Any, *_: object) -> None:
+    """Refuse what cannot be assigned before any of it is: an outer module's load would not see the failure."""
+    _reshard_units(module)
+    if metadata.get("assign_to_params_buffers"):
+        for name, param in module._fsdp_params.items():
+            if prefix + name in state:
+                param.check_replacement(state[prefix + name])
+
+
+def _relink_after_load(module: ShardedModule, _: object) -> None:
+    relink(module)

@@ -1,0 +1,117 @@
+"""The arithmetic of shards and of packed buffers: chunks, padding, alignment, offsets.
+
+It must not know process groups or modules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """How one tensor is cut along one dimension into equal, padded chunks.
+
+    Rank ``r`` owns ``[r * chunk, (r + 1) * chunk)`` of the dimension as far as it exists, which is how
+    ``torch.chunk`` and DTensor's ``Shard`` cut; the last ranks may own less, or nothing. Every rank stores a
+    full chunk, so that all ranks trace the same graph.
+
+    Args:
+        shape: of the unsharded tensor.
+        dim: the sharded dimension, not negative.
+        world: the number of ranks.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    world: int
+
+    @cached_property
+    def chunk(self) -> int:
+        """Length of one padded chunk along ``dim``."""
+        return -(-self.shape[self.dim] // self.world)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether no rank has padding."""
+        return self.chunk * self.world == self.shape[self.dim]
+
+    @cached_property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Shape of one padded chunk, the same on every rank."""
+        return (*self.shape[: self.dim], self.chunk, *self.shape[self.dim + 1 :])
+
+    @cached_property
+    def shard_numel(self) -> int:
+        """Elements of one padded chunk."""
+        return prod(self.shard_shape)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the unsharded tensor."""
+        return prod(self.shape)
+
+    @cached_property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape of all chunks together, padding included."""
+        return (*self.shape[: self.dim], self.chunk * self.world, *self.shape[self.dim + 1 :])
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements of all chunks together, padding included."""
+        return self.shard_numel * self.world
+
+    def offset(self, rank: int) -> int:
+        """First index along ``dim`` that ``rank`` owns, clipped to the dimension."""
+        return min(rank * self.chunk, self.shape[self.dim])
+
+    def length(self, rank: int) -> int:
+        """Number of indices along ``dim`` that ``rank`` owns; 0 for an empty shard."""
+        return self.offset(rank + 1) - self.offset(rank)
+
+
+ALIGNMENT = 16  # elements; in every dtype a multiple of the 16 bytes that a GPU thread and Inductor ask for
+
+
+def aligned(numel: int) -> int:
+    """Return ``numel`` rounded up to a multiple of :data:`ALIGNMENT`."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where one rank's shards lie in the packed buffer of a bucket.
+
+    Each shard begins at a multiple of :data:`ALIGNMENT` elements, so that every copy is wide and every result is
+    aligned; zeros fill the gaps. A shard alone is packed without a gap.
+
+    Args:
+        numels: elements of each shard.
+    """
+
+    numels: tuple[int, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements that one rank contributes, gaps included."""
+        return sum(self.sections)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """First element of each shard."""
+        return tuple(accumulate(map(aligned, self.numels[:-1]), initial=0))
+
+    @cached_property
+    def gaps(self) -> tuple[int, ...]:
+        """Elements of zeros behind each shard."""
+        if len(self.numels) == 1:
+            return (0,)
+        return tuple(aligned(numel) - numel for numel in self.numels)
+
+    @cached_property
+    def sections(self) -> tuple[int, ...]:
+        """Lengths of each shard and its gap, one after the other, as ``torch.split`` takes them."""
+        return tuple(length for pair in zip(self.numels, self.gaps, strict=True) for length in pair)

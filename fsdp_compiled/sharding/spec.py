@@ -1,0 +1,326 @@
+"""The spec of a collective: what travels, over which groups, in which dtypes. Operators carry it as text.
+
+Identity and policy travel in an operator's arguments rather than in ``node.meta`` because arguments survive every
+graph rewrite and enter the compile-cache keys; meta does neither. They travel as one text because Dynamo guards every
+constant that a parameter's read takes, in every step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+import torch
+
+from .layout import PackedLayout, ShardLayout
+
+Record = TypeVar("Record")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group by its name; the default is this rank alone, without a group."""
+
+    name: str = ""
+    world: int = 1
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum over ranks becomes a mean without overflow: divide, reduce with ``op``, divide."""
+
+    pre_divide: float = 1.0
+    op: str = "avg"
+    post_divide: float = 1.0
+
+
+def scaling_for(
+    dtype: torch.dtype, world: int, divide_factor: float | None = None, sum_only: bool = False
+) -> Scaling:
+    """Return how gradients in ``dtype`` are reduced over ``world`` ranks: to the mean, or the sum over a divisor.
+
+    fp32 and bf16 have the exponent range to be averaged by the collective itself. fp16 may overflow in the sum
+    and underflow when divided first, so it is divided by about the square root of the divisor on either side.
+
+    Args:
+        dtype: of the reduce-scatter.
+        world: all ranks, replicas included.
+        divide_factor: what to divide the sum by; None for ``world``.
+        sum_only: use no averaging collective.
+
+    *Source:* the pre / post split is the one of Horovod and of PyTorch DDP's fp16 hooks.
+    """
+    divisor = world if divide_factor is None else divide_factor
+    if world == 1:
+        return Scaling(divisor, "sum", 1.0)
+    if dtype in (torch.float32, torch.bfloat16, torch.float64):
+        if divisor == world and not sum_only:
+            return Scaling(1.0, "avg", 1.0)
+        return Scaling(1.0, "sum", divisor)
+    pre = 1
+    while divisor % pre == 0 and divisor / pre > pre:
+        pre *= 2
+    return Scaling(float(pre), "sum", divisor / pre)
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter.
+
+    Args:
+        name: full name.
+        unit: full name of its unit.
+        shape: of the unsharded parameter. None: dimension 0 is sharded, and shape and dtype follow from the
+            all-gather input at hand, as with the inputs of an all-gather extension.
+        dim: the sharded dimension.
+        dtype: of the sharded parameter and of its gradient.
+    """
+
+    name: str
+    unit: str
+    shape: tuple[int, ...] | None
+    dim: int
+    dtype: torch.dtype
+
+    def layout(self, world: int) -> ShardLayout:
+        """Return how ``world`` ranks share the parameter."""
+        assert self.shape is not None, f"{self.name}: resolve the spec for its input first"
+        return ShardLayout(self.shape, self.dim, world)
+
+
+@dataclass(frozen=True)
+class AllGatherSpec:
+    """An all-gather.
+
+    Args:
+        group: of the ranks that hold the shards.
+        dtype: of the all-gather input and of the unsharded parameter.
+        comm: name of the user's :class:`AllGather`; "" for the process group's own.
+        device: type of the device of compute where the shards live on the CPU; "" where they live with compute.
+    """
+
+    group: Group
+    dtype: torch.dtype
+    comm: str = ""
+    device: str = ""
+
+
+@dataclass(frozen=True)
+class ReductionSpec:
+    """A reduce-scatter and, over replicas, an all-reduce.
+
+    Args:
+        dtype: of the reduce-scatter input.
+        shards: the group of the reduce-scatter.
+        replicas: the group of the all-reduce.
+        scaling: how the sum becomes a mean.
+        comm: name of the user's :class:`ReduceScatter`; "" for the process group's own.
+        hook: name of the user's hook on the reduced, packed gradients; "" for none.
+        to_host: whether the shards live on the CPU, and so their gradients.
+    """
+
+    dtype: torch.dtype
+    shards: Group = Group()
+    replicas: Group = Group()
+    scaling: Scaling = Scaling()
+    comm: str = ""
+    hook: str = ""
+    to_host: bool = False
+
+    @property
+    def communicates(self) -> bool:
+        """Whether a gradient meets those of other ranks."""
+        return self.shards.world * self.replicas.world > 1
+
+    def over_shards_only(self) -> ReductionSpec:
+        """Return the reduction that stops before the replicas: a partial gradient, which stays with compute."""
+        return replace(self, replicas=Group(), scaling=replace(self.scaling, post_divide=1.0), hook="", to_host=False)
+
+
+@dataclass(frozen=True)
+class CommSpec:
+    """Everything that one parameter's traced read decides: the argument of ``unshard`` and ``reduce_grad``.
+
+    Args:
+        param: what travels.
+        all_gather: how it is unsharded.
+        reduction: how its gradient is reduced.
+        reshard: whether backward all-gathers again; False keeps the unsharded parameter from forward.
+        post_forward: the smaller group that holds the parameter between forward and backward; this rank alone: none.
+    """
+
+    param: ParamSpec
+    all_gather: AllGatherSpec
+    reduction: ReductionSpec
+    reshard: bool = True
+    post_forward: Group = Group()
+
+    @cached_property
+    def layout(self) -> ShardLayout:
+        """How the ranks of the all-gather share the parameter."""
+        return self.param.layout(self.all_gather.group.world)
+
+    def for_input(self, shape: Sequence[int], dtype: torch.dtype) -> CommSpec:
+        """Return the spec for an all-gather input of this shape and dtype; the same one for the same input."""
+        return self if self.param.shape is not None else _for_input(self, tuple(shape), dtype)
+
+    def over_shards_only(self) -> CommSpec:
+        """Return the spec of a partial gradient: in the dtype of the reduction, not reduced over replicas."""
+        param = replace(self.param, dtype=self.reduction.dtype)
+        return replace(self, param=param, reduction=self.reduction.over_shards_only())
+
+    @cached_property
+    def after_forward(self) -> CommSpec:
+        """The spec by which backward all-gathers over the smaller group what forward left there."""
+        all_gather = replace(self.all_gather, group=self.post_forward, comm="", device="")
+        param = replace(self.param, dtype=self.all_gather.dtype)
+        return replace(self, param=param, all_gather=all_gather, post_forward=Group())
+
+    def encode(self) -> str:
+        """Return the text that operators carry."""
+        return _encode(self)
+
+    @staticmethod
+    @cache
+    def decode(text: str) -> CommSpec:
+        """Read back what :meth:`encode` wrote."""
+        return _decode(CommSpec, text)
+
+
+@lru_cache(maxsize=4096)
+def _for_input(spec: CommSpec, shape: tuple[int, ...], dtype: torch.dtype) -> CommSpec:
+    unsharded = (shape[0] * spec.all_gather.group.world, *shape[1:])
+    param = replace(spec.param, shape=unsharded, dim=0, dtype=dtype)
+    return replace(spec, param=param, all_gather=replace(spec.all_gather, dtype=dtype))
+
+
+@dataclass(frozen=True)
+class AllGatherBucket:
+    """What one all-gather carries: the argument of its launch and of its wait.
+
+    Args:
+        spec: of the all-gather.
+        params: in packing order.
+        into_place: each parameter is gathered straight into its own memory, rather than copied out of one buffer.
+        inputs_persist: the shards keep their memory until the wait, as parameters do; those that a graph has
+            computed do not, and the compute stream copies them first.
+    """
+
+    spec: AllGatherSpec
+    params: tuple[ParamSpec, ...]
+    into_place: bool = False
+    inputs_persist: bool = True
+
+    @cached_property
+    def layouts(self) -> tuple[ShardLayout, ...]:
+        """How the ranks share each parameter."""
+        return tuple(param.layout(self.spec.group.world) for param in self.params)
+
+    @cached_property
+    def packed(self) -> PackedLayout:
+        """Where the shards lie in what one rank sends."""
+        return PackedLayout(tuple(layout.shard_numel for layout in self.layouts))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each unsharded, padded parameter."""
+        return tuple(layout.padded_numel * self.spec.dtype.itemsize for layout in self.layouts)
+
+    def encode(self) -> str:
+        """Return the text that operators carry."""
+        return _encode(self)
+
+    @staticmethod
+    @cache
+    def decode(text: str) -> AllGatherBucket:
+        """Read back what :meth:`encode` wrote."""
+        return _decode(AllGatherBucket, text)
+
+
+@dataclass(frozen=True)
+class ReductionBucket:
+    """What one reduction carries: the argument of its launches and waits.
+
+    Args:
+        spec: of the reduction.
+        params: whose gradients travel, in packing order.
+        inputs_persist: see :class:`AllGatherBucket`.
+    """
+
+    spec: ReductionSpec
+    params: tuple[ParamSpec, ...]
+    inputs_persist: bool = False
+
+    @cached_property
+    def layouts(self) -> tuple[ShardLayout, ...]:
+        """How the ranks share each parameter."""
+        return tuple(param.layout(self.spec.shards.world) for param in self.params)
+
+    @cached_property
+    def packed(self) -> PackedLayout:
+        """Where the sharded gradients lie in what one rank receives."""
+        return PackedLayout(tuple(layout.shard_numel for layout in self.layouts))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each unsharded, padded gradient in the dtype of the reduction."""
+        return tuple(layout.padded_numel * self.spec.dtype.itemsize for layout in self.layouts)
+
+    @cached_property
+    def stages(self) -> tuple[str, ...]:
+        """What follows what: "reduce_scatter", "all_reduce", "copy_to_host". The first is there in any case."""
+        found = ["all_reduce"] if self.spec.shards.world == 1 < self.spec.replicas.world else ["reduce_scatter"]
+        if self.spec.shards.world > 1 and self.spec.replicas.world > 1:
+            found.append("all_reduce")
+        return (*found, *(["copy_to_host"] if self.spec.to_host else []))
+
+    def encode(self) -> str:
+        """Return the text that operators carry."""
+        return _encode(self)
+
+    @staticmethod
+    @cache
+    def decode(text: str) -> ReductionBucket:
+        """Read back what :meth:`encode` wrote."""
+        return _decode(ReductionBucket, text)
+
+
+# ---- records as text ----
+
+
+def _encode(record: Any) -> str:
+    return json.dumps(_plain(record), separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    """Return JSON data; of records only the fields that differ from their defaults."""
+    if is_dataclass(value):
+        shown = ((f.name, getattr(value, f.name), f.default) for f in fields(value))
+        return {name: _plain(each) for name, each, default in shown if each != default}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return list(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+def _decode(kind: type[Record], text: str) -> Record:
+    return _read(kind, json.loads(text))
+
+
+def _read(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        hints = _hints(kind)
+        return kind(**{name: _read(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if kind is torch.dtype:
+        return getattr(torch, value)
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in value)
+    options = [each for each in get_args(kind) if each is not type(None)]
+    return _read(options[0], value) if options and value is not None else value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

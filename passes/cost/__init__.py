@@ -1,0 +1,8 @@
+"""What compute and collectives cost on a given cluster, by arithmetic alone.
+
+Nothing is measured at run time, so that every rank finds the same numbers. It must not know buckets or order.
+"""
+
+from .cluster import CLUSTERS, EFFICIENCY, Cluster, Lane, Link, description, detect
+
+__all__ = ["CLUSTERS", "EFFICIENCY", "Cluster", "Lane", "Link", "description", "detect"]

@@ -1,0 +1,280 @@
+"""What collectives and the copies around them cost on a given cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+from ...sharding.spec import AllGatherSpec, Group
+
+EFFICIENCY = 0.7  # of peak FLOP/s and of memory bandwidth. *Source:* AutoParallel's compute model.
+
+
+@dataclass(frozen=True)
+class Link:
+    """How long a collective takes between ranks, as a ring.
+
+    Args:
+        latency_us: of one collective, whatever its size.
+        hop_us: added for each rank beyond the first.
+        bytes_per_s: that one rank receives.
+        reduce_factor: how much longer a reduced byte takes than a gathered one.
+        knee_bytes: beyond this size of the unsharded buffer, a byte takes twice as long; 0 for nowhere.
+    """
+
+    latency_us: float
+    hop_us: float
+    bytes_per_s: float
+    reduce_factor: float = 1.0
+    knee_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        _positive(self, ("bytes_per_s", "reduce_factor"))
+
+    def collective_us(self, size_bytes: int, world: int, reduces: bool = False) -> float:
+        """Return the time to gather or reduce ``size_bytes``, counted unsharded, over ``world`` ranks.
+
+        *Source:* a ring moves ``(world - 1) / world`` of the buffer through each rank (NCCL's performance notes).
+        """
+        if world == 1:
+            return 0.0
+        seconds = size_bytes * (world - 1) / world / self.bytes_per_s
+        if reduces:
+            seconds *= self.reduce_factor
+        if self.knee_bytes and size_bytes > self.knee_bytes:
+            seconds *= 2
+        return self.latency_us + self.hop_us * (world - 1) + seconds * 1e6
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A machine as the schedule sees it.
+
+    Args:
+        name: for reports.
+        flops_16bit: peak FLOP/s of bf16 and fp16 matrix products, dense.
+        flops_32bit: of fp32 ones, as torch runs them by default.
+        memory_bytes_per_s: bandwidth of device memory.
+        kernel_us: the least time that a matrix product takes, or a copy around a collective.
+        intra: the link between ranks of one node.
+        inter: the link between nodes.
+        ranks_per_node: ranks that share ``intra``.
+        compute_blocked_fraction: share of a collective's time during which compute cannot run: 1 where both use the
+            same cores, 0 where an engine of its own moves the data.
+        piece_us: added to an all-gather by each further buffer that it gathers into.
+        host_bytes_per_s: one way between device and host. *Source* of the default: 16 lanes of PCIe 5.0.
+    """
+
+    name: str
+    flops_16bit: float
+    flops_32bit: float
+    memory_bytes_per_s: float
+    kernel_us: float
+    intra: Link
+    inter: Link
+    ranks_per_node: int = 8
+    compute_blocked_fraction: float = 0.0
+    piece_us: float = 0.0
+    host_bytes_per_s: float = 64e9
+
+    def __post_init__(self) -> None:
+        _positive(self, ("flops_16bit", "flops_32bit", "memory_bytes_per_s", "ranks_per_node", "host_bytes_per_s"))
+        if not 0.0 <= self.compute_blocked_fraction <= 1.0:
+            raise ValueError(
+                f"Cluster.compute_blocked_fraction: expected 0 to 1, got {self.compute_blocked_fraction}"
+            )
+
+    def link(self, group: str, world: int) -> Link:
+        """Return the link that a process group runs over."""
+        ranks = _ranks_of(group, world)
+        return self.intra if len({rank // self.ranks_per_node for rank in ranks}) == 1 else self.inter
+
+    def lane(self, group: Group) -> Lane:
+        """Return the link that collectives of a process group queue for."""
+        link = self.link(group.name, group.world)
+        return Lane(link, group.world, "inside a node" if link is self.intra else "between nodes")
+
+    def copy_us(self, size_bytes: int) -> float:
+        """Return the time to read and write ``size_bytes`` in device memory."""
+        return 2e6 * size_bytes / (EFFICIENCY * self.memory_bytes_per_s)
+
+    def packing_us(self, size_bytes: int) -> float:
+        """Return the time that compute takes to copy ``size_bytes`` into, or out of, a collective's buffer."""
+        return max(self.copy_us(size_bytes), self.kernel_us)
+
+    def host_us(self, size_bytes: int) -> float:
+        """Return the time to move ``size_bytes`` to the host, or from there."""
+        return 1e6 * size_bytes / (EFFICIENCY * self.host_bytes_per_s)
+
+    def all_gather_times(self, sizes: Sequence[int], lane: Lane, kind: AllGatherKind) -> AllGatherTimes:
+        """Return the times of one all-gather of parameters of these bytes, unsharded."""
+        size, world = sum(sizes), lane.world
+        us, pack_us, unpack_us = lane.link.collective_us(size, world), 0.0, 0.0
+        if kind.from_host:
+            us += self.host_us(size // world)
+        if kind.into_place:
+            us += (len(sizes) - 1) * self.piece_us
+        else:
+            unpack_us = self.packing_us(size)
+        if not kind.inputs_persist or (not kind.into_place and len(sizes) > 1 and world > 1):
+            pack_us = self.packing_us(size // world)
+        if not kind.beside:
+            return AllGatherTimes(us, pack_us, unpack_us)
+        if kind.inputs_persist:
+            return AllGatherTimes(us + pack_us + unpack_us, 0.0, 0.0)
+        return AllGatherTimes(us + unpack_us, pack_us, 0.0)
+
+    def saves_by_gathering_into_place(self, sizes: Sequence[int]) -> bool:
+        """Tell whether further pieces of one launch cost less than unpacking parameters of these bytes."""
+        return (len(sizes) - 1) * self.piece_us <= self.copy_us(sum(sizes))
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The link that a collective queues for.
+
+    Args:
+        link: how fast it is.
+        world: ranks of the collective.
+        name: collectives of equal names run one after the other.
+    """
+
+    link: Link
+    world: int
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class AllGatherKind:
+    """What happens around an all-gather.
+
+    Args:
+        into_place: each parameter is gathered straight into its own memory.
+        beside: copies run on a side stream.
+        inputs_persist: the shards keep their memory until the wait; others are copied first, by compute.
+        from_host: the shards live there.
+    """
+
+    into_place: bool = False
+    beside: bool = False
+    inputs_persist: bool = True
+    from_host: bool = False
+
+
+class AllGatherTimes(NamedTuple):
+    """Times of an all-gather: on the link, with what runs on its stream; of compute before, and after."""
+
+    us: float
+    pack_us: float
+    unpack_us: float
+
+
+def _positive(record: object, fields: tuple[str, ...]) -> None:
+    for field in fields:
+        value = getattr(record, field)
+        if not value > 0:
+            raise ValueError(f"{type(record).__name__}.{field}: expected more than 0, got {value}")
+
+
+def _ranks_of(group: str, world: int) -> list[int]:
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only.
+    try:
+        return dist.get_process_group_ranks(_resolve_process_group(group))  # type: ignore[arg-type]
+    except (LookupError, RuntimeError, ValueError):
+        return list(range(world))
+
+
+# NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
+# *Source:* baseLat and hwLat in NCCL's src/graph/tuning.cc.
+_NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
+
+
+def _gpu(name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink_gb: float, nic_gb: float) -> Cluster:
+    return Cluster(
+        name=name,
+        flops_16bit=tflops_16 * 1e12,
+        flops_32bit=tflops_32 * 1e12,
+        memory_bytes_per_s=memory_gb * 1e9,
+        kernel_us=7.0,  # *Source:* AutoParallel's launch floor.
+        intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, nvlink_gb * 1e9),
+        inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, nic_gb * 1e9),
+        piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
+    )
+
+
+CLUSTERS: Mapping[str, Cluster] = {
+    # *Source:* NVIDIA's datasheets (SXM parts): dense bf16 and fp32 FLOP/s, memory, half of NVLink's two-way
+    # bandwidth; one network card for each GPU as in NVIDIA's DGX systems; PCIe 5.0, for the A100 4.0.
+    "H100": _gpu("H100", 989, 67, 3350, 450, 50),
+    "H200": _gpu("H200", 989, 67, 4800, 450, 50),
+    "A100": replace(_gpu("A100", 312, 19.5, 2039, 300, 25), host_bytes_per_s=32e9),
+    "B200": _gpu("B200", 2250, 75, 8000, 900, 50),
+    # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
+    # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
+    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for
+    # each further buffer of coalesced all-gathers.
+    "CPU": Cluster(
+        name="CPU",
+        flops_16bit=133e9,
+        flops_32bit=133e9,
+        memory_bytes_per_s=25e9,
+        kernel_us=2.0,
+        intra=Link(400.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
+        inter=Link(600.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
+        ranks_per_node=8,
+        compute_blocked_fraction=1.0,
+        piece_us=10.0,
+        host_bytes_per_s=25e9,  # its own memory
+    ),
+}
+
+
+def of_kind(device: torch.device) -> Cluster:
+    """Return one cluster for all devices of a type, for decisions that ranks on unequal machines must make alike."""
+    return CLUSTERS["CPU" if device.type == "cpu" else "H100"]
+
+
+def gathers_into_place(spec: AllGatherSpec, dims: Sequence[int], sizes: Sequence[int], device: torch.device) -> bool:
+    """Tell whether a bucket's parameters are to be gathered each straight into its own memory.
+
+    Otherwise one buffer is gathered and copied out of. Only dimension 0 can be gathered into place, and an empty
+    parameter only alone.
+
+    Args:
+        spec: of the all-gather.
+        dims: the sharded dimension of each parameter.
+        sizes: bytes of each, unsharded and padded.
+        device: where compute runs.
+    """
+    if spec.group.world == 1 or spec.comm or any(dims):
+        return False
+    return (len(sizes) == 1 or all(sizes)) and of_kind(device).saves_by_gathering_into_place(sizes)
+
+
+def detect(device: torch.device) -> Cluster:
+    """Return the cluster that ``device`` belongs to.
+
+    The device's name chooses the constants; an unknown GPU is taken for an H100. The number of ranks on a node
+    is ``torchrun``'s ``LOCAL_WORLD_SIZE``, else the number of this machine's GPUs. Ranks on machines of different
+    kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there.
+    """
+    return _detect(*description(device))
+
+
+def description(device: torch.device) -> tuple[str, int]:
+    """Return all that :func:`detect` looks at, which compile-cache keys must hold."""
+    is_gpu = device.type == "cuda" and torch.cuda.is_available()
+    name = torch.cuda.get_device_name(device) if is_gpu else "CPU" if device.type == "cpu" else device.type
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    return name, local or (torch.cuda.device_count() if is_gpu else 0) or CLUSTERS["CPU"].ranks_per_node
+
+
+def _detect(name: str, ranks_per_node: int) -> Cluster:
+    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
+    return replace(known, ranks_per_node=ranks_per_node)

@@ -1,0 +1,79 @@
+"""Where compute stands in a graph, and where tensors are first and last read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ..cost import Cluster, detect
+from ..cost.compute import is_view, node_us
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Where a tensor is read: positions of the first and the last compute node, views of it included.
+
+    Args:
+        first: the number of compute nodes, which is the end of the graph, if nothing reads it.
+        last: likewise.
+    """
+
+    first: int
+    last: int
+
+
+class Compute:
+    """The nodes of a graph that are no collective's, in order; their index is their position.
+
+    Args:
+        graph: any graph.
+        is_ours: tells which nodes belong to collectives.
+    """
+
+    def __init__(self, graph: fx.Graph, is_ours: Callable[[fx.Node], bool]) -> None:
+        self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_ours(n)]
+        self.position = {node: index for index, node in enumerate(self.nodes)}
+
+    @property
+    def end(self) -> int:
+        """The position after the last node."""
+        return len(self.nodes)
+
+    def time(self, cluster: Cluster) -> tuple[float, ...]:
+        """Return each node's estimated time in microseconds."""
+        return tuple(node_us(node, cluster) for node in self.nodes)
+
+    def after(self, sources: Iterable[fx.Node]) -> int:
+        """Return the first position at which all ``sources`` exist."""
+        return max((self.position.get(source, -1) + 1 for source in sources), default=0)
+
+    def reads(self, tensor: fx.Node) -> Reads:
+        """Return where ``tensor`` is read; nodes that have no position are looked through, as views are."""
+        first, last = self.end, -1
+        stack, seen = [(tensor, True)], set[fx.Node]()
+        while stack:
+            source, is_direct = stack.pop()
+            for user in source.users:
+                place = self.position.get(user)
+                if place is not None:
+                    first, last = min(first, place) if is_direct else first, max(last, place)
+                if user not in seen and (place is None or is_view(user)):
+                    seen.add(user)
+                    stack.append((user, is_direct and place is None))
+        return Reads(first, max(first, last))
+
+
+def is_returned(node: fx.Node) -> bool:
+    """Tell whether the graph returns ``node`` or a view of it, as forward does with what it keeps for backward."""
+    return any(user.op == "output" or (is_view(user) and is_returned(user)) for user in node.users)
+
+
+def cluster_of(graph: fx.Graph, given: Cluster | None) -> Cluster:
+    """Return ``given``, or the cluster that the graph computes on, though shards may live on the CPU."""
+    if given is not None:
+        return given
+    devices = (value.device for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
+    return detect(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))

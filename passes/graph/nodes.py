@@ -1,0 +1,179 @@
+"""The library's operators as FX nodes: what each is, what it carries, and what is known about its tensors.
+
+This file and :mod:`emit`, which writes them, are the only ones that know operator names, schemas and argument
+positions. It knows nothing of modules, process groups or schedules.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import fx
+
+from ...sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
+
+NAMESPACE = "fsdp_compiled"
+UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
+REDUCE_GRAD_SCHEMA = "reduce_grad(Tensor grad, str spec) -> Tensor"
+WITH_GRADIENT_SCHEMA = (
+    "with_gradient(Tensor unsharded, Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
+)
+TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
+
+Stage = Literal["all_gather", "reduce_scatter", "all_reduce", "copy_to_host"]
+Half = Literal["launch", "wait"]
+STAGES: tuple[Stage, ...] = ("all_gather", "reduce_scatter", "all_reduce", "copy_to_host")
+
+
+def launch_schema(stage: str) -> str:
+    """Return the schema of the operator that starts a stage, on tensors or on the handle of the stage before."""
+    return f"launch_{stage}(Tensor[] inputs, str bucket) -> Tensor"
+
+
+def wait_schema(stage: str) -> str:
+    """Return the schema of the operator that waits for a stage: it returns results, or a handle for the next."""
+    return f"wait_{stage}(Tensor handle, str bucket) -> Tensor[]"
+
+
+def _is_op(node: fx.Node, name: str) -> bool:
+    return node.op == "call_function" and str(node.target) == f"{NAMESPACE}.{name}.default"
+
+
+_HALVES: dict[str, tuple[Half, Stage]] = {
+    f"{NAMESPACE}.{half}_{stage}.default": (half, stage) for half in ("launch", "wait") for stage in STAGES
+}
+
+
+def is_unshard(node: fx.Node) -> bool:
+    """Tell whether ``node`` all-gathers one parameter."""
+    return _is_op(node, "unshard")
+
+
+def is_reduce_grad(node: fx.Node) -> bool:
+    """Tell whether ``node`` reduces one gradient."""
+    return _is_op(node, "reduce_grad")
+
+
+def is_with_gradient(node: fx.Node) -> bool:
+    """Tell whether ``node`` is the identity on an unsharded parameter that was there for its gradient."""
+    return _is_op(node, "with_gradient")
+
+
+def is_take_shard(node: fx.Node) -> bool:
+    """Tell whether ``node`` cuts an unsharded parameter for a smaller group."""
+    return _is_op(node, "take_shard")
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts a stage of a bucket."""
+    return _HALVES.get(str(node.target), ("", ""))[0] == "launch"
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Tell whether ``node`` waits for a stage of a bucket."""
+    return _HALVES.get(str(node.target), ("", ""))[0] == "wait"
+
+
+def stage_of(node: fx.Node) -> Stage:
+    """Return the stage that a launch or a wait belongs to."""
+    return _HALVES[str(node.target)][1]
+
+
+def bucket_of(node: fx.Node) -> AllGatherBucket | ReductionBucket:
+    """Return what a launch or a wait carries."""
+    text = str(node.args[1])
+    return AllGatherBucket.decode(text) if stage_of(node) == "all_gather" else ReductionBucket.decode(text)
+
+
+def is_first_stage(launch: fx.Node) -> bool:
+    """Tell whether a launch takes tensors, rather than the handle of the stage before."""
+    bucket = bucket_of(launch)
+    return isinstance(bucket, AllGatherBucket) or stage_of(launch) == bucket.stages[0]
+
+
+def inputs_of(launch: fx.Node) -> list[fx.Node]:
+    """Return what a launch reads."""
+    return list(launch.args[0])  # type: ignore[arg-type]
+
+
+def has_ours(graph: fx.Graph) -> bool:
+    """Tell whether ``graph`` holds any operator of this library."""
+    return any(str(node.target).startswith(f"{NAMESPACE}.") for node in graph.nodes if node.op == "call_function")
+
+
+def spec_of(node: fx.Node) -> CommSpec:
+    """Return the spec of an ``unshard``, ``reduce_grad`` or ``with_gradient`` node."""
+    value = value_of(source_of(node))
+    return CommSpec.decode(str(node.args[-1])).for_input(value.shape, value.dtype)
+
+
+def source_of(node: fx.Node) -> fx.Node:
+    """Return the tensor that an operator takes first: a shard, a gradient, a handle."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    return source
+
+
+def value_of(node: fx.Node) -> torch.Tensor:
+    """Return the fake tensor that stands for the node's result."""
+    return node.meta["val"]
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Tell whether ``node`` takes one tensor out of a list."""
+    return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+# ---- which bucket an opaque node joins; needed no longer than one compilation ----
+
+_BUCKET = "fsdp_compiled_bucket"
+
+
+def assign_bucket(node: fx.Node, number: int) -> None:
+    """Say which bucket an opaque node joins."""
+    node.meta[_BUCKET] = number
+
+
+def assigned_bucket(node: fx.Node) -> int | None:
+    """Return what :func:`assign_bucket` said, or None."""
+    return node.meta.get(_BUCKET)
+
+
+# ---- order ----
+
+
+def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
+    """Move the nodes, which are all of the graph's, into this order."""
+    last = graph._root
+    for node in order:
+        if last.next is not node:
+            last.append(node)
+        last = node
+
+
+# ---- tensors ----
+
+
+def computes_on(node: fx.Node) -> torch.device:
+    """Return the device where compute uses what an ``unshard`` makes, or makes what a ``reduce_grad`` takes."""
+    return value_of(source_of(node) if is_reduce_grad(node) else node).device
+
+
+def is_parameter(node: fx.Node) -> bool:
+    """Tell whether ``node`` is a parameter's shard, which outlives the step, by the name that AOTAutograd gives it.
+
+    Inputs of forward graphs and what backward graphs take of them are called primals, those of inference graphs arg;
+    what forward has computed for backward, which may be freed or overwritten there, has other names.
+    """
+    return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
+
+
+def is_heavy(node: fx.Node) -> bool:
+    """Tell whether ``node`` is compute that Inductor runs as a kernel of its own, at a place of its own."""
+    return node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
+
+
+_HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "_scaled_dot_product")

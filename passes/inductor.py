@@ -1,0 +1,135 @@
+"""Runs passes inside Inductor's custom-pass slots, beside whatever the user put there.
+
+It knows the slots and how each supported torch fills them; it must not know what any pass does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch._inductor import config, custom_graph_pass
+
+from . import cost
+from .graph import nodes
+
+Slot = str  # the name of a field of torch._inductor.config
+
+
+class Pass(Protocol):
+    """Rewrites a graph in place; its fields and source are its whole configuration."""
+
+    def __call__(self, graph: fx.Graph) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pipeline(custom_graph_pass.CustomGraphPass):
+    """Passes that run in order on a graph that holds our operators, and leave every other graph alone.
+
+    Args:
+        passes: frozen records, so that ``repr`` is their configuration.
+        core: what the operators in the graphs compute, as a hash: the caches do not look into operators.
+    """
+
+    passes: tuple[Pass, ...]
+    core: str = ""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if not nodes.has_ours(graph):
+            return
+        for run in self.passes:
+            run(graph)
+        graph.lint()
+
+    def uuid(self) -> str:
+        """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machine."""
+        machine = cost.description(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        return f"{source_hash(Path(__file__).parent)}:{self.core}:{self.passes!r}:{machine}"
+
+
+@dataclass(frozen=True)
+class Chain(custom_graph_pass.CustomGraphPass):
+    """Our pipeline and then the user's pass, for torch 2.11, whose slots hold a single pass."""
+
+    pipeline: Pipeline
+    user: Callable[[fx.Graph], None]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.pipeline(graph)
+        self.user(graph)
+
+    def uuid(self) -> Any:
+        """Return both uuids, or None (which turns compile caches off) where the user's pass has none."""
+        uuid = getattr(self.user, "uuid", lambda: None)()
+        return uuid and (self.pipeline.uuid(), uuid)
+
+
+@cache
+def source_hash(folder: Path) -> str:
+    """Return a hash of the Python files in ``folder`` and below."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def installed(slot: Slot) -> Pipeline | None:
+    """Return our pipeline in ``slot``, or None."""
+    return next((p for p in _entries(getattr(config, slot)) if isinstance(p, Pipeline)), None)
+
+
+def install(slot: Slot, pipeline: Pipeline) -> None:
+    """Put ``pipeline`` in ``slot`` before what the user has there; a second call changes nothing."""
+    if installed(slot) is None:
+        setattr(config, slot, _joined(pipeline, getattr(config, slot)))
+
+
+def beside_users_passes(slot: Slot, pipeline: Pipeline) -> Any:
+    """Return what ``slot`` would hold with ``pipeline`` in place of any other of ours."""
+    return _joined(pipeline, _without_ours(getattr(config, slot)))
+
+
+def uninstall(slot: Slot) -> None:
+    """Take our pipeline out of ``slot`` and leave what the user put there as it was."""
+    setattr(config, slot, _without_ours(getattr(config, slot)))
+
+
+def _without_ours(value: Any) -> Any:
+    if isinstance(value, Pipeline):
+        return None
+    if isinstance(value, Chain):
+        return value.user
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, Pipeline) for entry in value):
+        kept = tuple(entry for entry in value if not isinstance(entry, Pipeline))
+        return kept[0] if isinstance(value, _Joined) else type(value)(kept)
+    return value
+
+
+class _Joined(tuple):
+    """Marks a slot that held a single pass, rather than a sequence, before ours came."""
+
+    __slots__ = ()
+
+
+def _joined(pipeline: Pipeline, user: Any) -> Any:
+    if user is None:
+        return pipeline
+    if isinstance(user, (list, tuple)):
+        return type(user)((pipeline, *user))
+    if hasattr(custom_graph_pass, "get_custom_graph_passes"):
+        return _Joined((pipeline, user))
+    return Chain(pipeline, user)
+
+
+def _entries(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Chain):
+        return (value.pipeline, value.user)
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
