@@ -3,36 +3,47 @@
 from __future__ import annotations
 
 import torch
-from fsdp_compiled.passes.route import Route, reduction_for
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from fsdp_compiled.collectives import operators  # noqa: F401  defines the operators
-from fsdp_compiled.passes import ir
+from fsdp_compiled.collectives import bucket_operators, operators  # noqa: F401  define the operators
+from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.spec import verify
+from fsdp_compiled.sharding.spec import AllGatherSpec, CommSpec, Group, ParamSpec, ReductionSpec, scaling_for
 
 
-def route(
-    shape, param, unit="u", world=4, replicas=1, dim=0, dtype=torch.float32, reduce_dtype=torch.float32, **more
+def spec(
+    shape,
+    name,
+    unit="u",
+    world=4,
+    replicas=1,
+    dim=0,
+    dtype=torch.float32,
+    reduce_dtype=torch.float32,
+    device="",
+    post_forward=Group(),  # noqa: B008
+    reshard=True,
+    all_gather_comm="",
+    **reduction,
 ):
-    scaling = reduction_for(reduce_dtype, world * replicas)
-    return Route(
-        shape=shape,
-        dim=dim,
-        dtype=dtype,
-        reduce_dtype=reduce_dtype,
-        grad_dtype=torch.float32,
-        reshard=True,
-        unit=unit,
-        param=param,
-        shard_group="shard",
-        shard_world=world,
-        replicate_group="replicate" if replicas > 1 else "",
-        replicate_world=replicas,
-        pre_divide=scaling.pre_divide,
-        op=scaling.op,
-        post_divide=scaling.post_divide,
-        **more,
+    """The spec of one fp32 parameter over process groups named "shard" and "replicate"."""
+    shards = Group("shard" if world > 1 else "", world)
+    return CommSpec(
+        ParamSpec(name, unit, tuple(shape), dim, torch.float32),
+        AllGatherSpec(shards, dtype, all_gather_comm, device),
+        ReductionSpec(
+            reduce_dtype,
+            **{
+                "shards": shards,
+                "replicas": Group("replicate", replicas) if replicas > 1 else Group(),
+                "scaling": scaling_for(reduce_dtype, world * replicas),
+                "to_host": bool(device),
+                **reduction,
+            },
+        ),
+        reshard,
+        post_forward,
     )
 
 
@@ -60,11 +71,11 @@ class Builder:
             node.meta["val"] = packet.default(*fx.map_arg(args, lambda n: n.meta["val"]))
         return node
 
-    def unshard(self, shard, route):
-        return self.op("unshard", (shard, None, route.encode()))
+    def unshard(self, shard, spec):
+        return self.op("unshard", (shard, None, None, spec.encode()))
 
-    def reduce_grad(self, grad, route):
-        return self.op("reduce_grad", (grad, route.encode()))
+    def reduce_grad(self, grad, spec):
+        return self.op("reduce_grad", (grad, spec.encode()))
 
     def call(self, op, *args):
         """Append an operator that is not ours."""
@@ -95,6 +106,10 @@ def _line(node):
     value = node.meta["val"]
     shape = "" if not isinstance(value, torch.Tensor) else f" {list(value.shape)} {str(value.dtype)[6:]}"
     args = ", ".join(map(str, node.args))
-    if ir.is_unshard(node) or ir.is_reduce_grad(node):
-        args = f"{ir.source_of(node)}, {ir.route_of(node).param}"
+    if nodes.is_unshard(node) or nodes.is_reduce_grad(node):
+        args = f"{nodes.source_of(node)}, {nodes.spec_of(node).param.name}"
+    elif nodes.is_launch(node) or nodes.is_wait(node):
+        bucket = nodes.bucket_of(node)
+        how = " into place" if getattr(bucket, "into_place", False) else ""
+        args = f"{node.args[0]}, {'+'.join(param.name for param in bucket.params)}{how}"
     return f"{node.name} = {name}({args}){shape}"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+
 from fsdp_compiled.hooks.casts import cast_floating, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_compiled.hooks.state import FSDPState
 from torch import nn
 from torch._inductor import config, custom_graph_pass
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
+from fsdp_compiled.hooks.state import FSDPState
 from tests.graphs import sequence
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "mm")

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fsdp_compiled.passes.cost.compute import node_us
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fsdp_compiled.passes.cost import Cluster, Link
+from fsdp_compiled.passes.cost.compute import node_us
 from tests.builder import Builder
 
 LINK = Link(1.0, 1.0, 1e9)

@@ -9,6 +9,9 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled.passes import CLUSTERS, Cluster, Link, cost
+from fsdp_compiled.passes.cost import Lane
+from fsdp_compiled.passes.cost.cluster import AllGatherKind, gathers_into_place
+from fsdp_compiled.sharding.spec import AllGatherSpec, Group
 
 LINK = Link(latency_us=10.0, hop_us=2.0, bytes_per_s=1e9, reduce_factor=1.5, knee_bytes=10_000)
 TOY = Cluster("toy", 2e12, 1e12, 1e12, 3.0, LINK, Link(50.0, 5.0, 1e8), ranks_per_node=4)
@@ -24,26 +27,42 @@ def test_a_collective_is_latency_and_a_rings_bytes():
 def test_parameters_go_into_place_where_copying_them_takes_longer_than_more_pieces():
     cluster = replace(TOY, piece_us=5.0)
     assert cluster.copy_us(3_500_000) == pytest.approx(10.0)
-    assert cluster.gathers_into_place([3_000_000, 500_000])
-    assert cluster.gathers_into_place([3_000_000, 400_000, 100_000])
-    assert not cluster.gathers_into_place([3_000_000, 300_000, 100_000, 100_000])
-    assert cluster.gathers_into_place([1])
+    assert cluster.saves_by_gathering_into_place([3_000_000, 500_000])
+    assert cluster.saves_by_gathering_into_place([3_000_000, 400_000, 100_000])
+    assert not cluster.saves_by_gathering_into_place([3_000_000, 300_000, 100_000, 100_000])
+    assert cluster.saves_by_gathering_into_place([1])
 
 
-def test_a_gather_and_the_copies_around_it():
+def test_an_all_gather_and_the_copies_around_it():
     cluster = replace(TOY, piece_us=5.0, host_bytes_per_s=1e9, kernel_us=0.001)
     us = LINK.collective_us(4000, 4)
     pack, unpack, from_host = cluster.copy_us(1000), cluster.copy_us(4000), 1000 / (0.7 * 1e9) * 1e6
 
     def times(sizes, **how):
-        return cluster.gather_times(sizes, LINK, 4, cost.GatherKind(**how))
+        return cluster.all_gather_times(sizes, Lane(LINK, 4), AllGatherKind(**how))
 
-    assert times([4000], in_place=False) == (us, 0.0, 0.0)
-    assert times([3000, 1000], in_place=False) == (us, pack, unpack)
-    assert times([3000, 1000], in_place=True) == (us + 5.0, 0.0, 0.0)
-    assert times([3000, 1000], in_place=False, beside=True) == (pytest.approx(us + pack + unpack), 0.0, 0.0)
-    assert times([3000, 1000], in_place=False, beside=True, lasting=False) == (us + unpack, pack, 0.0)
-    assert times([4000], in_place=True, from_host=True) == (pytest.approx(us + from_host), 0.0, 0.0)
+    assert times([4000], into_place=True) == (us, 0.0, 0.0)
+    assert times([4000]) == (us, 0.0, unpack)  # sharded along another dimension than the first
+    assert times([3000, 1000]) == (us, pack, unpack)
+    assert times([3000, 1000], into_place=True) == (us + 5.0, 0.0, 0.0)
+    assert times([3000, 1000], beside=True) == (pytest.approx(us + pack + unpack), 0.0, 0.0)
+    assert times([3000, 1000], beside=True, inputs_persist=False) == (us + unpack, pack, 0.0)
+    assert times([3000, 1000], into_place=True, inputs_persist=False) == (us + 5.0, pack, 0.0)
+    assert times([4000], into_place=True, from_host=True) == (pytest.approx(us + from_host), 0.0, 0.0)
+
+
+def test_what_can_be_gathered_into_place():
+    def into_place(spec, dims, sizes):
+        return gathers_into_place(spec, dims, sizes, torch.device("cpu"))
+
+    plain = AllGatherSpec(Group("g", 4), torch.float32)
+    assert into_place(plain, [0], [4])
+    assert into_place(plain, [0, 0], [2**20, 2**20])
+    assert not into_place(plain, [0, 0], [4, 4])  # copying costs less
+    assert not into_place(plain, [0, 1], [2**20, 2**20])
+    assert not into_place(plain, [0, 0], [2**20, 0])
+    assert not into_place(replace(plain, comm="0"), [0], [4])
+    assert not into_place(replace(plain, group=Group()), [0], [4])
 
 
 def test_a_small_copy_costs_a_kernel():

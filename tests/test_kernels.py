@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from fsdp_compiled.sharding.layout import ShardLayout
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compiled.collectives import reference
+from fsdp_compiled.sharding.layout import ShardLayout
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -71,62 +71,62 @@ def _padded_shape(layout):
 examples = settings(max_examples=20, deadline=None)
 
 
-def _row_numel(layouts):
-    return reference.row_numel([each.shard_numel for each in layouts])
+def _packed_numel(layouts):
+    return reference.packed_layout([each.shard_numel for each in layouts]).numel
 
 
 @examples
 @given(layouts(), st.lists(dtypes, min_size=5, max_size=5), dtypes)
-def test_copy_in_of_shards(kernels, layouts, sources, dtype):
+def test_packing_of_shards(kernels, layouts, sources, dtype):
     shards = [_values(each.shard_shape, source) for each, source in zip(layouts, sources, strict=False)]
-    got, want = (torch.full((_row_numel(layouts),), -1, dtype=dtype) for _ in range(2))
-    kernels.copy_in_shards(shards, got)
-    reference.copy_in_shards(shards, want)
+    got, want = (torch.full((_packed_numel(layouts),), -1, dtype=dtype) for _ in range(2))
+    kernels.pack_shards(shards, got)
+    reference.pack_shards(shards, want)
     assert torch.equal(got, want)
 
 
 @examples
 @given(layouts(), dtypes, dtypes)
-def test_copy_out_of_gathered_parameters(kernels, layouts, sent, dtype):
-    rows = _values([layouts[0].world, _row_numel(layouts)], sent)
+def test_unpacking_of_parameters(kernels, layouts, sent, dtype):
+    output = _values([layouts[0].world, _packed_numel(layouts)], sent)
     dims = [each.dim for each in layouts]
     got, want = ([torch.full(_padded_shape(each), -1, dtype=dtype) for each in layouts] for _ in range(2))
-    kernels.copy_out_gathered(rows, got, dims)
-    reference.copy_out_gathered(rows, want, dims)
+    kernels.unpack_parameters(output, got, dims)
+    reference.unpack_parameters(output, want, dims)
     assert all(map(torch.equal, got, want))
 
 
 @examples
 @given(layouts(), st.lists(dtypes, min_size=5, max_size=5), dtypes, st.sampled_from([1.0, 2.0, 0.5]))
-def test_copy_in_of_gradients(kernels, layouts, sources, dtype, divisor):
+def test_packing_of_gradients(kernels, layouts, sources, dtype, divisor):
     grads = [_values(each.shape, source) for each, source in zip(layouts, sources, strict=False)]
     how = ([each.dim for each in layouts], layouts[0].world, dtype, divisor)
-    assert torch.equal(kernels.copy_in_gradients(grads, *how), reference.copy_in_gradients(grads, *how))
+    assert torch.equal(kernels.pack_gradients(grads, *how), reference.pack_gradients(grads, *how))
 
 
 @examples
-@given(layouts(), dtypes, st.lists(dtypes, min_size=5, max_size=5), st.sampled_from([1.0, 4.0]), st.booleans())
-def test_copy_out_of_reduced_gradients(kernels, layouts, reduced, landing, divisor, accumulate):
+@given(layouts(), dtypes, st.lists(dtypes, min_size=5, max_size=5), st.sampled_from([1.0, 4.0]))
+def test_unpacking_of_gradients(kernels, layouts, reduced, originals, divisor):
     shapes = [each.shard_shape for each in layouts]
-    row = _values([_row_numel(layouts)], reduced)
-    got = [_values(shape, dtype) for shape, dtype in zip(shapes, landing, strict=False)]
+    packed = _values([_packed_numel(layouts)], reduced)
+    got = [_values(shape, dtype) for shape, dtype in zip(shapes, originals, strict=False)]
     want = [out.clone() for out in got]
-    kernels.copy_out_reduced(row, got, divisor, accumulate)
-    reference.copy_out_reduced(row, want, divisor, accumulate)
+    kernels.unpack_gradients(packed, got, divisor)
+    reference.unpack_gradients(packed, want, divisor)
     assert all(map(torch.equal, got, want))
 
 
 def test_a_division_is_rounded_as_torch_rounds_it(kernels):
     for dtype in (torch.float32, torch.float64):
         how = ([torch.randn(40, dtype=dtype)], [0], 1, dtype, 3.0)
-        assert torch.equal(kernels.copy_in_gradients(*how), reference.copy_in_gradients(*how))
+        assert torch.equal(kernels.pack_gradients(*how), reference.pack_gradients(*how))
 
 
 def test_what_is_not_computed_with_moves_as_bits(kernels):
     shards = [torch.randn(24).to(torch.float8_e4m3fn), torch.randn(8).to(torch.float8_e4m3fn)]
-    got, want = (torch.empty(32, dtype=torch.float8_e4m3fn) for _ in range(2))
-    kernels.copy_in_shards(shards, got)
-    reference.copy_in_shards(shards, want)
+    got, want = (torch.empty(32 + 16, dtype=torch.float8_e4m3fn) for _ in range(2))
+    kernels.pack_shards(shards, got)
+    reference.pack_shards(shards, want)
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
@@ -137,16 +137,20 @@ def test_one_launch_whatever_the_number_of_parameters(kernels, monkeypatch):
     for length, launches in ((lambda n: 4 * n, 1), (lambda n: 5, 1), (lambda n: 4 * n if n < 40 else 5, 2)):
         launched.clear()
         shards = [torch.ones(length(n)) for n in range(60)]
-        kernels.copy_in_shards(shards, torch.empty(sum(map(len, shards))))
+        kernels.pack_shards(shards, torch.empty(reference.packed_layout(list(map(len, shards))).numel))
         assert len(launched) == launches
 
 
-def test_an_odd_parameter_does_not_narrow_the_others_in_any_row(kernels):
-    layouts = tuple(ShardLayout(shape, 0, 64) for shape in ((512, 24), (128,), (5,)))
-    length = _row_numel(layouts)
-    assert (sum(each.shard_numel for each in layouts), length) == (195, 208)
-    blocks = kernels._bucket_blocks(layouts, length)
-    assert [blocks.granularity(index) for index in range(3)] == [16, 2, 1]
+def test_an_odd_parameter_does_not_narrow_the_others_on_any_rank(kernels):
+    layouts = tuple(ShardLayout(shape, 0, 64) for shape in ((5,), (128,), (512, 24)))
+    packed = reference.packed_layout([each.shard_numel for each in layouts])
+    assert (packed.numels, packed.offsets, packed.numel) == ((1, 2, 192), (0, 16, 32), 224)
+    blocks = kernels._bucket_blocks(layouts)
+    assert [blocks.granularity(index) for index in range(3)] == [1, 2, 16]
+    listed = [block for block in blocks._blocks if block[2] == 0]
+    filled, _ = blocks.table((True, True, True), True, torch.device("cpu"), 0)
+    copied, _ = blocks.table((True, True, True), False, torch.device("cpu"), 0)
+    assert len(filled) - len(copied) == len(listed) > 0  # gaps are filled with zeros, and not read
 
 
 def test_the_width_follows_what_every_address_and_length_divide_by(kernels):
@@ -157,19 +161,18 @@ def test_the_width_follows_what_every_address_and_length_divide_by(kernels):
 
 
 @pytest.mark.parametrize(
-    "packed, tensor, width, way",
+    "packed, tensor, width, options",
     [
-        ("bf16", "float32", 8, {"IS_PACKING": True}),  # all-gather in, with a cast
+        ("bf16", "float32", 8, {"IS_PACKING": True}),  # shards, with a cast
         ("i16", "int16", 8, {"IS_PACKING": True}),  # and without
-        ("i16", "int16", 8, {"IS_PACKING": False}),  # all-gather out
-        ("fp32", "bfloat16", 8, {"IS_PACKING": True}),  # reduce-scatter in
+        ("i16", "int16", 8, {"IS_PACKING": False}),  # parameters
+        ("fp32", "bfloat16", 8, {"IS_PACKING": True}),  # gradients
         ("fp32", "bfloat16", 8, {"IS_PACKING": True, "DIVISOR": 8.0}),
-        ("i32", "int32", 4, {"IS_PACKING": False}),  # reduce-scatter out
+        ("i32", "int32", 4, {"IS_PACKING": False}),  # reduced gradients
         ("fp32", "bfloat16", 8, {"IS_PACKING": False, "DIVISOR": 8.0}),
-        ("fp32", "float32", 4, {"IS_PACKING": False, "DIVISOR": 8.0, "ACCUMULATES": True}),
     ],
 )
-def test_aligned_copies_compile_to_16_byte_reads_and_writes_and_no_division(packed, tensor, width, way, monkeypatch):
+def test_aligned_copies_compile_to_16_byte_reads_and_writes_and_no_division(packed, tensor, width, options, monkeypatch):
     """Triton compiles for an H100 without one."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
     triton = pytest.importorskip("triton")
@@ -179,14 +182,13 @@ def test_aligned_copies_compile_to_16_byte_reads_and_writes_and_no_division(pack
         copy = kernels._copy
     constants = {
         "TENSOR": getattr(triton.language, tensor),
-        "ACCUMULATES": False,
         "DIVISOR": 1.0,
         "IS_POWER_OF_2": True,
         "WIDTH": width,
         "ALIGNED_BYTES": 16,
         "COLUMNS": kernels._COLUMNS,
         "BLOCK": kernels.BLOCK,
-        **way,
+        **options,
     }
     pointers = {"addresses": "*i64", "blocks": "*i64", "packed": f"*{packed}"}
     source = triton.compiler.ASTSource(

@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import torch
-from fsdp_compiled.sharding.layout import ShardLayout
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fsdp_compiled.sharding.layout import ShardLayout
 
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
 

@@ -1,266 +1,210 @@
-"""The lowered graph as text."""
+"""The lowered graph as text: one launch and one wait for each collective, the same on every device."""
 
 from __future__ import annotations
 
 import expecttest
 import torch
-from fsdp_compiled.passes.route import Reduction, reduction_for
-from fsdp_compiled.passes.survey import cluster_of
 
 from fsdp_compiled.passes import Bucket, Lower, Normalize, Reorder, SchedulePolicy
-from tests.builder import Builder, route
+from fsdp_compiled.passes.graph import nodes
+from fsdp_compiled.passes.graph.liveness import cluster_of
+from fsdp_compiled.sharding.spec import Group, Scaling, scaling_for
+from tests.builder import Builder, spec
 
 UNIT = SchedulePolicy(bucket="unit")
+neg = torch.ops.aten.neg.default
 
 
 def test_the_mean_of_fp16_is_divided_on_both_sides():
-    assert reduction_for(torch.float32, 8) == Reduction(1.0, "avg", 1.0)
-    assert reduction_for(torch.float16, 1) == Reduction(1.0, "sum", 1.0)
+    assert scaling_for(torch.float32, 8) == Scaling(1.0, "avg", 1.0)
+    assert scaling_for(torch.float16, 1) == Scaling(1.0, "sum", 1.0)
     for world in (2, 3, 4, 8, 64, 96):
-        scaling = reduction_for(torch.float16, world)
+        scaling = scaling_for(torch.float16, world)
         assert scaling.op == "sum"
         assert scaling.pre_divide * scaling.post_divide == world
-    assert reduction_for(torch.float16, 64).pre_divide == 8
+    assert scaling_for(torch.float16, 64).pre_divide == 8
+
+
+def test_divisors():
+    assert scaling_for(torch.float32, 8, sum_only=True) == Scaling(1.0, "sum", 8)
+    assert scaling_for(torch.float32, 8, 8.0) == Scaling(1.0, "avg", 1.0)
+    assert scaling_for(torch.bfloat16, 8, 3.0) == Scaling(1.0, "sum", 3.0)
+    assert scaling_for(torch.float32, 1, 3.0) == Scaling(3.0, "sum", 1.0)
+    half = scaling_for(torch.float16, 8, 64.0)
+    assert half.op == "sum" and half.pre_divide * half.post_divide == 64.0 and half.pre_divide == 8.0
+
+
+def on(device: str, reorder: bool = False):
+    """A builder, and its inputs on a device; shards are named as AOTAutograd names parameters."""
+    b = Builder(Bucket(UNIT), Lower(), *([Reorder(UNIT)] if reorder else []))
+    return b, lambda name, *shape, **kwargs: b.input(name, *shape, device=device, **kwargs)
 
 
 class LoweredText(expecttest.TestCase):
     maxDiff = None
 
-    def test_a_bucket_of_two_gathers_one_uneven(self):
-        b = Builder(Bucket(UNIT), Lower())
-        first = b.unshard(b.input("s1", 2, 3), route((8, 3), "w1", dtype=torch.bfloat16))
-        second = b.unshard(b.input("s2", 2), route((5,), "w2", dtype=torch.bfloat16))
-        self.assertExpectedInline(
-            b.text(first, second),
-            """\
-convert_element_type_default = convert_element_type(s1, torch.bfloat16) [2, 3] bfloat16
-reshape_default = reshape(convert_element_type_default, [-1]) [6] bfloat16
-convert_element_type_default_1 = convert_element_type(s2, torch.bfloat16) [2] bfloat16
-reshape_default_1 = reshape(convert_element_type_default_1, [-1]) [2] bfloat16
-cat_default = cat([reshape_default, reshape_default_1], 0) [8] bfloat16
-all_gather_into_tensor_default = all_gather_into_tensor(cat_default, 4, shard) [32] bfloat16
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default) [32] bfloat16
-reshape_default_2 = reshape(wait_tensor_default, [4, -1]) [4, 8] bfloat16
-split_with_sizes_default = split_with_sizes(reshape_default_2, [6, 2], 1)
-getitem = getitem(split_with_sizes_default, 0) [4, 6] bfloat16
-getitem_1 = getitem(split_with_sizes_default, 1) [4, 2] bfloat16
-reshape_default_3 = reshape(getitem, [8, 3]) [8, 3] bfloat16
-reshape_default_4 = reshape(getitem_1, [8]) [8] bfloat16
-slice_tensor = slice(reshape_default_4, 0, 0, 5) [5] bfloat16""",
-        )
+    def same_on_devices(self, build, want):
+        """The same text on a CPU and on a GPU; no values on either."""
+        texts = [build(*on(device)) for device in ("cpu", "cuda")]
+        self.assertEqual(texts[0], texts[1])
+        self.assertExpectedInline(texts[0], want, skip=1)
+
+    def test_a_bucket_of_two_all_gathers_one_uneven(self):
+        def build(b, given):
+            first = b.unshard(given("primals_1", 2, 3), spec((8, 3), "w1", dtype=torch.bfloat16))
+            second = b.unshard(given("primals_2", 2), spec((5,), "w2", dtype=torch.bfloat16))
+            return b.text(first, second)
+
+        self.same_on_devices(build, """\
+launch_all_gather_default = launch_all_gather([primals_1, primals_2], w1+w2) [1] uint8
+wait_all_gather_default = wait_all_gather(launch_all_gather_default, w1+w2)
+getitem = getitem(wait_all_gather_default, 0) [8, 3] bfloat16
+getitem_1 = getitem(wait_all_gather_default, 1) [5] bfloat16""")
 
     def test_a_bucket_of_two_reductions_over_shards_and_replicas(self):
-        b = Builder(Bucket(UNIT), Lower())
-        first = b.reduce_grad(b.input("g1", 5), route((5,), "w1", replicas=2))
-        second = b.reduce_grad(b.input("g2", 4, 8), route((4, 8), "w2", replicas=2, dim=1))
-        self.assertExpectedInline(
-            b.text(first, second),
-            """\
-constant_pad_nd_default = constant_pad_nd(g1, [0, 3], 0) [8] float32
-reshape_default = reshape(constant_pad_nd_default, [4, -1]) [4, 2] float32
-reshape_default_1 = reshape(g2, [4, 4, 2]) [4, 4, 2] float32
-permute_default = permute(reshape_default_1, [1, 0, 2]) [4, 4, 2] float32
-reshape_default_2 = reshape(permute_default, [4, -1]) [4, 8] float32
-cat_default = cat([reshape_default, reshape_default_2], 1) [4, 10] float32
-reshape_default_3 = reshape(cat_default, [-1]) [40] float32
-reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_3, avg, 4, shard) [10] float32
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [10] float32
-all_reduce_default = all_reduce(wait_tensor_default, avg, replicate) [10] float32
-wait_tensor_default_1 = wait_tensor(all_reduce_default) [10] float32
-reshape_default_4 = reshape(wait_tensor_default_1, [1, -1]) [1, 10] float32
-split_with_sizes_default = split_with_sizes(reshape_default_4, [2, 8], 1)
-getitem = getitem(split_with_sizes_default, 0) [1, 2] float32
-getitem_1 = getitem(split_with_sizes_default, 1) [1, 8] float32
-reshape_default_5 = reshape(getitem, [2]) [2] float32
-reshape_default_6 = reshape(getitem_1, [4, 2]) [4, 2] float32""",
-        )
+        def build(b, given):
+            first = b.reduce_grad(given("g1", 5), spec((5,), "w1", replicas=2))
+            second = b.reduce_grad(given("g2", 4, 8), spec((4, 8), "w2", replicas=2, dim=1))
+            return b.text(first, second)
+
+        self.same_on_devices(build, """\
+launch_reduce_scatter_default = launch_reduce_scatter([g1, g2], w1+w2) [1] uint8
+wait_reduce_scatter_default = wait_reduce_scatter(launch_reduce_scatter_default, w1+w2)
+getitem = getitem(wait_reduce_scatter_default, 0) [1] uint8
+launch_all_reduce_default = launch_all_reduce([getitem], w1+w2) [1] uint8
+wait_all_reduce_default = wait_all_reduce(launch_all_reduce_default, w1+w2)
+getitem_1 = getitem(wait_all_reduce_default, 0) [2] float32
+getitem_2 = getitem(wait_all_reduce_default, 1) [4, 2] float32""")
+
+    def test_replicas_only(self):
+        def build(b, given):
+            return b.text(b.reduce_grad(given("g1", 5), spec((5,), "w1", world=1, replicas=2)))
+
+        self.same_on_devices(build, """\
+launch_all_reduce_default = launch_all_reduce([g1], w1) [1] uint8
+wait_all_reduce_default = wait_all_reduce(launch_all_reduce_default, w1)
+getitem = getitem(wait_all_reduce_default, 0) [5] float32""")
 
     def test_another_dimension(self):
-        b = Builder(Bucket(UNIT), Lower())
-        whole = b.unshard(b.input("s", 4, 2), route((4, 8), "w", dim=1))
-        part = b.reduce_grad(b.input("g", 4, 8), route((4, 8), "w", dim=1))
-        self.assertExpectedInline(
-            b.text(whole, part),
-            """\
-reshape_default = reshape(s, [-1]) [8] float32
-all_gather_into_tensor_default = all_gather_into_tensor(reshape_default, 4, shard) [32] float32
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default) [32] float32
-reshape_default_1 = reshape(wait_tensor_default, [4, -1]) [4, 8] float32
-reshape_default_2 = reshape(reshape_default_1, [4, 4, 2]) [4, 4, 2] float32
-permute_default = permute(reshape_default_2, [1, 0, 2]) [4, 4, 2] float32
-reshape_default_3 = reshape(permute_default, [4, 8]) [4, 8] float32
-reshape_default_4 = reshape(g, [4, 4, 2]) [4, 4, 2] float32
-permute_default_1 = permute(reshape_default_4, [1, 0, 2]) [4, 4, 2] float32
-reshape_default_5 = reshape(permute_default_1, [4, -1]) [4, 8] float32
-reshape_default_6 = reshape(reshape_default_5, [-1]) [32] float32
-reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_6, avg, 4, shard) [8] float32
-wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default) [8] float32
-reshape_default_7 = reshape(wait_tensor_default_1, [1, -1]) [1, 8] float32
-reshape_default_8 = reshape(reshape_default_7, [4, 2]) [4, 2] float32""",
-        )
+        def build(b, given):
+            unsharded = b.unshard(given("primals_1", 4, 2), spec((4, 8), "w", dim=1))
+            part = b.reduce_grad(given("g", 4, 8), spec((4, 8), "w", dim=1))
+            return b.text(unsharded, part)
+
+        self.same_on_devices(build, """\
+launch_all_gather_default = launch_all_gather([primals_1], w) [1] uint8
+wait_all_gather_default = wait_all_gather(launch_all_gather_default, w)
+getitem = getitem(wait_all_gather_default, 0) [4, 8] float32
+launch_reduce_scatter_default = launch_reduce_scatter([g], w) [1] uint8
+wait_reduce_scatter_default = wait_reduce_scatter(launch_reduce_scatter_default, w)
+getitem_1 = getitem(wait_reduce_scatter_default, 0) [4, 2] float32""")
 
     def test_fp16_and_a_world_of_one(self):
-        b = Builder(Bucket(UNIT), Lower())
-        half = b.reduce_grad(b.input("g", 8), route((8,), "w", reduce_dtype=torch.float16))
-        alone = b.unshard(b.input("s", 8), route((8,), "v", world=1))
-        self.assertExpectedInline(
-            b.text(half, alone),
-            """\
-convert_element_type_default = convert_element_type(g, torch.float16) [8] float16
-reshape_default_3 = reshape(convert_element_type_default, [4, -1]) [4, 2] float16
-div_tensor = div(reshape_default_3, 2.0) [4, 2] float16
-reshape_default_4 = reshape(div_tensor, [-1]) [8] float16
-reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_4, sum, 4, shard) [2] float16
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [2] float16
-reshape_default_5 = reshape(wait_tensor_default, [1, -1]) [1, 2] float16
-div_tensor_1 = div(reshape_default_5, 2.0) [1, 2] float16
-convert_element_type_default_1 = convert_element_type(div_tensor_1, torch.float32) [1, 2] float32
-reshape_default_6 = reshape(convert_element_type_default_1, [2]) [2] float32
-reshape_default = reshape(s, [-1]) [8] float32
-reshape_default_1 = reshape(reshape_default, [1, -1]) [1, 8] float32
-reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32""",
-        )
+        def build(b, given):
+            half = b.reduce_grad(given("g", 8), spec((8,), "w", reduce_dtype=torch.float16))
+            alone = b.unshard(given("primals_1", 8), spec((8,), "v", world=1))
+            return b.text(half, alone)
 
+        self.same_on_devices(build, """\
+launch_reduce_scatter_default = launch_reduce_scatter([g], w) [1] uint8
+wait_reduce_scatter_default = wait_reduce_scatter(launch_reduce_scatter_default, w)
+getitem_1 = getitem(wait_reduce_scatter_default, 0) [2] float32
+launch_all_gather_default = launch_all_gather([primals_1], v) [1] uint8
+wait_all_gather_default = wait_all_gather(launch_all_gather_default, v)
+getitem = getitem(wait_all_gather_default, 0) [8] float32""")
 
-class UsersOwn(expecttest.TestCase):
-    def test_collectives_and_a_hook(self):
-        b = Builder(Bucket(UNIT), Lower())
-        whole = b.unshard(b.input("s", 2), route((8,), "w", gather_comm="0"))
-        part = b.reduce_grad(b.input("g", 8), route((8,), "w", reduce_comm="1", reduce_hook="2", reduce_group="own"))
-        self.assertExpectedInline(
-            b.text(whole, part),
-            """\
-reshape_default = reshape(s, [-1]) [2] float32
-custom_all_gather_default = custom_all_gather(reshape_default, 4, shard, 0) [8] float32
-wait_tensor_default = wait_tensor(custom_all_gather_default) [8] float32
-reshape_default_1 = reshape(wait_tensor_default, [4, -1]) [4, 2] float32
-reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32
-reshape_default_3 = reshape(g, [4, -1]) [4, 2] float32
-reshape_default_4 = reshape(reshape_default_3, [-1]) [8] float32
-custom_reduce_scatter_default = custom_reduce_scatter(reshape_default_4, avg, 4, own, 1) [2] float32
-wait_tensor_default_1 = wait_tensor(custom_reduce_scatter_default) [2] float32
-reshape_default_5 = reshape(wait_tensor_default_1, [-1]) [2] float32
-reduce_hook_default = reduce_hook(reshape_default_5, 2) [2] float32
-reshape_default_6 = reshape(reduce_hook_default, [1, -1]) [1, 2] float32
-reshape_default_7 = reshape(reshape_default_6, [2]) [2] float32""",
-        )
+    def test_what_a_graph_has_computed_does_not_persist(self):
+        def build(b, given):
+            computed = b.call(neg, given("primals_1", 2))
+            text = b.text(b.unshard(computed, spec((8,), "w")))
+            (launch,) = filter(nodes.is_launch, b.graph.nodes)
+            self.assertFalse(nodes.bucket_of(launch).inputs_persist)
+            return text
 
-    def test_one_gradient_of_a_gpu_that_needs_no_copy(self):
-        b = Builder(Bucket(UNIT), Lower())
-        self.assertExpectedInline(
-            b.text(b.reduce_grad(b.input("g", 8, 2, device="cuda"), route((8, 2), "w"))),
-            """\
-reshape_default = reshape(g, [4, -1]) [4, 4] float32
-reshape_default_1 = reshape(reshape_default, [-1]) [16] float32
-reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_1, avg, 4, shard) [4] float32
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [4] float32
-reshape_default_2 = reshape(wait_tensor_default, [1, -1]) [1, 4] float32
-reshape_default_3 = reshape(reshape_default_2, [2, 2]) [2, 2] float32""",
-        )
+        self.same_on_devices(build, """\
+neg_default = neg(primals_1) [2] float32
+launch_all_gather_default = launch_all_gather([neg_default], w into place) [1] uint8
+wait_all_gather_default = wait_all_gather(launch_all_gather_default, w into place)
+getitem = getitem(wait_all_gather_default, 0) [8] float32""")
 
-    def test_a_gpu_alone_whose_shards_live_on_the_cpu(self):
-        b = Builder(Bucket(UNIT), Lower())
-        ways = [route((4,), name, world=1, device="cuda", dtype=torch.bfloat16) for name in ("w1", "w2")]
-        wholes = [b.unshard(b.input(f"primals_{way.param}", 4), way) for way in ways]
-        grads = [b.call(torch.ops.aten.neg.default, whole) for whole in wholes]
-        text = b.text(*(b.reduce_grad(grad, way) for grad, way in zip(grads, ways, strict=True)))
-        names = [line.split(" = ")[1].split("(")[0] for line in text.split("\n")]
-        assert names[:2] == ["launch_gather", "wait_tensor"] and names.count("launch_gather") == 1
-        assert names.count("send_to_host") == 2 and "device_put" not in names
-
-    def test_gradients_of_a_gpu_whose_shards_live_on_the_cpu(self):
+    def test_shards_on_the_cpu_and_compute_on_a_gpu(self):
         b = Builder(Bucket(UNIT), Lower(), Reorder(UNIT))
-        b.input("shard", 2)
-        grads = [b.input(name, numel, device="cuda") for name, numel in (("g1", 8), ("g2", 4))]
-        parts = [b.reduce_grad(grad, route(grad.meta["val"].shape, grad.name, device="cuda")) for grad in grads]
-        later = b.call(torch.ops.aten.neg.default, grads[0])
-        self.assertExpectedInline(
-            b.text(*parts, later),
-            """\
-copy_in_gradients_default = copy_in_gradients([g1, g2], [0, 0], 4, torch.float32, 1.0) [4, 16] float32
-reshape_default = reshape(copy_in_gradients_default, [-1]) [64] float32
-reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default, avg, 4, shard) [16] float32
-neg_default = neg(g1) [8] float32
-wait_tensor_default = wait_tensor(reduce_scatter_tensor_default) [16] float32
-reshape_default_1 = reshape(wait_tensor_default, [1, -1]) [1, 16] float32
-send_to_host_default = send_to_host(reshape_default_1) [1, 16] float32
-wait_tensor_default_1 = wait_tensor(send_to_host_default) [1, 16] float32
-split_with_sizes_default = split_with_sizes(wait_tensor_default_1, [2, 1, 13], 1)
-getitem = getitem(split_with_sizes_default, 0) [1, 2] float32
-getitem_1 = getitem(split_with_sizes_default, 1) [1, 1] float32
-reshape_default_2 = reshape(getitem, [2]) [2] float32
-reshape_default_3 = reshape(getitem_1, [1]) [1] float32""",
-        )
+        specs = [spec((8,), name, device="cuda") for name in ("w1", "w2")]
+        unsharded = [b.unshard(b.input(f"primals_{s.param.name}", 2), s) for s in specs]
+        grads = [b.call(neg, each) for each in unsharded]
+        text = b.text(*(b.reduce_grad(grad, s) for grad, s in zip(grads, specs, strict=True)), b.call(neg, grads[0]))
+        self.assertExpectedInline(text, """\
+launch_all_gather_default = launch_all_gather([primals_w1, primals_w2], w1+w2) [1] uint8
+wait_all_gather_default = wait_all_gather(launch_all_gather_default, w1+w2)
+getitem = getitem(wait_all_gather_default, 0) [8] float32
+getitem_1 = getitem(wait_all_gather_default, 1) [8] float32
+neg_default = neg(getitem) [8] float32
+neg_default_1 = neg(getitem_1) [8] float32
+launch_reduce_scatter_default = launch_reduce_scatter([neg_default, neg_default_1], w1+w2) [1] uint8
+neg_default_2 = neg(neg_default) [8] float32
+wait_reduce_scatter_default = wait_reduce_scatter(launch_reduce_scatter_default, w1+w2)
+getitem_2 = getitem(wait_reduce_scatter_default, 0) [1] uint8
+launch_copy_to_host_default = launch_copy_to_host([getitem_2], w1+w2) [1] uint8
+wait_copy_to_host_default = wait_copy_to_host(launch_copy_to_host_default, w1+w2)
+getitem_3 = getitem(wait_copy_to_host_default, 0) [2] float32
+getitem_4 = getitem(wait_copy_to_host_default, 1) [2] float32""")
         self.assertEqual(cluster_of(b.graph, None).name, "H100")
 
-    def test_the_host_waits_before_compute_reads_what_has_moved(self):
+    def test_the_host_waits_before_compute_reads_what_was_copied_to_it(self):
         b = Builder(Lower(), Reorder())
         grads = [b.input(name, 4, device="cuda") for name in ("g1", "g2")]
-        parts = [b.reduce_grad(grad, route((4,), grad.name, device="cuda")) for grad in grads]
-        lines = b.text(b.call(torch.ops.aten.neg.default, parts[0]), parts[1]).splitlines()
+        parts = [b.reduce_grad(grad, spec((4,), grad.name, device="cuda")) for grad in grads]
+        lines = b.text(b.call(neg, parts[0]), parts[1]).splitlines()
         steps = [line.split(" = ")[1].split("(")[0] for line in lines]
-        kept = [step for step in steps if step in ("reduce_scatter_tensor", "send_to_host", "wait_tensor", "neg")]
-        sent, arrived = ["wait_tensor", "send_to_host"], "wait_tensor"
-        assert kept == [*(2 * ["reduce_scatter_tensor"]), *sent, arrived, *sent, "neg", arrived]
+        self.assertExpectedInline("\n".join(step for step in steps if step != "getitem"), """\
+launch_reduce_scatter
+launch_reduce_scatter
+wait_reduce_scatter
+launch_copy_to_host
+wait_copy_to_host
+neg
+wait_reduce_scatter
+launch_copy_to_host
+wait_copy_to_host""")
 
-    def test_shards_on_another_device(self):
-        b = Builder(Bucket(UNIT), Lower())
-        whole = b.unshard(b.input("s", 2), route((8,), "w", device="meta"))
-        part = b.reduce_grad(whole, route((8,), "w", device="meta"))
-        self.assertExpectedInline(
-            b.text(part),
-            """\
-device_put_default = device_put(s, meta) [2] float32
-reshape_default = reshape(device_put_default, [-1]) [2] float32
-all_gather_into_tensor_default = all_gather_into_tensor(reshape_default, 4, shard) [8] float32
-wait_tensor_default = wait_tensor(all_gather_into_tensor_default) [8] float32
-reshape_default_1 = reshape(wait_tensor_default, [4, -1]) [4, 2] float32
-reshape_default_2 = reshape(reshape_default_1, [8]) [8] float32
-reshape_default_3 = reshape(reshape_default_2, [4, -1]) [4, 2] float32
-reshape_default_4 = reshape(reshape_default_3, [-1]) [8] float32
-reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_4, avg, 4, shard) [2] float32
-wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default) [2] float32
-reshape_default_5 = reshape(wait_tensor_default_1, [1, -1]) [1, 2] float32
-device_put_default_1 = device_put(reshape_default_5, cpu) [1, 2] float32
-reshape_default_6 = reshape(device_put_default_1, [2]) [2] float32""",
-        )
+
+def test_the_users_own_collectives_and_hook_are_in_the_bucket():
+    b = Builder(Bucket(UNIT), Lower())
+    own = {"comm": "1", "hook": "2", "shards": Group("own", 4)}
+    b.text(
+        b.unshard(b.input("primals_1", 2), spec((8,), "w", all_gather_comm="0")),
+        b.reduce_grad(b.input("g", 8), spec((8,), "w", **own)),
+    )
+    gathered, reduced = (nodes.bucket_of(node) for node in b.graph.nodes if nodes.is_launch(node))
+    assert (gathered.spec.comm, gathered.into_place) == ("0", False)
+    assert (reduced.spec.comm, reduced.spec.hook, reduced.spec.shards) == ("1", "2", Group("own", 4))
 
 
 def test_what_does_not_share_a_collective():
-    different = [{}, {"gather_comm": "0"}, {"reduce_comm": "1"}, {"reduce_hook": "2"}, {"reduce_group": "own"}]
+    different = [{}, {"all_gather_comm": "0"}, {"comm": "1"}, {"hook": "2"}, {"shards": Group("own", 4)}]
     b = Builder(Bucket(UNIT), Lower())
-    wholes = [b.unshard(b.input(f"s{i}", 2), route((8,), f"w{i}", **how)) for i, how in enumerate(different)]
-    parts = [b.reduce_grad(b.input(f"g{i}", 8), route((8,), f"w{i}", **how)) for i, how in enumerate(different)]
-    b.text(*wholes, *parts)
-    launches = [str(n.target) for n in b.graph.nodes if "all_gather" in str(n.target)]
-    assert len(launches) == 2
-    assert sum("reduce_scatter" in str(n.target) for n in b.graph.nodes) == 4
-
-
-def test_divisors():
-    assert reduction_for(torch.float32, 8, sum_only=True) == Reduction(1.0, "sum", 8)
-    assert reduction_for(torch.float32, 8, 8.0) == Reduction(1.0, "avg", 1.0)
-    assert reduction_for(torch.bfloat16, 8, 3.0) == Reduction(1.0, "sum", 3.0)
-    assert reduction_for(torch.float32, 1, 3.0) == Reduction(3.0, "sum", 1.0)
-    half = reduction_for(torch.float16, 8, 64.0)
-    assert half.op == "sum" and half.pre_divide * half.post_divide == 64.0 and half.pre_divide == 8.0
+    unsharded = [b.unshard(b.input(f"s{i}", 2), spec((8,), f"w{i}", **how)) for i, how in enumerate(different)]
+    parts = [b.reduce_grad(b.input(f"g{i}", 8), spec((8,), f"w{i}", **how)) for i, how in enumerate(different)]
+    b.text(*unsharded, *parts)
+    stages = [nodes.stage_of(node) for node in b.graph.nodes if nodes.is_launch(node)]
+    assert stages.count("all_gather") == 2
+    assert stages.count("reduce_scatter") == 4
 
 
 def test_users_of_an_early_reduction_move_behind_its_bucket():
     b = Builder(Normalize(), Bucket(UNIT), Lower())
-    first = b.reduce_grad(b.input("g1", 8), route((8,), "w"))
+    first = b.reduce_grad(b.input("g1", 8), spec((8,), "w"))
     late_input = b.input("g2", 8)
     total = b.graph.call_function(torch.ops.aten.add.Tensor, (first, first))
     total.meta["val"] = first.meta["val"]
-    second = b.reduce_grad(late_input, route((8,), "v"))
+    second = b.reduce_grad(late_input, spec((8,), "v"))
     b.text(total, second)
-    launches = [n for n in b.graph.nodes if "reduce_scatter" in str(n.target)]
-    assert len(launches) == 1
+    assert sum(map(nodes.is_launch, b.graph.nodes)) == 1
 
 
 def test_lowering_twice_changes_nothing():
     b = Builder(Bucket(UNIT), Lower())
-    b.text(b.unshard(b.input("s1", 2, 3), route((8, 3), "w1")))
+    b.text(b.unshard(b.input("s1", 2, 3), spec((8, 3), "w1")))
     once = str(b.graph)
     Lower()(b.graph)
     assert str(b.graph) == once

@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from fsdp_compiled.sharding.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, data_parallel_mesh
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import Replicate, Shard
+
+from fsdp_compiled.sharding.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, data_parallel_mesh
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

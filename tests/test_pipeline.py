@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_compiled.passes.inductor import Chain, Pipeline, install, installed, uninstall
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config, custom_graph_pass
 
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
+from fsdp_compiled.passes.inductor import Chain, Pipeline, install, installed, uninstall
 
 SLOTS = ("joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
 SLOT = SLOTS[1]

@@ -8,10 +8,11 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compiled.passes import Normalize
 from fsdp_compiled.passes.reshard import Candidate, Reshard, decide_kept
-from tests.builder import Builder, route
+from fsdp_compiled.sharding.spec import Group
+from tests.builder import Builder, spec
 
 add = torch.ops.aten.add.Tensor
-smaller = {"post_forward_group": "small", "post_forward_world": 2}
+smaller = {"post_forward": Group("small", 2)}
 
 
 def test_the_largest_gather_time_per_byte_first():
@@ -30,7 +31,7 @@ def test_what_does_not_fit_is_passed_over():
 class SmallerGroup(expecttest.TestCase):
     def test_backward_gathers_what_forward_left(self):
         b = Builder(Reshard())
-        whole = b.unshard(b.input("s", 2), route((7,), "w", **smaller))
+        whole = b.unshard(b.input("s", 2), spec((7,), "w", **smaller))
         self.assertExpectedInline(
             b.text(b.call(add, whole, whole)),
             """\
@@ -48,7 +49,7 @@ add_tensor = add(unshard_default_1, unshard_default_1) [7] float32""",
 
     def test_forward_does_not_gather_twice(self):
         b = Builder(Reshard(), Normalize())
-        whole = b.unshard(b.input("s", 2), route((7,), "w", **smaller))
+        whole = b.unshard(b.input("s", 2), spec((7,), "w", **smaller))
         self.assertExpectedInline(
             b.text(b.call(add, whole, whole)),
             """\
@@ -59,9 +60,9 @@ add_tensor = add(unshard_default, unshard_default) [7] float32""",
 
 def test_what_an_extension_makes_of_its_gathers_is_made_again_in_backward():
     b = Builder(Reshard())
-    gathered = b.unshard(b.input("s", 2), route((8,), "w"))
+    gathered = b.unshard(b.input("s", 2), spec((8,), "w"))
     product = b.call(torch.ops.aten.mul.Tensor, gathered, gathered)
-    whole = b.op("with_gradient", (product, b.input("leaf", 2), None, route((8,), "w").encode()))
+    whole = b.op("with_gradient", (product, b.input("leaf", 2), None, None, spec((8,), "w").encode()))
     b.text(b.call(add, whole, whole))
     assert [node.name for node in b.graph.nodes if node.op == "call_function"] == [
         "unshard_default",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from fsdp_compiled.passes.schedule import Gather, Load, Reduction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compiled.passes import schedule
+from fsdp_compiled.passes.planning import schedule, simulate, tasks
+from fsdp_compiled.passes.planning.tasks import AllGatherTask, Load, ReductionTask
 
 
 def shown(load, bound=1000, prefetch=None):
     """The schedule as text: compute nodes as numbers, between launches (G, R, A) and waits (g, r, a)."""
-    letters = {"gather": "g", "reduction": "r", "second": "a"}
+    letters = {"all_gather": "g", "reduction": "r", "all_reduce": "a"}
     actions = schedule.decide(load, bound, prefetch)
     words = []
     for position in range(len(load.compute_us) + 1):
@@ -27,7 +27,7 @@ def shown(load, bound=1000, prefetch=None):
 
 def layers(count, size=10, us=5.0, compute_us=10.0, **kwargs):
     """``count`` layers of one compute node, each with a gather of its own."""
-    gathers = tuple(Gather(size, us, first=i, last=i) for i in range(count))
+    gathers = tuple(AllGatherTask(size, us, first=i, last=i) for i in range(count))
     return Load((compute_us,) * count, gathers, **kwargs)
 
 
@@ -51,17 +51,17 @@ def test_memory_delays_a_launch():
 
 
 def test_what_is_kept_anyway_takes_no_room():
-    load = Load((10.0, 10.0), (Gather(99, 5.0, 0, 1, kept_bytes=99), Gather(10, 5.0, 1, 1)))
+    load = Load((10.0, 10.0), (AllGatherTask(99, 5.0, 0, 1, kept_bytes=99), AllGatherTask(10, 5.0, 1, 1)))
     assert shown(load, bound=10) == "G0 G1 g0 0 g1 1"
 
 
 def test_a_gather_waits_for_its_input():
-    load = Load((10.0,) * 3, (Gather(10, 5.0, first=2, last=2, earliest=1),))
+    load = Load((10.0,) * 3, (AllGatherTask(10, 5.0, first=2, last=2, earliest=1),))
     assert shown(load) == "0 G0 1 g0 2"
 
 
 def test_reductions_are_launched_when_ready_and_waited_for_at_the_end():
-    reductions = tuple(Reduction(((i, 10),), 5.0, needed=3) for i in range(3))
+    reductions = tuple(ReductionTask(((i, 10),), 5.0, needed=3) for i in range(3))
     load = Load((10.0,) * 3, (), reductions)
     assert shown(load) == "0 R0 1 R1 2 R2 r0 r1 r2"
     assert shown(load, bound=20) == "0 R0 1 R1 r0 2 R2 r1 r2"
@@ -69,34 +69,34 @@ def test_reductions_are_launched_when_ready_and_waited_for_at_the_end():
 
 
 def test_a_gather_takes_the_memory_of_the_oldest_reduction():
-    gathers = (Gather(10, 5.0, 0, 0), Gather(20, 5.0, 2, 2))
-    load = Load((10.0,) * 3, gathers, (Reduction(((0, 10),), 50.0, needed=3),))
+    gathers = (AllGatherTask(10, 5.0, 0, 0), AllGatherTask(20, 5.0, 2, 2))
+    load = Load((10.0,) * 3, gathers, (ReductionTask(((0, 10),), 50.0, needed=3),))
     assert shown(load, bound=20) == "G0 g0 0 R0 1 r0 G1 g1 2"
 
 
 def test_a_reduction_is_finished_before_its_result_is_read():
-    load = Load((10.0,) * 3, (), (Reduction(((0, 10),), 5.0, needed=2, second_us=3.0),))
+    load = Load((10.0,) * 3, (), (ReductionTask(((0, 10),), 5.0, needed=2, all_reduce_us=3.0),))
     assert shown(load) == "0 R0 1 r0 A0 a0 2"
 
 
 def test_an_all_reduce_follows_when_its_reduce_scatter_must_be_done():
-    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, second_us=3.0) for i in range(4))
+    reductions = tuple(ReductionTask(((i, 10),), 5.0, needed=4, all_reduce_us=3.0) for i in range(4))
     load = Load((10.0,) * 4, (), reductions)
     assert shown(load) == "0 R0 1 R1 r0 A0 2 R2 r1 A1 3 R3 r2 A2 r3 A3 a0 a1 a2 a3"
 
 
 def test_what_moves_to_the_host_is_waited_for_when_it_must_be_there():
-    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, host_us=1.0) for i in range(4))
+    reductions = tuple(ReductionTask(((i, 10),), 5.0, needed=4, host_us=1.0) for i in range(4))
     assert shown(Load((10.0,) * 4, (), reductions)) == "0 R0 1 R1 r0 2 R2 r1 3 R3 r2 r3"
-    reductions = tuple(Reduction(((i, 10),), 5.0, needed=4, second_us=3.0, host_us=1.0) for i in range(4))
+    reductions = tuple(ReductionTask(((i, 10),), 5.0, needed=4, all_reduce_us=3.0, host_us=1.0) for i in range(4))
     shown_load = shown(Load((10.0,) * 4, (), reductions))
     assert shown_load == "0 R0 1 R1 r0 A0 2 R2 r1 A1 a0 3 R3 r2 A2 a1 r3 A3 a2 a3"
 
 
 def test_the_timeline_of_hidden_and_exposed_collectives():
     load = layers(3, us=15.0)
-    timeline = schedule.play(load, schedule.decide(load, 1000, 1))
-    exposed = [timeline.collectives["gather", i].exposed_us for i in range(3)]
+    timeline = simulate.simulate(load, schedule.decide(load, 1000, 1))
+    exposed = [timeline.collectives["all_gather", i].exposed_us for i in range(3)]
     # 0: nothing before it. 1: launched with 0, after it on the link. 2: launched with the first layer.
     assert exposed == [15.0, 5.0, 5.0]
     assert timeline.total_us == 15 + 10 + 5 + 10 + 5 + 10
@@ -104,10 +104,10 @@ def test_the_timeline_of_hidden_and_exposed_collectives():
 
 
 def test_the_host_waits_at_the_end_for_gradients_that_queue_on_their_way():
-    reductions = tuple(Reduction(((i, 10),), 5.0, needed=3, host_us=20.0) for i in range(3))
+    reductions = tuple(ReductionTask(((i, 10),), 5.0, needed=3, host_us=20.0) for i in range(3))
     load = Load((10.0,) * 3, (), reductions)
     assert shown(load) == "0 R0 1 R1 r0 2 R2 r1 r2"
-    timeline = schedule.play(load, schedule.decide(load, 1000))
+    timeline = simulate.simulate(load, schedule.decide(load, 1000))
     # Done on the link at 15, 25 and 35, waited for at 20, 30 and 35; the ways to the host end at 40, 60 and 80.
     assert [timeline.collectives["reduction", i].exposed_us for i in range(3)] == [0.0, 0.0, 5.0 + 45.0]
     assert timeline.total_us == 80.0
@@ -115,7 +115,7 @@ def test_the_host_waits_at_the_end_for_gradients_that_queue_on_their_way():
 
 def test_where_compute_and_collectives_share_cores_nothing_hides():
     load = layers(3, us=4.0, compute_blocked_fraction=1.0)
-    timeline = schedule.play(load, schedule.decide(load, 1000))
+    timeline = simulate.simulate(load, schedule.decide(load, 1000))
     assert timeline.total_us == 3 * (10 + 4)
     assert {timed.exposed_us for timed in timeline.collectives.values()} == {4.0}
 
@@ -123,14 +123,14 @@ def test_where_compute_and_collectives_share_cores_nothing_hides():
 def test_compress_keeps_the_schedule():
     load = Load(
         (1.0,) * 20,
-        (Gather(10, 3.0, 4, 9), Gather(10, 3.0, 12, 12, earliest=2)),
-        (Reduction(((10, 5), (13, 5)), 2.0, needed=20),),
+        (AllGatherTask(10, 3.0, 4, 9), AllGatherTask(10, 3.0, 12, 12, earliest=2)),
+        (ReductionTask(((10, 5), (13, 5)), 2.0, needed=20),),
     )
-    small, positions = schedule.compress(load)
+    small, positions = tasks.compress(load)
     assert len(small.compute_us) < 15
     assert sum(small.compute_us) == 20.0
-    assert [positions[g.first] for g in small.gathers] == [4, 12]
-    assert [positions[g.last + 1] for g in small.gathers] == [10, 13]
+    assert [positions[g.first] for g in small.all_gathers] == [4, 12]
+    assert [positions[g.last + 1] for g in small.all_gathers] == [10, 13]
     assert [positions[r.ready] for r in small.reductions] == [14]
 
 
@@ -146,18 +146,18 @@ def loads(draw):
         earliest = draw(st.integers(0, first))
         us = draw(st.floats(0, 30))
         size = draw(st.integers(0, 50))
-        gathers.append(Gather(size, us, first, last, earliest, draw(st.sampled_from([0, size]))))
+        gathers.append(AllGatherTask(size, us, first, last, earliest, draw(st.sampled_from([0, size]))))
     reductions = []
     for _ in range(draw(st.integers(0, 8))):
         parts = tuple(
             (draw(st.integers(-1, count - 1)), draw(st.integers(0, 50))) for _ in range(draw(st.integers(1, 3)))
         )
         ready = max(made for made, _ in parts) + 1
-        second_us = draw(st.sampled_from([0.0, 7.0]))
+        all_reduce_us = draw(st.sampled_from([0.0, 7.0]))
         needed = draw(st.integers(ready, count))
         host_us = draw(st.sampled_from([0.0, 9.0]))
         us = draw(st.floats(0, 30))
-        reductions.append(Reduction(parts, us, needed, second_us=second_us, host_us=host_us))
+        reductions.append(ReductionTask(parts, us, needed, all_reduce_us=all_reduce_us, host_us=host_us))
     compute_us = tuple(draw(st.lists(st.floats(0, 20), min_size=count, max_size=count)))
     return Load(compute_us, tuple(gathers), tuple(reductions), draw(st.sampled_from([0.0, 0.3, 1.0])))
 
@@ -167,7 +167,7 @@ def test_with_a_given_prefetch_and_room_the_order_of_launches_follows_from_no_es
     """So ranks with inputs of different sizes agree on it; all-reduces over replicas do follow from estimates."""
 
     def launched(us_of):
-        reductions = tuple(replace(reduction, second_us=0.0) for reduction in load.reductions)
+        reductions = tuple(replace(reduction, all_reduce_us=0.0) for reduction in load.reductions)
         timed = replace(load, compute_us=tuple(map(us_of, load.compute_us)), reductions=reductions)
         actions = schedule.decide(timed, 10**9, prefetch)
         return [(action.position, action.kind, action.index) for action in actions if action.verb == "launch"]
@@ -177,25 +177,25 @@ def test_with_a_given_prefetch_and_room_the_order_of_launches_follows_from_no_es
 
 @given(loads(), st.integers(0, 60), st.sampled_from([None, 0, 1, 3]))
 def test_any_schedule_is_legal_and_inside_its_bound(load, room, prefetch):
-    bound = max(schedule.least_bytes(load)) + room
+    bound = max(tasks.least_bytes(load)) + room
     actions = schedule.decide(load, bound, prefetch)
-    assert max(schedule.bytes_in_flight(load, actions)) <= bound
+    assert max(tasks.bytes_in_flight(load, actions)) <= bound
     assert [a.position for a in actions] == sorted(a.position for a in actions)
     where = {(a.verb, a.kind, a.index): (i, a.position) for i, a in enumerate(actions)}
     assert len(where) == len(actions)
-    for index, gather in enumerate(load.gathers):
-        launch, wait = where["launch", "gather", index], where["wait", "gather", index]
+    for index, gather in enumerate(load.all_gathers):
+        launch, wait = where["launch", "all_gather", index], where["wait", "all_gather", index]
         assert gather.earliest <= launch[1] <= wait[1] == gather.first
         assert launch < wait
     for index, reduction in enumerate(load.reductions):
         launch, wait = where["launch", "reduction", index], where["wait", "reduction", index]
         assert reduction.ready == launch[1] <= wait[1] <= reduction.needed
         assert launch < wait
-        assert (("launch", "second", index) in where) == (reduction.second_us > 0)
-        if reduction.second_us:
-            assert wait < where["launch", "second", index] < where["wait", "second", index]
-            assert where["wait", "second", index][1] <= reduction.needed
-    timeline = schedule.play(load, actions)
+        assert (("launch", "all_reduce", index) in where) == (reduction.all_reduce_us > 0)
+        if reduction.all_reduce_us:
+            assert wait < where["launch", "all_reduce", index] < where["wait", "all_reduce", index]
+            assert where["wait", "all_reduce", index][1] <= reduction.needed
+    timeline = simulate.simulate(load, actions)
     assert timeline.total_us == pytest.approx(
         sum(load.compute_us) + sum(timed.exposed_us for timed in timeline.collectives.values())
     )
@@ -204,19 +204,19 @@ def test_any_schedule_is_legal_and_inside_its_bound(load, room, prefetch):
 @given(loads())
 def test_the_bytes_in_flight_are_those_of_a_walk(load):
     """Counted anew: what is launched or made, and not yet read for the last time or reduced."""
-    actions = schedule.decide(load, max(schedule.least_bytes(load)) + 20)
+    actions = schedule.decide(load, max(tasks.least_bytes(load)) + 20)
     alive, curve = {}, []
     for index, reduction in enumerate(load.reductions):
         for part, (made, size) in enumerate(reduction.parts):
             if made == -1:
                 alive["reduction", index, part] = size
     for position in range(len(load.compute_us) + 1):
-        for index, gather in enumerate(load.gathers):
+        for index, gather in enumerate(load.all_gathers):
             if gather.last < position:
-                alive.pop(("gather", index), None)
+                alive.pop(("all_gather", index), None)
         for action in (a for a in actions if a.position == position):
-            if action.kind == "gather" and action.verb == "launch":
-                alive["gather", action.index] = load.gathers[action.index].counted
+            if action.kind == "all_gather" and action.verb == "launch":
+                alive["all_gather", action.index] = load.all_gathers[action.index].counted
             if action.kind == "reduction" and action.verb == "wait":
                 for part in range(len(load.reductions[action.index].parts)):
                     alive.pop(("reduction", action.index, part))
@@ -225,4 +225,4 @@ def test_the_bytes_in_flight_are_those_of_a_walk(load):
                 if made == position:
                     alive["reduction", index, part] = size
         curve.append(sum(alive.values()))
-    assert curve == schedule.bytes_in_flight(load, actions)
+    assert curve == tasks.bytes_in_flight(load, actions)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_compiled.passes import Bucket, Lower, Reorder, SchedulePolicy, ir
+from fsdp_compiled.passes import Bucket, Lower, Reorder, SchedulePolicy
+from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.spec import GraphError, verify
-from tests.builder import Builder, route
+from tests.builder import Builder, spec
 
 
 def _lowered():
     b = Builder(Bucket(SchedulePolicy(bucket="unit")), Lower(), Reorder())
-    first = b.unshard(b.input("s1", 2), route((8,), "w1"))
-    second = b.unshard(b.input("s2", 4), route((16,), "w2"))
-    third = b.unshard(b.input("s3", 4), route((16,), "w3", unit="other"))
+    first = b.unshard(b.input("s1", 2), spec((8,), "w1"))
+    second = b.unshard(b.input("s2", 4), spec((16,), "w2"))
+    third = b.unshard(b.input("s3", 4), spec((16,), "w3", unit="other"))
     b.text(first, second, third)
+    return b.graph
+
+
+def _reduced(**how):
+    b = Builder(Bucket(SchedulePolicy(bucket="unit")), Lower(), Reorder())
+    b.text(b.reduce_grad(b.input("g", 8), spec((8,), "w", **how)))
     return b.graph
 
 
@@ -23,73 +30,86 @@ def _one(graph, wanted):
     return next(node for node in graph.nodes if wanted(node))
 
 
+def _refused(graph, message):
+    with pytest.raises(GraphError, match=message):
+        verify(graph)
+
+
 def test_a_graph_of_ours_is_clean():
     verify(_lowered())
+    verify(_reduced(replicas=2, device="cuda"))
 
 
 def test_a_removed_wait():
     graph = _lowered()
-    wait = _one(graph, ir.is_wait)
-    wait.replace_all_uses_with(ir.source_of(wait))
+    wait = _one(graph, nodes.is_wait)
+    for item in list(wait.users):
+        item.replace_all_uses_with(nodes.source_of(wait))
+        graph.erase_node(item)
     graph.erase_node(wait)
-    with pytest.raises(GraphError, match="after X: launch and wait: all_gather_into_tensor_default has 0 waits"):
+    with pytest.raises(GraphError, match="after X: launch and wait: launch_all_gather_default has 0 waits"):
         verify(graph, "after X")
-
-
-def test_gradients_on_their_way_to_the_host():
-    b = Builder(Bucket(SchedulePolicy(bucket="unit")), Lower(), Reorder())
-    part = b.reduce_grad(b.input("g", 8, device="cuda"), route((8,), "w", device="cuda"))
-    b.text(part)
-    arrival = _one(b.graph, ir.is_arrival)
-    arrival.replace_all_uses_with(ir.source_of(arrival))
-    with pytest.raises(GraphError, match="reshape_default_3 reads send_to_host_default without waiting for it"):
-        verify(b.graph)
-    b.graph.erase_node(arrival)
-    with pytest.raises(GraphError, match="launch and wait: send_to_host_default has 0 waits"):
-        verify(b.graph)
 
 
 def test_a_read_that_does_not_wait():
     graph = _lowered()
-    launch = _one(graph, ir.is_launch)
-    with graph.inserting_after(_one(graph, ir.is_wait)):
+    launch = _one(graph, nodes.is_launch)
+    with graph.inserting_after(_one(graph, nodes.is_wait)):
         reader = graph.call_function(torch.ops.aten.neg.default, (launch,))
     output = _one(graph, lambda node: node.op == "output")
     output.args = ((*output.args[0], reader),)
-    with pytest.raises(GraphError, match=f"{reader.name} reads {launch.name} without waiting for it"):
-        verify(graph)
+    _refused(graph, f"{reader.name} reads {launch.name} without waiting for it")
 
 
 def test_a_launch_after_its_use():
     graph = _lowered()
-    launch = _one(graph, ir.is_launch)
+    launch = _one(graph, nodes.is_launch)
     _one(graph, lambda node: node.op == "output").prepend(launch)
-    with pytest.raises(GraphError, match=f"order: wait_tensor_default uses {launch.name}, which stands after it"):
-        verify(graph)
+    _refused(graph, f"order: wait_all_gather_default uses {launch.name}, which stands after it")
 
 
 def test_a_wait_for_nothing():
     graph = _lowered()
-    wait = _one(graph, ir.is_wait)
-    wait.args = (_one(graph, lambda node: node.op == "placeholder"),)
-    with pytest.raises(GraphError, match="has 0 waits|wait_tensor_default waits for s1, which launches nothing"):
-        verify(graph)
+    wait = _one(graph, nodes.is_wait)
+    wait.args = (_one(graph, lambda node: node.op == "placeholder"), wait.args[1])
+    _refused(graph, "has 0 waits|wait_all_gather_default waits for s1, which launches nothing")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "what"), [([2, 5], "do not tile"), ([3, 4], "do not tile"), ([7, -1], "do not tile")]
-)
-def test_bucket_offsets_that_overlap_or_leave_gaps(sizes, what):
+def test_a_wait_for_another_bucket():
     graph = _lowered()
-    split = _one(graph, ir.is_bucket_split)
-    split.args = (split.args[0], sizes, split.args[2])
-    with pytest.raises(GraphError, match=f"bucket offsets: {split.name} cuts .* of length 6 into .*{what}"):
-        verify(graph)
+    first, second = filter(nodes.is_wait, graph.nodes)
+    first.args = (first.args[0], second.args[1])
+    _refused(graph, f"{first.name} waits for another bucket than launch_all_gather_default")
 
 
-def test_a_piece_that_is_not_there():
+def test_a_bucket_of_other_tensors():
+    graph = _lowered()
+    launch = _one(graph, nodes.is_launch)
+    launch.args = (launch.args[0][::-1], launch.args[1])
+    _refused(graph, f"bucket: {launch.name} takes s2 of 4 elements for w1, expected 2")
+    launch.args = (launch.args[0][:1], launch.args[1])
+    _refused(graph, f"{launch.name} takes 1 tensors for 2 parameters")
+
+
+def test_a_stage_that_is_left_out():
+    graph = _reduced(replicas=2)
+    second = [node for node in graph.nodes if nodes.is_launch(node)][1]
+    (handle,) = nodes.inputs_of(second)
+    second.args = ([_one(graph, lambda node: node.op == "placeholder")], second.args[1])
+    _refused(graph, f"stages: {second.name} continues g, expected the handle of a wait_reduce_scatter")
+    second.args = ([handle], second.args[1])
+    verify(graph)
+
+
+def test_a_result_that_is_not_there():
     graph = _lowered()
     item = _one(graph, lambda node: node.name == "getitem_1")
     item.args = (item.args[0], 2)
-    with pytest.raises(GraphError, match="getitem_1 takes piece 2 of 2"):
-        verify(graph)
+    _refused(graph, "getitem_1 takes result 2 of 2")
+
+
+def test_a_wait_that_is_read_as_a_tensor():
+    graph = _lowered()
+    item = _one(graph, nodes.is_getitem)
+    item.target, item.args = torch.ops.aten.neg.default, (item.args[0],)
+    _refused(graph, f"{item.name} reads wait_all_gather_default as a tensor")

@@ -84,7 +84,7 @@ def _wait_all_gather_fake(handle: Tensor, text: str) -> list[Tensor]:
 def _launch_reduction_stage(stage: str, inputs: Sequence[Tensor], text: str) -> Tensor:
     """Start a collective on gradients, or on what the handle of the stage before carries."""
     bucket = ReductionBucket.decode(text)
-    packed = reduction.pack(inputs, bucket) if stage == bucket.stages[0] else _take(inputs[0])
+    packed = reduction.pack(inputs, bucket).view(-1) if stage == bucket.stages[0] else _take(inputs[0])
     is_last = stage == bucket.stages[-1]
 
     def finish(packed: Tensor) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fsdp_compiled.sharding.placement import local_of
 from quantised_all_gather import gather_quantised, quantise
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.sharding.placement import local_of
 from tests.graphs import record, target_name
 from tests.parity import row
 from tests.ranks import on_ranks

@@ -7,13 +7,13 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_compiled.hooks.context import states_below
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fsdp_compiled.hooks.context import states_below
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
-from fsdp_compiled.passes import ir
+from fsdp_compiled.passes.graph import nodes
 from tests import huggingface
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
@@ -79,4 +79,4 @@ def _reduced_in_backward(model):
     call = torch.compile(model, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
     huggingface.loss(call, my_part(huggingface.token_batches(1)[0])).backward()
     _, backward = graphs
-    return [ir.route_of(node).param for node in backward.nodes if ir.is_reduce_grad(node)]
+    return [nodes.route_of(node).param for node in backward.nodes if nodes.is_reduce_grad(node)]

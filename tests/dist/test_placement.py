@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_compiled.hooks.context import states_below
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -18,6 +17,7 @@ from fsdp_compiled import (
     ShardPlacementResult,
     fully_shard,
 )
+from fsdp_compiled.hooks.context import states_below
 from fsdp_compiled.param.param import ShardedState
 from fsdp_compiled.testing import MLPStack
 from tests.graphs import record

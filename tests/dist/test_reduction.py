@@ -7,10 +7,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_compiled.sharding.layout import aligned
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import AllGather, ReduceScatter, fully_shard
+from fsdp_compiled.sharding.layout import aligned
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import MLP, assert_close, batches, compiled, full_grads, my_part, shard, square_loss

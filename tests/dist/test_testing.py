@@ -9,11 +9,11 @@ import unittest
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_compiled.hooks.state import FSDPState, _PostBackward
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import FSDPModule, fully_shard
+from fsdp_compiled.hooks.state import FSDPState, _PostBackward
 from fsdp_compiled.testing import (
     MLP,
     AlwaysWrapNestedWrappedModule,

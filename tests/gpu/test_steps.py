@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from fsdp_compiled.collectives.all_gather import ALL_GATHERS
 from torch import nn
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.collectives import comm, streams
+from fsdp_compiled.collectives.all_gather import ALL_GATHERS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
