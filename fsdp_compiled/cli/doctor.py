@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .machine import Machine, Slot
+from ..machine import Machine, Slot
 
 Level = Literal["ok", "note", "problem"]
 

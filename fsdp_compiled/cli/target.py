@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from .lookup import states_below
+from ..lookup import states_below
 
 
 class UsageError(Exception):

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .passes.cost import CLUSTERS
+from ..passes.cost import CLUSTERS
 
 WIDTH = 118
 SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
-WORLD = 8  # ranks of the process group that is made up where the user's module starts none
+WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
 _DESCRIPTION = "Look at what fsdp_compiled does with a model, and at whether this machine is fit for it."
 
@@ -21,7 +21,7 @@ for, how long it takes by estimate and how much of that is hidden behind compute
 
 MODULE is a dotted module or a path to a .py file. BUILD is a function in it without arguments that returns
 (model, args) or (model, args, kwargs): a model given to fully_shard, and example inputs for its forward.
-If MODULE starts no process group when it is imported, a made-up one of --world ranks takes its place, so that one
+If MODULE starts no process group when it is imported, a fake one of --world ranks is used, so that one
 process without GPUs can look at any number of ranks; nothing is communicated, and BUILD must not start another."""
 
 _INSPECT_EXAMPLES = """\
@@ -94,7 +94,7 @@ def _add_inspect(commands: Any) -> None:
         formatter_class=_formatter,
     )
     parser.add_argument("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
-    parser.add_argument("--world", type=int, metavar="N", help=f"ranks of the made-up process group ({WORLD})")
+    parser.add_argument("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
     parser.add_argument("--rank", type=int, metavar="N", help="this process's rank in it (0)")
     parser.add_argument("--explain", action="store_true", help="first say what each unit does, and why")
     parser.add_argument("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=_SAVE)
@@ -120,7 +120,7 @@ def _add_inspect(commands: Any) -> None:
         type=_or_bytes("auto"),
         default="auto",
         metavar="auto|BYTES",
-        help="bound on bytes gathered and not freed, and gradients waiting to be reduced",
+        help="bound on unsharded bytes: all-gathered and not freed, and gradients not yet reduced",
     )
     group.add_argument(
         "--keep-unsharded-bytes",
