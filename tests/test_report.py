@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import fx
 
-from fsdp_compiled.inspect import figures
-from fsdp_compiled.inspect.lanes import Interval, lay_out
-from fsdp_compiled.inspect.names import abbreviate
-from fsdp_compiled.inspect.plain import plain
 from fsdp_compiled.inspect.records import CapturedGraph, Collective, ComputeSpan, MemoryStep
+from fsdp_compiled.inspect.render import figures
+from fsdp_compiled.inspect.render.names import abbreviate
+from fsdp_compiled.inspect.render.plain import plain
+from fsdp_compiled.inspect.render.timeline import lay_out
+from fsdp_compiled.inspect.render.trace import trace
 from fsdp_compiled.inspect.report import Capture
-from fsdp_compiled.inspect.trace import trace
 from fsdp_compiled.passes.cost import CLUSTERS
 from fsdp_compiled.passes.policy import SchedulePolicy
 
@@ -282,26 +282,33 @@ def test_trace_names_threads_and_waits():
     assert [e["args"] for e in events if e["ph"] == "C" and e["pid"] == 2] == [{"bytes": 24 * MIB}]
 
 
-# ---- lanes ----
+# ---- timeline ----
+
+
+def _marks(graph, lane, *kinds):
+    return [(mark.name, mark.start_us, mark.end_us) for mark in lay_out(graph)[lane] if mark.kind in kinds]
 
 
 def test_gaps_in_compute_are_stalls_or_copies():
-    lanes = lay_out(_forward())
-    assert [(stall.number, stall.at) for stall in lanes.stalls] == [(0, Interval(0, 500))]
-    assert lanes.copies == (Interval(1300, 1320),)
+    assert _marks(_forward(), "compute", "stall") == [("waits for #0", 0, 500)]
+    assert _marks(_forward(), "compute", "copy") == [("packs or unpacks", 1300, 1320)]
 
 
 def test_an_exposed_part_is_at_the_end():
-    (first,), (second,) = lay_out(_backward()).links
-    assert first.exposed == Interval(1000, 1100)
-    assert second.exposed.length_us == 0
+    assert _marks(_backward(), "communication 1", "exposed") == [("#0 reduce-scatter", 1000, 1100)]
+    assert _marks(_backward(), "communication 2", "all-reduce", "exposed") == [("#1 all-reduce", 700, 900)]
 
 
 def test_a_wait_that_begins_before_its_transfer():
     graph = _graph([_collective(0, 10), _collective(10, 20, 15)], [ComputeSpan("mm", 1, 0, 5)])
-    lanes = lay_out(graph)
-    assert [(stall.number, stall.at) for stall in lanes.stalls] == [(1, Interval(5, 20))]
-    assert lanes.links[0][1].exposed == Interval(10, 20)
+    assert _marks(graph, "compute", "stall") == [("waits for #1", 5, 20)]
+    assert _marks(graph, "communication", "exposed") == [("#1 all-gather", 10, 20)]
+
+
+def test_the_compute_lane_and_links_do_not_overlap():
+    for lane, marks in lay_out(_many()).items():
+        spans = sorted((mark.start_us, mark.end_us) for mark in marks if mark.kind != "exposed")
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans)), lane
 
 
 # ---- page ----
