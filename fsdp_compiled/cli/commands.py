@@ -98,7 +98,7 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
 
 @contextmanager
 def _schedule_mistakes() -> Iterator[None]:
-    """Tell a schedule that no graph can keep, which shows only while compiling, from other errors."""
+    """Raise UsageError for a schedule that a graph cannot keep, which is known only while it compiles."""
     try:
         yield
     except Exception as error:

@@ -13,7 +13,7 @@ WIDTH = 118
 SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
 WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
-_DESCRIPTION = "Look at what fsdp_compiled does with a model, and at whether this machine is fit for it."
+_DESCRIPTION = "Inspect what fsdp_compiled does with a model, or check whether this machine can run it."
 
 _INSPECT = """\
 Compile a sharded model and print its schedule: every collective of every graph, when it is launched and waited
@@ -45,8 +45,8 @@ chrome://tracing, .png a picture of the timelines.
 exit status: 0, or 2 for a mistake in the command or in what BUILD returns."""
 
 _DOCTOR = """\
-Look at versions, compilers, devices, torch's settings and Inductor's custom-pass slots, and say what stands in
-the way. Each line begins with ok, with note for what is worth knowing, or with problem for what fails or hangs."""
+Check versions, compilers, devices, torch's settings and Inductor's custom-pass slots. Each line begins with ok, with
+note for what works but is worth knowing, or with problem for what fails or hangs."""
 
 _DOCTOR_EXAMPLES = "exit status: 0, or 1 if there is any problem."
 
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     commands.add_parser(
         "doctor",
-        help="say what on this machine stands in the way",
+        help="check what on this machine fails or slows training down",
         description=_DOCTOR,
         epilog=_DOCTOR_EXAMPLES,
         formatter_class=_formatter,
@@ -159,7 +159,7 @@ def byte_size(text: str) -> int:
         raise ValueError(f"expected a number of bytes such as 65536, 64MiB or 1GiB, got {text!r}")
     size = float(digits) * _UNITS[unit]
     if size != int(size):
-        raise ValueError(f"expected whole bytes, got {text!r}, which is {size}")
+        raise ValueError(f"expected an integer number of bytes, got {text!r}, which is {size}")
     return int(size)
 
 

@@ -5,8 +5,10 @@ It must not know pixels, colours or formats.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect, insort
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from ..records import CapturedGraph, Collective, ComputeSpan
 from . import figures
@@ -47,7 +49,8 @@ class Mark:
     @property
     def tip(self) -> str:
         """The explanation, in lines."""
-        times = (figures.duration(time_us) for time_us in (self.end_us - self.start_us, self.start_us, self.end_us))
+        length_us = max(self.end_us - self.start_us, 0.0)
+        times = map(figures.duration, (length_us, self.start_us, self.end_us))
         return "\n".join([self.title, "{}, from {} to {}".format(*times), *self.notes]) if self.title else ""
 
 
@@ -63,13 +66,14 @@ def lay_out(graph: CapturedGraph) -> dict[str, list[Mark]]:
 
 def _compute(graph: CapturedGraph) -> list[Mark]:
     """Return spans of compute; the gaps between them are stalls where compute waits for a collective, else copies."""
-    marks = [_span(span) for span in graph.compute]
+    marks = sorted(map(_span, graph.compute), key=_start_us)
     for number, collective in sorted(enumerate(graph.collectives), key=lambda item: (item[1].end_us, item[0])):
         name, verdict = f"waits for #{number}", collective.verdict
         title = f"stall: {name} {words(collective.kind)}"
-        for start_us, end_us in _free(marks, collective.end_us - collective.exposed_us, collective.end_us):
-            marks.append(Mark("stall", name, start_us, end_us, title, (verdict,), {"verdict": verdict}))
-    free = list(_free(marks, 0.0, graph.total_us))
+        exposed_from_us = max(collective.end_us - collective.exposed_us, 0.0)
+        for at in _free(marks, exposed_from_us, collective.end_us):
+            insort(marks, Mark("stall", name, *at, title, (verdict,), {"verdict": verdict}), key=_start_us)
+    free = _free(marks, 0.0, graph.total_us)
     return marks + [Mark("copy", "packs or unpacks", *at, title="packs or unpacks a bucket") for at in free]
 
 
@@ -78,11 +82,16 @@ def _span(span: ComputeSpan) -> Mark:
     return Mark("compute", span.first, span.start_us, span.end_us, title, data={"nodes": span.nodes})
 
 
-def _free(marks: Iterable[Mark], start_us: float, end_us: float) -> Iterator[tuple[float, float]]:
-    """Yield the parts from ``start_us`` to ``end_us`` that no mark covers."""
-    for mark in sorted(marks, key=lambda mark: mark.start_us):
-        if min(mark.start_us, end_us) - start_us >= SHORTEST_US:
-            yield start_us, min(mark.start_us, end_us)
+def _start_us(mark: Mark) -> float:
+    return mark.start_us
+
+
+def _free(marks: Sequence[Mark], start_us: float, end_us: float) -> Iterator[tuple[float, float]]:
+    """Yield the parts from ``start_us`` to ``end_us`` that no mark covers; ``marks`` are in order and disjoint."""
+    first = max(bisect(marks, start_us, key=_start_us) - 1, 0)
+    for mark in takewhile(lambda mark: mark.start_us < end_us, marks[first:]):
+        if mark.start_us - start_us >= SHORTEST_US:
+            yield start_us, mark.start_us
         start_us = max(start_us, mark.end_us)
     if end_us - start_us >= SHORTEST_US:
         yield start_us, end_us
