@@ -18,7 +18,7 @@ from fsdp_compiled.cli import doctor
 from fsdp_compiled.cli.parser import SUFFIXES, byte_size
 from fsdp_compiled.passes.cost import CLUSTERS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import torch

@@ -90,7 +90,7 @@ def _capture(*graphs, **fields):
 
 
 def _forward():
-    """A gather that nothing hides, one that compute hides, and 20 µs in which the second is unpacked."""
+    """An all-gather that nothing hides, one that compute hides, and 20 µs in which the second is unpacked."""
     return _graph(
         [_collective(0, 500, 500), _collective(500, 1100, launch=3, wait=6, first_use=7, params=("head.weight",))],
         [ComputeSpan("add", 3, 500, 1300), ComputeSpan("add_1", 4, 1320, 12300)],
@@ -311,7 +311,7 @@ def test_the_compute_lane_and_links_do_not_overlap():
         assert all(end <= start for (_, end), (start, _) in pairwise(spans)), lane
 
 
-# ---- page ----
+# ---- html ----
 
 
 class _Page(HTMLParser):
@@ -348,7 +348,7 @@ def _page_of(capture, tmp_path):
 
 
 @corners
-def test_the_page_is_whole_and_needs_nothing_else(capture, tmp_path):
+def test_the_page_is_complete_and_needs_nothing_else(capture, tmp_path):
     source = _page_of(capture, tmp_path)
     for reference in ("http://", "https://", "src=", "@import", "<link"):
         assert reference not in source
@@ -380,11 +380,11 @@ def test_tips_tell_bytes_and_times(tmp_path):
     assert "48 MiB\n800 µs, from 500 µs to 1.3 ms" in tips
 
 
-# ---- picture ----
+# ---- png ----
 
 
 @corners
-def test_picture(capture, tmp_path):
+def test_png(capture, tmp_path):
     content = capture.save(tmp_path / "report.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = struct.unpack(">II", content[16:24])
