@@ -1,9 +1,13 @@
-"""Looking at the graphs of a sharded model: what is gathered and reduced, when, and what that costs."""
+"""Inspects the graphs and units of a sharded model: its collectives, when they run and what they cost.
+
+``capture`` and ``explain`` read a model into ``records``; ``report`` prints and saves them through ``render``.
+The library must not know this package: no module outside ``cli`` imports it.
+"""
 
 from .capture import capture
-from .explain import Explanation, UnitExplanation, explain
-from .records import CapturedGraph, Collective, ComputeSpan, MemoryStep
-from .report import Capture
+from .explain import explain
+from .records import CapturedGraph, Collective, ComputeSpan, MemoryStep, UnitExplanation
+from .report import Capture, Explanation
 
 __all__ = [
     "Capture",

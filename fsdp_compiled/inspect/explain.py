@@ -1,4 +1,4 @@
-"""Says what each unit of a sharded model gathers, keeps and reduces, and why.
+"""Says what each unit of a sharded model all-gathers, keeps and reduces, and why.
 
 It reads the units' states; it must not run or compile anything, nor communicate.
 """
@@ -6,9 +6,7 @@ It reads the units' states; it must not run or compile anything, nor communicate
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from ..hooks.context import states_below
@@ -18,89 +16,16 @@ from ..param.param import FSDPParam
 from ..passes import cost
 from ..passes.policy import DEFAULT, SchedulePolicy
 from ..passes.reshard import Candidate, decide_kept
-from . import figures
-from .unit_table import listed, table
+from .records import UnitExplanation
+from .render import figures
+from .render.names import listed
+from .report import Explanation
 
 NOTABLE_PADDING = 0.01  # of a unit's size
 
 
-@dataclass(frozen=True)
-class UnitExplanation:
-    """One unit, that is one ``fully_shard`` call.
-
-    Args:
-        name: path of its first module below the explained model; the class name for the model itself.
-        params: full names of its parameters.
-        frozen: of those, the ones that do not require grad: gathered, never reduced.
-        kept: of those, the ones that ``keep_unsharded_bytes`` keeps from forward to backward in one full graph.
-            Among parameters of equal size that do not all fit, the graph may choose others.
-        total_bytes: of the whole parameters, in their original dtypes.
-        rank_bytes: of the shards on one rank, in their original dtypes; equal on every rank, padding included.
-        gather_bytes: that one forward gathers, in the gather dtypes, padding included.
-        gather_dtypes: dtypes of the all-gathers; an uncompiled forward does one for each.
-        reduce_dtypes: dtypes of the reductions; empty if nothing requires grad.
-        shard_world: ranks over which each parameter is sharded.
-        replicate_world: ranks that hold the same shard.
-        reshards: whether forward frees the unsharded parameters, so that backward gathers them again.
-        why: the reason for ``reshards``.
-        notes: whatever else is special about the unit, each a sentence.
-    """
-
-    name: str
-    params: tuple[str, ...]
-    frozen: tuple[str, ...]
-    kept: tuple[str, ...]
-    total_bytes: int
-    rank_bytes: int
-    gather_bytes: int
-    gather_dtypes: tuple[torch.dtype, ...]
-    reduce_dtypes: tuple[torch.dtype, ...]
-    shard_world: int
-    replicate_world: int
-    reshards: bool
-    why: str
-    notes: tuple[str, ...]
-
-    @property
-    def after_forward(self) -> str:
-        """What becomes of the unsharded parameters, in two or three words."""
-        if not self.params:
-            return "nothing to free"
-        return "freed, gathered again" if self.reshards else "kept for backward"
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """What :func:`explain` found. ``print`` shows a table with the reasons below it.
-
-    Args:
-        model: the class name.
-        units: the outermost first.
-        outside: names of parameters that belong to no unit; every rank holds them whole.
-        schedule: of compiled graphs.
-    """
-
-    model: str
-    units: tuple[UnitExplanation, ...]
-    outside: tuple[str, ...]
-    schedule: SchedulePolicy
-
-    def __str__(self) -> str:
-        return table(self)
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all units' whole parameters."""
-        return sum(unit.total_bytes for unit in self.units)
-
-    @property
-    def rank_bytes(self) -> int:
-        """Of all units' shards on one rank."""
-        return sum(unit.rank_bytes for unit in self.units)
-
-
 def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explanation:
-    """Say for each unit of a sharded model what is gathered, kept and reduced, and why.
+    """Say for each unit of a sharded model what is all-gathered, kept and reduced, and why.
 
     Nothing is run, compiled or communicated; parameters may still be on the meta device.
 
@@ -154,15 +79,15 @@ def _kept(states: Sequence[FSDPState], schedule: SchedulePolicy) -> set[object]:
     cluster = schedule.cluster or cost.detect(states[0].device)
     candidates = []
     for param in (p for state in states if state.unit.config.reshard_after_forward for p in state.params):
-        info, size = param.placement.mesh_info, _gather_bytes(param)
+        info, size = param.placement.mesh_info, _all_gather_bytes(param)
         if info.shard_world > 1:
             us = cluster.lane(info.shards).link.collective_us(size, info.shard_world)
             candidates.append(Candidate(param, size, us))
     return set(decide_kept(candidates, schedule.keep_unsharded_bytes))
 
 
-def _gather_bytes(param: FSDPParam) -> int:
-    return param.layout.shard_numel * param.layout.world * param.dtypes[0].itemsize
+def _all_gather_bytes(param: FSDPParam) -> int:
+    return param.layout.padded_numel * param.dtypes[0].itemsize
 
 
 def _unit(state: FSDPState, names: Mapping[nn.Module, str], kept: Sequence[FSDPParam]) -> UnitExplanation:
@@ -176,8 +101,8 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], kept: Sequence[FSDPP
         kept=tuple(param.name for param in kept),
         total_bytes=sum(param.layout.numel * param.leaf.dtype.itemsize for param in params),
         rank_bytes=sum(param.layout.shard_numel * param.leaf.dtype.itemsize for param in params),
-        gather_bytes=sum(map(_gather_bytes, params)),
-        gather_dtypes=tuple(dict.fromkeys(param.dtypes[0] for param in params)),
+        all_gather_bytes=sum(map(_all_gather_bytes, params)),
+        all_gather_dtypes=tuple(dict.fromkeys(param.dtypes[0] for param in params)),
         reduce_dtypes=tuple(dict.fromkeys(param.dtypes[1] for param in trained)),
         shard_world=params[0].placement.mesh_info.shard_world if params else 1,
         replicate_world=params[0].placement.mesh_info.replicate_world if params else 1,
@@ -204,15 +129,15 @@ def _notes(state: FSDPState, unit: str, kept: Sequence[FSDPParam]) -> Iterator[s
         return
     info = params[0].placement.mesh_info
     if len(state.modules) > 1:
-        yield f"list of {len(state.modules)} modules, gathered before the first of them runs"
+        yield f"list of {len(state.modules)} modules, all-gathered before the first of them runs"
     if frozen and len(frozen) == len(params):
-        yield "no gradient: no parameter requires grad: gathered, also to pass gradients on, but never reduced"
+        yield "no gradient: no parameter requires grad: all-gathered, also to pass gradients on, but never reduced"
     elif frozen:
-        yield f"no gradient for {_within(frozen, unit)}: gathered, never reduced"
+        yield f"no gradient for {_within(frozen, unit)}: all-gathered, never reduced"
     if len(state.groups) > 1:
         yield f"different dtypes, meshes or sharing: {len(state.groups)} all-gathers in an uncompiled forward"
     if info.shard_world == 1:
-        yield "sharded over one rank: nothing is sent to gather it"
+        yield "sharded over one rank: its all-gather sends nothing"
     if info.replicate_world > 1 and len(frozen) < len(params):
         yield f"gradients are reduced over {info.shard_world} shards, then over {info.replicate_world} replicas"
     yield from _options(state, unit)
@@ -222,11 +147,11 @@ def _notes(state: FSDPState, unit: str, kept: Sequence[FSDPParam]) -> Iterator[s
         yield "set_reshard_after_backward(False): stays unsharded after an uncompiled backward"
     padding = 1 - sum(p.layout.numel for p in params) / sum(p.layout.shard_numel * p.layout.world for p in params)
     if padding >= NOTABLE_PADDING:
-        yield f"{padding:.0%} of what is gathered is padding: dimensions do not divide by {info.shard_world} ranks"
+        yield f"{padding:.0%} of each all-gather is padding: dimensions do not divide by {info.shard_world} ranks"
     if any(param.device.type == "meta" for param in params):
         yield "on the meta device: call to_empty and initialise the parameters before running the model"
     if kept:
-        size = figures.size(sum(map(_gather_bytes, kept)))
+        size = figures.size(sum(map(_all_gather_bytes, kept)))
         yield f"in one full graph, keep_unsharded_bytes keeps {_within(kept, unit)} ({size})"
 
 
@@ -234,9 +159,9 @@ def _options(state: FSDPState, unit: str) -> Iterator[str]:
     """What the user asked of this unit beyond plain sharding."""
     config, params = state.unit.config, state.params
     if any(param.spec.post_forward.world > 1 for param in params):
-        yield f"kept from forward sharded over {config.post_forward_size} ranks, where backward gathers it"
+        yield f"kept from forward sharded over {config.post_forward_size} ranks, where backward all-gathers it"
     if shared := [param for param in params if param.is_shared]:
-        yield f"{_within(shared, unit)} shared with other units: gathered for each of them"
+        yield f"{_within(shared, unit)} shared with other units: all-gathered for each of them"
     if extended := [param for param in params if param.extension is not None]:
         yield f"all-gather extension of {_within(extended, unit)}: sends what fsdp_pre_all_gather returns"
     if parallel := [param for param in params if param.outer is not None]:

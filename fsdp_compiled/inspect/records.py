@@ -1,6 +1,6 @@
-"""What a capture holds: frozen records of graphs, their collectives and their estimated timeline.
+"""What ``capture`` and ``explain`` find: frozen records of graphs, collectives, their timeline, and units.
 
-It must not know how they are found or drawn.
+They must not know how they are found or drawn.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from typing import Literal
 
 import torch
 from torch import fx
+
+from ..passes.cost import Cluster
+from ..passes.policy import SchedulePolicy
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Copies = Literal["none", "compute", "side stream"]
@@ -21,22 +24,22 @@ class Collective:
     """One collective of a graph. Positions count the nodes of :attr:`CapturedGraph.module`'s graph from 0.
 
     Args:
-        kind: what it does.
-        params: full names of the parameters whose data it carries.
-        dtype: in which it travels.
+        kind: which collective.
+        params: full names of the parameters in its bucket.
+        dtype: of the data that it transfers.
         bytes: of the unsharded side: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor.
         group: name of the process group.
         world: ranks in that group.
-        launch: position of the node that starts it.
+        launch: position of the node that launches it.
         wait: position of the node that waits for it.
         first_use: position of the first node that computes with the result; the output node's where none does.
         estimate_us: how long the link is busy with it.
-        exposed_us: how long compute stands still for it.
+        exposed_us: how long compute waits for it.
         start_us: on the graph's timeline, when the link begins with it.
         end_us: when the link is done.
-        copies: who copies into and out of its buffers; nobody where it gathers each parameter straight into place.
-            What the graph itself has computed is copied in by compute in any case.
-        verdict: "hidden", or "exposed: " and by what it is limited.
+        copies: the stream that packs and unpacks its buffers; "none" where each parameter is all-gathered into its
+            own memory. Shards that the graph itself computes are always packed on the compute stream.
+        verdict: "hidden", or "exposed: " and the reason.
     """
 
     kind: CollectiveKind
@@ -58,7 +61,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """Compute that runs without a collective being launched or waited for: ``nodes`` nodes from ``first`` on."""
+    """``nodes`` nodes from ``first`` on, between which no collective is launched or waited for."""
 
     first: str
     nodes: int
@@ -68,7 +71,7 @@ class ComputeSpan:
 
 @dataclass(frozen=True)
 class MemoryStep:
-    """From ``start_us`` on, ``bytes`` are gathered and not yet freed, or are gradients not yet reduced."""
+    """From ``start_us`` on, ``bytes`` are all-gathered and not yet freed, or are gradients not yet reduced."""
 
     start_us: float
     bytes: int
@@ -86,8 +89,8 @@ class CapturedGraph:
         compute: the compute lane of the timeline.
         memory: unsharded bytes in flight over the timeline, a step function.
         peak_unsharded_bytes: the largest value of ``memory``.
-        bound_bytes: which ``peak_unsharded_bytes`` may not exceed.
-        kept_bytes: of parameters that stay unsharded until backward by the user's decision; beside the peak.
+        bound_bytes: the limit on ``peak_unsharded_bytes``.
+        kept_bytes: of parameters that the user keeps unsharded until backward; not part of the peak.
         code: what Inductor generated.
     """
 
@@ -104,7 +107,7 @@ class CapturedGraph:
 
     @property
     def compute_us(self) -> float:
-        """Estimated compute, without standing still."""
+        """Estimated compute, without waits for collectives."""
         return sum(span.end_us - span.start_us for span in self.compute)
 
     @property
@@ -114,7 +117,7 @@ class CapturedGraph:
 
     @property
     def exposed_us(self) -> float:
-        """Estimated time that compute stands still."""
+        """Estimated time that compute waits for collectives."""
         return sum(collective.exposed_us for collective in self.collectives)
 
     @property
@@ -122,3 +125,105 @@ class CapturedGraph:
         """Estimated end of the timeline."""
         ends = [span.end_us for span in self.compute] + [collective.end_us for collective in self.collectives]
         return max(ends, default=0.0)
+
+
+@dataclass(frozen=True)
+class CapturedModel:
+    """The graphs that were compiled for a model, and the conditions they were compiled under.
+
+    Args:
+        model: the class name.
+        parameters: number of elements of all parameters, unsharded.
+        world: ranks that the model is sharded over.
+        torch_version: that compiled the graphs.
+        cluster: that times are estimated for.
+        schedule: the user's policy.
+        graph_breaks: a reason for each.
+        graphs: in order of compilation.
+    """
+
+    model: str
+    parameters: int
+    world: int
+    torch_version: str
+    cluster: Cluster
+    schedule: SchedulePolicy
+    graph_breaks: tuple[str, ...]
+    graphs: tuple[CapturedGraph, ...]
+
+    @property
+    def peak_unsharded_bytes(self) -> int:
+        """The largest of all graphs."""
+        return max((graph.peak_unsharded_bytes for graph in self.graphs), default=0)
+
+
+@dataclass(frozen=True)
+class UnitExplanation:
+    """One unit, that is one ``fully_shard`` call.
+
+    Args:
+        name: path of its first module below the explained model; the class name for the model itself.
+        params: full names of its parameters.
+        frozen: of those, the ones that do not require grad: all-gathered, never reduced.
+        kept: of those, the ones that ``keep_unsharded_bytes`` keeps from forward to backward in one full graph.
+            Among parameters of equal size that do not all fit, the graph may choose others.
+        total_bytes: of the unsharded parameters, in their original dtypes.
+        rank_bytes: of the shards on one rank, in their original dtypes; equal on every rank, padding included.
+        all_gather_bytes: of the all-gather outputs of one forward, padding included.
+        all_gather_dtypes: dtypes of the all-gathers; an uncompiled forward launches one for each.
+        reduce_dtypes: dtypes of the reductions; empty if nothing requires grad.
+        shard_world: ranks over which each parameter is sharded.
+        replicate_world: ranks that hold the same shard.
+        reshards: whether forward frees the unsharded parameters, so that backward all-gathers them again.
+        why: the reason for ``reshards``.
+        notes: whatever else is special about the unit, each a sentence.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    frozen: tuple[str, ...]
+    kept: tuple[str, ...]
+    total_bytes: int
+    rank_bytes: int
+    all_gather_bytes: int
+    all_gather_dtypes: tuple[torch.dtype, ...]
+    reduce_dtypes: tuple[torch.dtype, ...]
+    shard_world: int
+    replicate_world: int
+    reshards: bool
+    why: str
+    notes: tuple[str, ...]
+
+    @property
+    def after_forward(self) -> str:
+        """What happens to the unsharded parameters, in two or three words."""
+        if not self.params:
+            return "nothing to free"
+        return "resharded" if self.reshards else "kept for backward"
+
+
+@dataclass(frozen=True)
+class ExplainedModel:
+    """The units of a model.
+
+    Args:
+        model: the class name.
+        units: the outermost first.
+        outside: names of parameters that belong to no unit; every rank holds them unsharded.
+        schedule: of compiled graphs.
+    """
+
+    model: str
+    units: tuple[UnitExplanation, ...]
+    outside: tuple[str, ...]
+    schedule: SchedulePolicy
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all units' unsharded parameters."""
+        return sum(unit.total_bytes for unit in self.units)
+
+    @property
+    def rank_bytes(self) -> int:
+        """Of all units' shards on one rank."""
+        return sum(unit.rank_bytes for unit in self.units)

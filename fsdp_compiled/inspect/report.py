@@ -1,55 +1,34 @@
-"""One capture of a model's compiled graphs, and the files it can be saved as."""
+"""What users get: a capture and an explanation as objects that print a table, and a capture's files.
+
+It must not know how models are read, nor what a format looks like.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ..passes.cost import Cluster
-from ..passes.policy import SchedulePolicy
-from .page import page
-from .picture import picture
-from .plain import plain
-from .records import CapturedGraph
-from .table import table
-from .trace import trace
+from .records import CapturedModel, ExplainedModel
+from .render.html import html
+from .render.plain import as_json, plain
+from .render.png import png
+from .render.text import capture_text, explanation_text
+from .render.trace import trace
+
+_WRITERS: Mapping[str, Callable[[CapturedModel], str | bytes]] = {
+    ".trace.json": lambda capture: as_json(trace(capture)),  # before .json, which it ends with
+    ".json": lambda capture: as_json(plain(capture)),
+    ".html": html,
+    ".png": png,
+}
 
 
-@dataclass(frozen=True)
-class Capture:
-    """What was compiled for a model, and what its collectives are estimated to cost. ``print`` shows a table.
-
-    Args:
-        model: the class name.
-        parameters: how many elements all parameters have together, unsharded.
-        world: ranks that the model is sharded over.
-        torch_version: that compiled the graphs.
-        cluster: that times are estimated for.
-        schedule: what the user decided.
-        graph_breaks: a reason for each.
-        graphs: in order of compilation.
-    """
-
-    model: str
-    parameters: int
-    world: int
-    torch_version: str
-    cluster: Cluster
-    schedule: SchedulePolicy
-    graph_breaks: tuple[str, ...]
-    graphs: tuple[CapturedGraph, ...]
+class Capture(CapturedModel):
+    """The compiled graphs of a model, and the estimated cost of their collectives. ``print`` shows a table."""
 
     def __str__(self) -> str:
-        return table(self)
-
-    @property
-    def peak_unsharded_bytes(self) -> int:
-        """The largest of all graphs."""
-        return max((graph.peak_unsharded_bytes for graph in self.graphs), default=0)
+        return capture_text(self)
 
     def save(self, path: str | Path) -> Path:
         """Write the capture in the format that the path's suffix names. Equal captures make equal files.
@@ -69,28 +48,20 @@ class Capture:
             OSError: the file cannot be written.
         """
         path = Path(path)
-        content = _writer(path)(self)
-        _replace(path, content)
+        writer = next((writer for suffix, writer in _WRITERS.items() if path.name.endswith(suffix)), None)
+        if writer is None:
+            expected = ", ".join(_WRITERS)
+            raise ValueError(f"{path}: a capture is saved as {expected}, not as {path.suffix!r}; rename the file")
+        content = writer(self)
+        _replace(path, content.encode(errors="replace") if isinstance(content, str) else content)
         return path
 
 
-def _as_json(data: dict[str, Any]) -> bytes:
-    return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode(errors="replace")
+class Explanation(ExplainedModel):
+    """What :func:`explain` found. ``print`` shows a table with the reasons below it."""
 
-
-_WRITERS: Mapping[str, Callable[[Capture], bytes]] = {
-    ".trace.json": lambda capture: _as_json(trace(capture)),  # before .json, which it ends with
-    ".json": lambda capture: _as_json(plain(capture)),
-    ".html": lambda capture: page(capture).encode(errors="replace"),
-    ".png": picture,
-}
-
-
-def _writer(path: Path) -> Callable[[Capture], bytes]:
-    for suffix, writer in _WRITERS.items():
-        if path.name.endswith(suffix):
-            return writer
-    raise ValueError(f"{path}: a capture is saved as {', '.join(_WRITERS)}, not as {path.suffix!r}; rename the file")
+    def __str__(self) -> str:
+        return explanation_text(self)
 
 
 def _replace(path: Path, content: bytes) -> None:

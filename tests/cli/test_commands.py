@@ -13,11 +13,12 @@ import pytest
 import torch.distributed as dist
 
 import fsdp_compiled.inspect
-from fsdp_compiled import SchedulePolicy, cli, doctor
-from fsdp_compiled.parser import SUFFIXES, byte_size
+from fsdp_compiled import SchedulePolicy, cli
+from fsdp_compiled.cli import doctor
+from fsdp_compiled.cli.parser import SUFFIXES, byte_size
 from fsdp_compiled.passes.cost import CLUSTERS
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import torch
@@ -111,7 +112,7 @@ def test_defaults(program, captures, capsys):
     assert made.args[0].shape == (2, 8)
     out, err = capsys.readouterr()
     assert out == "the table\n"
-    assert err == "process group: made up, rank 0 of 8; nothing is communicated, so results are garbage\n"
+    assert err == "process group: fake, rank 0 of 8; nothing is communicated, so results are garbage\n"
 
 
 def test_every_option(program, captures, capsys):

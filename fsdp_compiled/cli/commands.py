@@ -1,6 +1,6 @@
-"""The command line: what ``python -m fsdp_compiled`` and ``fsdp-compiled`` do.
+"""Runs one command: reads arguments, calls ``inspect`` or ``doctor``, prints.
 
-It reads arguments, calls ``inspect`` and ``doctor``, and prints; it must not find out anything itself.
+It must not examine models or the machine itself.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from . import doctor
 from .machine import look
+from ..passes.cost import CLUSTERS
+from ..policy import SchedulePolicy
+from . import doctor
 from .parser import WIDTH, WORLD, make_parser
-from .passes.cost import CLUSTERS
-from .policy import SchedulePolicy
 from .target import UsageError, build, find
 
 if TYPE_CHECKING:
-    from .inspect import Capture
+    from ..inspect import Capture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from .inspect import capture  # only here, so that doctor works without what inspect needs
-    from .inspect.explain import explain
+    from ..inspect import capture, explain  # only here, so that doctor also runs where inspect cannot be imported
 
     schedule = _schedule(args)
     builder = find(args.target)
@@ -76,7 +75,7 @@ def _schedule(args: argparse.Namespace) -> SchedulePolicy:
 
 @contextmanager
 def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
-    """Make one up unless the user's module has started one."""
+    """Start a fake process group unless the user's module has started one."""
     if dist.is_initialized():
         ignored = "; --world and --rank are ignored" if world is not None or rank is not None else ""
         _say(
@@ -90,7 +89,7 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
     if not 0 <= rank < world:
         raise UsageError(f"--rank: expected 0 to {world - 1} for --world {world}, got {rank}")
     dist.init_process_group("fake", rank=rank, world_size=world)
-    _say(f"process group: made up, rank {rank} of {world}; nothing is communicated, so results are garbage")
+    _say(f"process group: fake, rank {rank} of {world}; nothing is communicated, so results are garbage")
     try:
         yield
     finally:
@@ -99,7 +98,7 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
 
 @contextmanager
 def _schedule_mistakes() -> Iterator[None]:
-    """Tell a schedule that no graph can keep, which shows only while compiling, from other errors."""
+    """Raise UsageError for a schedule that a graph cannot keep, which is known only while it compiles."""
     try:
         yield
     except Exception as error:

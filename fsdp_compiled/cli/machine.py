@@ -25,8 +25,8 @@ import torch._functorch.config
 import torch.distributed as dist
 from torch._inductor import config
 
-from . import passes
-from .passes import cost, inductor
+from .. import passes
+from ..passes import cost, inductor
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Finds and calls the function that ``MODULE:BUILD`` names on the command line.
 
-It tells the user's mistakes, which end in one line, from errors in the user's code, which pass through.
+It reports mistakes in the command in one line (``UsageError``); errors in the user's code keep their traceback.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import nn
 
-from .hooks.context import states_below
+from ..hooks.context import states_below
 
 
 class UsageError(Exception):
-    """A mistake in what the user asked for: one line says all, a traceback would only hide it."""
+    """A mistake in the command or in what BUILD returns; it is reported in one line, without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def _from_path(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and something that it imports is not
+            raise  # the module exists, but a module that it imports does not
         raise UsageError(
             f"{name}: found no module {error.name!r} in {Path.cwd()} nor among installed ones"
         ) from error

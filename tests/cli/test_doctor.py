@@ -9,8 +9,8 @@ import torch
 from torch._inductor import config, custom_graph_pass
 
 from fsdp_compiled import passes
-from fsdp_compiled.doctor import RULES, Finding, diagnose
-from fsdp_compiled.machine import Gpu, Machine, Slot, look
+from fsdp_compiled.cli.doctor import RULES, Finding, diagnose
+from fsdp_compiled.cli.machine import Gpu, Machine, Slot, look
 
 H200 = Gpu("NVIDIA H200", 150_000_000_000, "H200")
 SETTING = "torch._inductor.config"

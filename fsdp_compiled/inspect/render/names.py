@@ -1,9 +1,11 @@
-"""How a bucket's parameter names are written in little space."""
+"""How many names, of parameters or units, are written in little space."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
+
+LISTED_WIDTH = 48  # characters that a list of names may take in a sentence
 
 
 def abbreviate(names: Sequence[str], width: int) -> str:
@@ -15,7 +17,8 @@ def abbreviate(names: Sequence[str], width: int) -> str:
     if len(names) < 2:
         return _elide("".join(names), width)
     before, varying, after = _factored(names)
-    texts = [",".join(shown) for shown in _shorter_and_shorter(varying)]
+    shorter = ([*varying[:kept], "…", varying[-1]] for kept in range(len(varying) - 2, 0, -1))
+    texts = [",".join(shown) for shown in (varying, *shorter)]
     if before or after:
         texts = [f"{before}{{{text}}}{after}" for text in texts]
     if before:
@@ -41,12 +44,18 @@ def _shared(lists: list[list[str]]) -> int:
     return sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False)))
 
 
-def _shorter_and_shorter(items: list[str]) -> list[list[str]]:
-    return [items, *([*items[:kept], "…", items[-1]] for kept in range(len(items) - 2, 0, -1))]
-
-
 def _elide(text: str, width: int) -> str:
     if len(text) <= width:
         return text
     end = (width - 1) // 2
     return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return for example ``2 units``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def listed(noun: str, names: Sequence[str]) -> str:
+    """Return how many there are and, in little space, which: ``2 parameters, {up,down}.weight``."""
+    return f"{counted(len(names), noun)}, {abbreviate(names, LISTED_WIDTH)}"

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import fx
 
-from fsdp_compiled.inspect import figures
-from fsdp_compiled.inspect.lanes import Interval, lay_out
-from fsdp_compiled.inspect.names import abbreviate
-from fsdp_compiled.inspect.plain import plain
 from fsdp_compiled.inspect.records import CapturedGraph, Collective, ComputeSpan, MemoryStep
+from fsdp_compiled.inspect.render import figures
+from fsdp_compiled.inspect.render.names import abbreviate
+from fsdp_compiled.inspect.render.plain import plain
+from fsdp_compiled.inspect.render.timeline import lay_out
+from fsdp_compiled.inspect.render.trace import trace
 from fsdp_compiled.inspect.report import Capture
-from fsdp_compiled.inspect.trace import trace
 from fsdp_compiled.passes.cost import CLUSTERS
 from fsdp_compiled.passes.policy import SchedulePolicy
 
@@ -90,7 +90,7 @@ def _capture(*graphs, **fields):
 
 
 def _forward():
-    """A gather that nothing hides, one that compute hides, and 20 µs in which the second is unpacked."""
+    """An all-gather that nothing hides, one that compute hides, and 20 µs in which the second is unpacked."""
     return _graph(
         [_collective(0, 500, 500), _collective(500, 1100, launch=3, wait=6, first_use=7, params=("head.weight",))],
         [ComputeSpan("add", 3, 500, 1300), ComputeSpan("add_1", 4, 1320, 12300)],
@@ -282,29 +282,36 @@ def test_trace_names_threads_and_waits():
     assert [e["args"] for e in events if e["ph"] == "C" and e["pid"] == 2] == [{"bytes": 24 * MIB}]
 
 
-# ---- lanes ----
+# ---- timeline ----
+
+
+def _marks(graph, lane, *kinds):
+    return [(mark.name, mark.start_us, mark.end_us) for mark in lay_out(graph)[lane] if mark.kind in kinds]
 
 
 def test_gaps_in_compute_are_stalls_or_copies():
-    lanes = lay_out(_forward())
-    assert [(stall.number, stall.at) for stall in lanes.stalls] == [(0, Interval(0, 500))]
-    assert lanes.copies == (Interval(1300, 1320),)
+    assert _marks(_forward(), "compute", "stall") == [("waits for #0", 0, 500)]
+    assert _marks(_forward(), "compute", "copy") == [("packs or unpacks", 1300, 1320)]
 
 
 def test_an_exposed_part_is_at_the_end():
-    (first,), (second,) = lay_out(_backward()).links
-    assert first.exposed == Interval(1000, 1100)
-    assert second.exposed.length_us == 0
+    assert _marks(_backward(), "communication 1", "exposed") == [("#0 reduce-scatter", 1000, 1100)]
+    assert _marks(_backward(), "communication 2", "all-reduce", "exposed") == [("#1 all-reduce", 700, 900)]
 
 
 def test_a_wait_that_begins_before_its_transfer():
     graph = _graph([_collective(0, 10), _collective(10, 20, 15)], [ComputeSpan("mm", 1, 0, 5)])
-    lanes = lay_out(graph)
-    assert [(stall.number, stall.at) for stall in lanes.stalls] == [(1, Interval(5, 20))]
-    assert lanes.links[0][1].exposed == Interval(10, 20)
+    assert _marks(graph, "compute", "stall") == [("waits for #1", 5, 20)]
+    assert _marks(graph, "communication", "exposed") == [("#1 all-gather", 10, 20)]
 
 
-# ---- page ----
+def test_the_compute_lane_and_links_do_not_overlap():
+    for lane, marks in lay_out(_many()).items():
+        spans = sorted((mark.start_us, mark.end_us) for mark in marks if mark.kind != "exposed")
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans)), lane
+
+
+# ---- html ----
 
 
 class _Page(HTMLParser):
@@ -341,7 +348,7 @@ def _page_of(capture, tmp_path):
 
 
 @corners
-def test_the_page_is_whole_and_needs_nothing_else(capture, tmp_path):
+def test_the_page_is_complete_and_needs_nothing_else(capture, tmp_path):
     source = _page_of(capture, tmp_path)
     for reference in ("http://", "https://", "src=", "@import", "<link"):
         assert reference not in source
@@ -373,11 +380,11 @@ def test_tips_tell_bytes_and_times(tmp_path):
     assert "48 MiB\n800 µs, from 500 µs to 1.3 ms" in tips
 
 
-# ---- picture ----
+# ---- png ----
 
 
 @corners
-def test_picture(capture, tmp_path):
+def test_png(capture, tmp_path):
     content = capture.save(tmp_path / "report.png").read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     width, height = struct.unpack(">II", content[16:24])

@@ -1,6 +1,6 @@
-"""Says whether a machine can run what the package does, and what would slow it down or break it.
+"""Judges whether a machine can run the library, and what would slow it down or break it.
 
-It judges what ``machine.look`` has read; it must not look at anything itself.
+It judges what ``machine.look`` has read; it must not read anything itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The judgement on one property of the machine.
 
     Args:
         level: ok; note: works, but worth knowing; problem: something fails or hangs.
@@ -34,7 +34,7 @@ class Finding:
 
 
 def diagnose(machine: Machine) -> tuple[Finding, ...]:
-    """Return what there is to say about a machine."""
+    """Return a finding for every property of a machine."""
     return (
         Finding("ok", "fsdp-compiled", machine.package),
         python(machine),
@@ -145,7 +145,7 @@ def slot(found: Slot) -> Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """A setting of torch that does not go with graphs scheduled by us.
+    """A setting of torch that conflicts with graphs scheduled by our passes.
 
     Args:
         setting: its full name.
@@ -202,7 +202,9 @@ def settings(machine: Machine) -> Iterator[Finding]:
         text = f"{rule.setting}={machine.settings[rule.setting]!r}: {rule.consequence}"
         yield Finding(rule.level, "setting", text)
     if not bad:
-        yield Finding("ok", "settings", f"none of the {len(machine.settings)} looked at stands in the way")
+        yield Finding(
+            "ok", "settings", f"none of the {len(machine.settings)} that were checked conflicts with our schedules"
+        )
 
 
 def matplotlib(machine: Machine) -> Finding:

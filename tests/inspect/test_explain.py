@@ -43,9 +43,9 @@ class Reports(expecttest.TestCase):
             """\
 Llama: 5 units, 39 parameters of 24.8 MiB, of which each rank holds 12.4 MiB
 
-unit                          params     size  per rank  ranks  gathers  in        reduces in  after forward
-Llama                              3  770 KiB   385 KiB  2 x 2  385 KiB  bfloat16  float32     kept for backward
-blocks.{0,1,2,3} (each of 4)       9    6 MiB     3 MiB  2 x 2    3 MiB  bfloat16  float32     freed, gathered again
+unit                          params     size  per rank  ranks  all-gathers  in        reduces in  after forward
+Llama                              3  770 KiB   385 KiB  2 x 2      385 KiB  bfloat16  float32     kept for backward
+blocks.{0,1,2,3} (each of 4)       9    6 MiB     3 MiB  2 x 2        3 MiB  bfloat16  float32     resharded
 
 Llama: outermost unit: kept by default, as backward begins with it; freed where no gradients are recorded
 every unit: gradients are reduced over 2 shards, then over 2 replicas
@@ -74,25 +74,25 @@ one full graph is scheduled with bucket unit, prefetch auto, in flight auto, kee
             """\
 Llama: 4 units, 20 parameters of 65.2 KiB, of which each rank holds 16.4 KiB
 
-unit      params      size  per rank  ranks   gathers  in                reduces in        after forward
-Llama          0       0 B       0 B      -       0 B  -                 -                 nothing to free
-embed          2  7.75 KiB  2.03 KiB      4  8.12 KiB  float32           float32           freed, gathered again
-blocks.0       9  27.2 KiB  6.81 KiB      4  27.2 KiB  float32, float16  float32, float16  kept for backward
-blocks.1       9  30.2 KiB  7.56 KiB      4  30.2 KiB  float32           -                 freed, gathered again
+unit      params      size  per rank  ranks  all-gathers  in                reduces in        after forward
+Llama          0       0 B       0 B      -          0 B  -                 -                 nothing to free
+embed          2  7.75 KiB  2.03 KiB      4     8.12 KiB  float32           float32           resharded
+blocks.0       9  27.2 KiB  6.81 KiB      4     27.2 KiB  float32, float16  float32, float16  kept for backward
+blocks.1       9  30.2 KiB  7.56 KiB      4     30.2 KiB  float32           -                 resharded
 
 Llama: no parameters of its own: other units hold all of them
 embed: reshard_after_forward=True
-embed: list of 2 modules, gathered before the first of them runs
-embed: 5% of what is gathered is padding: dimensions do not divide by 4 ranks
+embed: list of 2 modules, all-gathered before the first of them runs
+embed: 5% of each all-gather is padding: dimensions do not divide by 4 ranks
 embed: in one full graph, keep_unsharded_bytes keeps 1 parameter, norm.weight (128 B)
 blocks.0: reshard_after_forward=False
 blocks.0: different dtypes, meshes or sharing: 2 all-gathers in an uncompiled forward
 blocks.0: set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again
 blocks.0: set_reshard_after_backward(False): stays unsharded after an uncompiled backward
 blocks.1: inside another unit: freed by default, so that only units in use take memory
-blocks.1: no gradient: no parameter requires grad: gathered, also to pass gradients on, but never reduced
+blocks.1: no gradient: no parameter requires grad: all-gathered, also to pass gradients on, but never reduced
 blocks.1: in one full graph, keep_unsharded_bytes keeps 2 parameters, {attention_norm,ffn_norm}.weight (256 B)
-in no unit: 1 parameter, head.weight: whole on every rank, gradients not averaged; given as ignored_params, or
+in no unit: 1 parameter, head.weight: unsharded on every rank, gradients not averaged; given as ignored_params, or
   fully_shard was not called on a module above
 
 one full graph is scheduled with bucket 1 MiB, prefetch auto, in flight auto, keep unsharded 1 KiB: buckets may span
@@ -109,10 +109,10 @@ def test_figures_of_a_unit():
     assert block.params[:2] == ("blocks.0.0.weight", "blocks.0.0.bias")
     assert block.total_bytes == 4 * (14 * 10 + 14 + 14 + 14 + 10 * 14 + 10)
     assert block.rank_bytes == 4 * (4 * 10 + 4 + 4 + 4 + 3 * 14 + 3)  # 14 rows in 4 parts of 4, 10 in 4 of 3
-    assert block.gather_bytes == 2 * block.rank_bytes
-    assert (block.gather_dtypes, block.reduce_dtypes) == ((torch.bfloat16,), (torch.float32,))
+    assert block.all_gather_bytes == 2 * block.rank_bytes
+    assert (block.all_gather_dtypes, block.reduce_dtypes) == ((torch.bfloat16,), (torch.float32,))
     assert (block.shard_world, block.replicate_world) == (4, 1)
-    assert "14% of what is gathered is padding" in block.notes[0]
+    assert "14% of each all-gather is padding" in block.notes[0]
 
 
 def test_what_the_user_asked_for_is_the_reason():
@@ -195,13 +195,13 @@ def test_options_that_change_what_travels():
     fully_shard(model[1], offload_policy=offload, mp_policy=policy)
     fully_shard(model, offload_policy=offload)
     model[0].set_gradient_divide_factor(3)
-    model[0].set_all_reduce_hook(lambda row: None)
+    model[0].set_all_reduce_hook(lambda grad: None)
     model[1].set_requires_all_reduce(False)
     model[1].set_keep_unsharded_storage(True)
     text = str(explain(model))
     for note in (
-        "kept from forward sharded over 2 ranks, where backward gathers it",
-        "shared with other units: gathered for each of them",
+        "kept from forward sharded over 2 ranks, where backward all-gathers it",
+        "shared with other units: all-gathered for each of them",
         "CPUOffloadPolicy: shards and gradients live on the CPU",
         "set_gradient_divide_factor: sums of gradients are divided by 3",
         "set_all_reduce_hook: the user's function sees reduced gradients",

@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .passes.cost import CLUSTERS
+from ..passes.cost import CLUSTERS
 
 WIDTH = 118
 SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
-WORLD = 8  # ranks of the process group that is made up where the user's module starts none
+WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
-_DESCRIPTION = "Look at what fsdp_compiled does with a model, and at whether this machine is fit for it."
+_DESCRIPTION = "Inspect what fsdp_compiled does with a model, or check whether this machine can run it."
 
 _INSPECT = """\
 Compile a sharded model and print its schedule: every collective of every graph, when it is launched and waited
@@ -21,7 +21,7 @@ for, how long it takes by estimate and how much of that is hidden behind compute
 
 MODULE is a dotted module or a path to a .py file. BUILD is a function in it without arguments that returns
 (model, args) or (model, args, kwargs): a model given to fully_shard, and example inputs for its forward.
-If MODULE starts no process group when it is imported, a made-up one of --world ranks takes its place, so that one
+If MODULE starts no process group when it is imported, a fake one of --world ranks is used, so that one
 process without GPUs can look at any number of ranks; nothing is communicated, and BUILD must not start another."""
 
 _INSPECT_EXAMPLES = """\
@@ -45,8 +45,8 @@ chrome://tracing, .png a picture of the timelines.
 exit status: 0, or 2 for a mistake in the command or in what BUILD returns."""
 
 _DOCTOR = """\
-Look at versions, compilers, devices, torch's settings and Inductor's custom-pass slots, and say what stands in
-the way. Each line begins with ok, with note for what is worth knowing, or with problem for what fails or hangs."""
+Check versions, compilers, devices, torch's settings and Inductor's custom-pass slots. Each line begins with ok, with
+note for what works but is worth knowing, or with problem for what fails or hangs."""
 
 _DOCTOR_EXAMPLES = "exit status: 0, or 1 if there is any problem."
 
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     commands.add_parser(
         "doctor",
-        help="say what on this machine stands in the way",
+        help="check what on this machine fails or slows training down",
         description=_DOCTOR,
         epilog=_DOCTOR_EXAMPLES,
         formatter_class=_formatter,
@@ -94,7 +94,7 @@ def _add_inspect(commands: Any) -> None:
         formatter_class=_formatter,
     )
     parser.add_argument("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
-    parser.add_argument("--world", type=int, metavar="N", help=f"ranks of the made-up process group ({WORLD})")
+    parser.add_argument("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
     parser.add_argument("--rank", type=int, metavar="N", help="this process's rank in it (0)")
     parser.add_argument("--explain", action="store_true", help="first say what each unit does, and why")
     parser.add_argument("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=_SAVE)
@@ -120,7 +120,7 @@ def _add_inspect(commands: Any) -> None:
         type=_or_bytes("auto"),
         default="auto",
         metavar="auto|BYTES",
-        help="bound on bytes gathered and not freed, and gradients waiting to be reduced",
+        help="bound on unsharded bytes: all-gathered and not freed, and gradients not yet reduced",
     )
     group.add_argument(
         "--keep-unsharded-bytes",
@@ -159,7 +159,7 @@ def byte_size(text: str) -> int:
         raise ValueError(f"expected a number of bytes such as 65536, 64MiB or 1GiB, got {text!r}")
     size = float(digits) * _UNITS[unit]
     if size != int(size):
-        raise ValueError(f"expected whole bytes, got {text!r}, which is {size}")
+        raise ValueError(f"expected an integer number of bytes, got {text!r}, which is {size}")
     return int(size)
 
 

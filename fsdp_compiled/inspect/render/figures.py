@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
+from math import floor, log10
 
 
 def size(count_bytes: int) -> str:
@@ -28,27 +30,15 @@ def _digits(value: float) -> str:
 
 def indices(numbers: Iterable[int]) -> str:
     """Return rising numbers with runs of three or more joined: ``#0, #3, #7-9``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(text for run in runs for text in _run(run))
-
-
-def _run(run: list[int]) -> list[str]:
-    return [f"#{run[0]}-{run[-1]}"] if len(run) > 2 else [f"#{number}" for number in run]
+    runs = groupby(enumerate(numbers), key=lambda item: item[1] - item[0])
+    listed = [[f"#{number}" for _, number in run] for _, run in runs]
+    return ", ".join(f"{run[0]}-{run[-1][1:]}" if len(run) > 2 else ", ".join(run) for run in listed)
 
 
 def ticks(end: float, most: int) -> list[float]:
     """Return at most ``most + 1`` round numbers from 0 to ``end``: multiples of 1, 2 or 5 times a power of ten."""
     if end <= 0:
         return [0.0]
-    power = 10.0
-    while power > end / most:
-        power /= 10
-    while power * 10 <= end / most:
-        power *= 10
+    power = 10.0 ** floor(log10(end / most))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= end / most)
     return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]

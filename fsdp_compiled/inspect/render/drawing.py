@@ -1,0 +1,149 @@
+"""A graph's timeline as boxes, texts and lines, which SVG and PNG only paint.
+
+It decides places, labels and the legend; it must not know colours or formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from ..records import CapturedGraph
+from . import figures
+from .names import abbreviate
+from .palette import LEGEND
+from .timeline import Mark, lay_out
+
+WIDTH, PER_BAR = 1132, 7  # pixels: usual, and the least for each collective
+EDGE, CAPTION, LANE, CURVE, AXIS = 1, 24, 26, 96, 28
+BOX_WIDTH, BOX_HEIGHT, GAP = 14, 12, 18  # of the legend
+STRIP = 5  # of an exposed part keeps the colour of the collective's kind
+HEADROOM = 1.25  # above the larger of bound and peak
+CHARACTER = 7.0  # mean width at the font size of labels
+
+Anchor = Literal["start", "middle", "end"]
+
+
+class Box(NamedTuple):
+    """A rectangle, and what to show where the pointer is on it."""
+
+    kind: str
+    x: float
+    y: float
+    width: float
+    height: float
+    tip: str = ""
+
+
+class Text(NamedTuple):
+    """A line of text; ``y`` is its baseline, ``x`` where ``anchor`` says."""
+
+    kind: str
+    x: float
+    y: float
+    text: str
+    anchor: Anchor = "start"
+
+
+class Line(NamedTuple):
+    """Straight lines from point to point."""
+
+    kind: str
+    points: tuple[tuple[float, float], ...]
+
+
+Shape = Box | Text | Line
+
+
+class Drawing(NamedTuple):
+    """Shapes in pixels, the origin at the upper left; later ones cover earlier ones."""
+
+    width: float
+    height: float
+    shapes: tuple[Shape, ...]
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Where times lie."""
+
+    end_us: float
+    width: float
+
+    def x(self, time_us: float) -> float:
+        return EDGE + (self.width - 2 * EDGE) * time_us / self.end_us
+
+    def box(self, mark: Mark, y: float, height: float) -> Box:
+        left, right = self.x(mark.start_us), self.x(mark.end_us)
+        return Box(mark.kind, left, y, max(right - left, 0.0), height, mark.tip)
+
+
+def draw(graph: CapturedGraph, widest: int = WIDTH) -> Drawing:
+    """Return the drawing of a graph, wider than usual, up to ``widest``, where there are many collectives."""
+    scale = _Scale(graph.total_us or 1.0, max(WIDTH, min(widest, PER_BAR * len(graph.collectives))))
+    *lanes, (memory, levels) = lay_out(graph).items()
+    y, shapes = 0.0, list[Shape]()
+    for name, marks in lanes:
+        shapes += [_caption(name, y), *(_bar(mark, scale, y + CAPTION) for mark in marks)]
+        shapes += (label for mark in marks for label in _label(mark, scale, y + CAPTION))
+        y += CAPTION + LANE
+    bottom = y + CAPTION + CURVE
+    shapes += [_caption(memory, y), *_memory(levels, graph, scale, bottom)]
+    legend = _legend({shape.kind for shape in shapes}, bottom + AXIS)
+    return Drawing(scale.width, bottom + AXIS + BOX_HEIGHT, (*_grid(scale, bottom), *shapes, *legend))
+
+
+def _caption(text: str, y: float) -> Text:
+    return Text("caption", EDGE, y + CAPTION - 6, text)
+
+
+def _bar(mark: Mark, scale: _Scale, y: float) -> Box:
+    if mark.kind == "stall":  # has an outline
+        return scale.box(mark, y + 0.5, LANE - 1)
+    strip = STRIP if mark.kind == "exposed" else 0
+    return scale.box(mark, y + strip, LANE - strip)
+
+
+def _label(mark: Mark, scale: _Scale, y: float) -> Iterator[Text]:
+    """Yield a collective's index, and its parameters, as far as there is room."""
+    room = int((scale.x(mark.end_us) - scale.x(mark.start_us) - 10) / CHARACTER)
+    if mark.label and room >= len(mark.label):
+        rest = room - len(mark.label)
+        names = f" {abbreviate(mark.params, rest - 1)}" if rest > 12 else ""
+        yield Text("on-bar", scale.x(mark.start_us) + 5, y + LANE - 8, mark.label + names)
+
+
+def _memory(marks: Sequence[Mark], graph: CapturedGraph, scale: _Scale, base: float) -> Iterator[Shape]:
+    top_bytes = HEADROOM * max(graph.bound_bytes, graph.peak_unsharded_bytes, 1)
+    heights = [CURVE * step.bytes / top_bytes for step in graph.memory]
+    boxes = [scale.box(mark, base - height, height) for mark, height in zip(marks, heights, strict=True)]
+    yield from boxes
+    steps = [point for box in boxes for point in ((box.x, box.y), (box.x + box.width, box.y))]
+    yield Line("curve", ((EDGE, base), (steps[0][0] if steps else scale.width - EDGE, base), *steps))
+    bound = base - CURVE * graph.bound_bytes / top_bytes
+    yield Line("bound", ((EDGE, bound), (scale.width - EDGE, bound)))
+    yield Text("note", EDGE + 2, bound - 5, f"bound {figures.size(graph.bound_bytes)}")
+    if boxes:
+        peak = max(boxes, key=lambda box: box.height)
+        is_late = peak.x > 0.85 * scale.width
+        y = peak.y + 14 if peak.height > 18 else peak.y - 5  # above a low curve
+        note = f"peak {figures.size(graph.peak_unsharded_bytes)}"
+        yield Text("note", peak.x + (peak.width - 4 if is_late else 4), y, note, "end" if is_late else "start")
+
+
+def _grid(scale: _Scale, bottom: float) -> Iterator[Shape]:
+    yield Line("grid", ((EDGE, bottom), (scale.width - EDGE, bottom)))
+    for time_us in figures.ticks(scale.end_us, int(scale.width / 110)):
+        x = scale.x(time_us)
+        yield Line("grid", ((x, CAPTION), (x, bottom)))
+        anchor: Anchor = "end" if x > scale.width - 40 else "start" if x < 40 else "middle"
+        yield Text("caption", x, bottom + 16, figures.duration(time_us), anchor)
+
+
+def _legend(kinds: set[str], y: float) -> Iterator[Shape]:
+    x = float(EDGE)
+    for kind in (kind for kind in LEGEND if kind in kinds):
+        yield Box(kind, x, y, BOX_WIDTH, BOX_HEIGHT)
+        yield Text("caption", x + BOX_WIDTH + 6, y + BOX_HEIGHT - 2, kind)
+        x += BOX_WIDTH + 6 + CHARACTER * len(kind) + GAP

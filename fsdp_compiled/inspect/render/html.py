@@ -1,0 +1,143 @@
+"""A capture as one HTML page that needs nothing else: summary, timelines, tables and the text of the graphs.
+
+``page.html`` has a policy that lets it load nothing, and the hatch that drawings refer to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from importlib.resources import files
+
+from torch import fx
+
+from ..records import CapturedGraph, CapturedModel, Collective
+from . import facts
+from .drawing import draw
+from .palette import COLOUR_OF, DARK, LIGHT
+from .svg import svg
+
+NAMES = 30  # characters of a table cell's names; they unfold
+WIDEST = 8000  # pixels of a timeline
+
+
+def html(capture: CapturedModel) -> str:
+    """Return the page's source."""
+    graphs = list(zip(facts.titles(capture.graphs), capture.graphs, strict=True))
+    sections = [line for n, (title, graph) in enumerate(graphs) for line in _section(f"g{n}", title, graph)]
+    document = _resource("page.html").format(
+        title=escape(f"{capture.model}: collectives"),
+        style="\n".join([*_colours(), _resource("page.css")]),
+        body="\n".join([*_head(capture), *sections]),
+        script=_resource("page.js"),
+    )
+    return f"{document}\n"
+
+
+def _resource(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8").rstrip()
+
+
+def _colours() -> Iterator[str]:
+    """Yield CSS: colours for both surroundings, and for each kind of shape the one that it is painted in."""
+    light, dark = (" ".join(f"--{name}: {colour};" for name, colour in palette.items()) for palette in (LIGHT, DARK))
+    yield f":root {{ {light} }}"
+    yield f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+    yield from (f"svg .{kind} {{ --paint: var(--{colour}); }}" for kind, colour in COLOUR_OF.items())
+
+
+def _head(capture: CapturedModel) -> Iterator[str]:
+    yield f"<header><h1>{escape(capture.model)}</h1><p class='about'>{escape(facts.about(capture))}</p></header>"
+    yield "<section><h2>Summary</h2>"
+    yield _summary(capture.graphs)
+    yield f"<h3>Schedule</h3>{_facts(facts.schedule(capture.schedule))}"
+    yield f"<h3>{escape(facts.graph_breaks(capture).capitalize())}</h3>"
+    if capture.graph_breaks:
+        yield _list(capture.graph_breaks, "breaks")
+    yield "</section>"
+
+
+def _summary(graphs: tuple[CapturedGraph, ...]) -> str:
+    """Return a table with a line for each graph."""
+    if not graphs:
+        return "<p>No graph was compiled.</p>"
+    names = (f"<a href='#g{number}'>{escape(title)}</a>" for number, title in enumerate(facts.titles(graphs)))
+    figures = [facts.graph_facts(graph) for graph in graphs]
+    lines = (
+        f"<tr><td>{name}</td>{''.join(_tag('td', escape(value), 'right') for _, value in pairs)}</tr>"
+        for name, pairs in zip(names, figures, strict=True)
+    )
+    return _table("<th>graph</th>" + "".join(_tag("th", label, "right") for label, _ in figures[0]), lines)
+
+
+def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
+    yield f"<section id='{key}'><h2>{escape(title)}</h2>"
+    yield _facts(facts.graph_facts(graph))
+    yield f"<div class='scroll'>{svg(draw(graph, WIDEST), f'Timeline of the {title} graph')}</div>"
+    if graph.collectives:
+        yield from _collectives(key, graph)
+    marked = {n for c in graph.collectives for n in (c.launch, c.wait, c.first_use)}
+    yield _details("Graph before the passes", _listing(graph.before.graph, {}))
+    yield _details("Graph after the passes", _listing(graph.module.graph, {n: f"{key}-n{n}" for n in marked}))
+    yield _details("Code that Inductor generated", escape(graph.code))
+    yield "</section>"
+
+
+def _collectives(key: str, graph: CapturedGraph) -> Iterator[str]:
+    """Yield a table with a line for each collective; positions lead into the graph's text."""
+    titles = "".join(_tag("th", title, _side(title)) for title in facts.collective_facts(0, graph.collectives[0]))
+    lines = (
+        f"<tr id='{key}-c{number}'>{''.join(_cells(key, number, collective))}</tr>"
+        for number, collective in enumerate(graph.collectives)
+    )
+    yield f"<h3>Collectives</h3>{_table(titles + '<th>verdict</th><th>params</th>', lines)}"
+    if reasons := facts.verdicts(graph):
+        yield _list(reasons, "reasons")
+
+
+def _cells(key: str, number: int, collective: Collective) -> Iterator[str]:
+    for title, text in facts.collective_facts(number, collective).items():
+        link = f"<a href='#{key}-n{text}'>{text}</a>" if title in ("launch", "wait", "use") else escape(text)
+        late = " late" if title == "exposed" and facts.is_exposed(collective) else ""
+        yield _tag("td", link, _side(title) + late)
+    yield _tag("td", escape(collective.verdict.removeprefix("exposed: ")), "wide")
+    yield _tag("td", _params(collective.params), "wide params")
+
+
+def _side(title: str) -> str:
+    return "" if title in facts.LEFT else "right"
+
+
+def _params(params: tuple[str, ...]) -> str:
+    short = escape(facts.params(params, NAMES))
+    if len(params) < 2 and "…" not in short:
+        return short
+    return f"<details><summary>{short}</summary>{_list(params)}</details>"
+
+
+def _listing(graph: fx.Graph, ids: Mapping[int, str]) -> str:
+    """Return a line for each node with its position; those in ``ids`` can be linked to."""
+    lines = enumerate(escape(f"{position:>5}  {node.format_node()}") for position, node in enumerate(graph.nodes))
+    return "\n".join(f"<b id='{ids[position]}'>{line}</b>" if position in ids else line for position, line in lines)
+
+
+def _details(summary: str, content: str) -> str:
+    return f"<details class='text'><summary>{escape(summary)}</summary><pre>{content}</pre></details>"
+
+
+def _facts(pairs: Iterable[facts.Fact]) -> str:
+    cells = (f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in pairs)
+    return _tag("dl", "".join(cells), "facts")
+
+
+def _table(head: str, lines: Iterable[str]) -> str:
+    body = "\n".join(lines)
+    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
+
+
+def _list(texts: Iterable[str], kind: str = "") -> str:
+    return _tag("ul", "".join(_tag("li", escape(text)) for text in texts), kind)
+
+
+def _tag(name: str, content: str, kind: str = "") -> str:
+    return f"<{name} class='{kind}'>{content}</{name}>" if kind else f"<{name}>{content}</{name}>"
