@@ -187,4 +187,4 @@ def compile(
 
 def core_hash() -> str:
     """Return a hash of what the operators in a graph compute, for the compile-cache keys."""
-    return "".join(passes.source_hash(Path(folder.__file__).parent) for folder in (collectives, sharding))
+    return "".join(passes.source_hash(Path(str(folder.__file__)).parent) for folder in (collectives, sharding))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch.torch_version import TorchVersion
 
 from .passes.policy import SchedulePolicy as SchedulePolicy
 
@@ -109,4 +110,4 @@ def resolved(policy: MixedPrecisionPolicy, original: torch.dtype) -> tuple[torch
 
 
 # *Source:* "versionchanged:: 2.15" of torch.distributed.fsdp.MixedPrecisionPolicy.
-_REDUCES_IN_ORIGINAL_DTYPE = torch.__version__ >= (2, 15)
+_REDUCES_IN_ORIGINAL_DTYPE = TorchVersion(torch.__version__) >= "2.15"

@@ -33,6 +33,8 @@ class Bucket:
             return
         requests = opaque_requests(graph, opaque, cluster_of(graph, self.policy.cluster))
         buckets = decide_buckets(requests, self.policy)
-        for number, bucket in enumerate([*buckets.all_gathers, *buckets.reductions]):
-            for request in bucket:
-                nodes.assign_bucket(opaque[request.index], number)
+        joined = [[request.index for request in bucket] for bucket in buckets.all_gathers]
+        joined += [[request.index for request in bucket] for bucket in buckets.reductions]
+        for number, indices in enumerate(joined):
+            for index in indices:
+                nodes.assign_bucket(opaque[index], number)

@@ -19,7 +19,7 @@ from .policy import DEFAULT, SchedulePolicy
 
 @dataclass(frozen=True)
 class Candidate:
-    """A parameter that backward would all-gather again: the memory that keeping it takes, and the time that it saves."""
+    """A parameter that backward would all-gather again: what keeping it takes, and the time that it saves."""
 
     key: Hashable
     bytes: int
@@ -96,7 +96,7 @@ def _drop_gradient_marks(graph: fx.Graph) -> None:
 
 
 def _recompute_from_all_gathers(unsharded: fx.Node) -> None:
-    """Tag every node between the all-gathers and ``unsharded``: a product, say, would be saved ahead of a matrix product."""
+    """Tag every node between the all-gathers and ``unsharded``, so that none of them is saved instead."""
     stack = [unsharded]
     while stack:
         node = stack.pop()

@@ -91,17 +91,14 @@ def test_only_equal_keys_share_a_bucket():
 
 def test_a_reduction_whose_result_is_read_before_another_is_ready_stays_apart():
     reductions = tuple(
-        reduction(i, ReductionTask(((i, 10),), 0.0, needed), f"w{i}")
-        for i, needed in enumerate([2, 4, 4, 4])
+        reduction(i, ReductionTask(((i, 10),), 0.0, needed), f"w{i}") for i, needed in enumerate([2, 4, 4, 4])
     )
     plan = decide_buckets(Requests((1.0,) * 4, (), reductions, TOY), SchedulePolicy(bucket=1000))
     assert shown(plan)[1] == [["w0", "w1"], ["w2", "w3"]]
 
 
 def test_an_all_gather_whose_input_is_computed_late_does_not_hold_up_earlier_ones():
-    gathers = tuple(
-        all_gather(i, AllGatherTask(10, 0.0, i, i, earliest)) for i, earliest in enumerate([0, 1, 0])
-    )
+    gathers = tuple(all_gather(i, AllGatherTask(10, 0.0, i, i, earliest)) for i, earliest in enumerate([0, 1, 0]))
     plan = decide_buckets(Requests((1.0,) * 3, gathers, (), TOY), SchedulePolicy(bucket=1000))
     assert shown(plan)[0] == [["w0"], ["w1", "w2"]]
 
@@ -205,7 +202,9 @@ def build(layers, passes=()):
         if layer["again"]:
             again.append((shard, there))
     for shard, there in again:
-        x = b.call(mm, b.call(mm, x, b.unshard(shard, there)), b.input(f"u{len(b.inputs)}", there.param.shape[1], rows))
+        x = b.call(
+            mm, b.call(mm, x, b.unshard(shard, there)), b.input(f"u{len(b.inputs)}", there.param.shape[1], rows)
+        )
     b.finish(x, *results)
     return b.graph
 

@@ -172,7 +172,9 @@ def test_the_width_follows_what_every_address_and_length_divide_by(kernels):
         ("fp32", "bfloat16", 8, {"IS_PACKING": False, "DIVISOR": 8.0}),
     ],
 )
-def test_aligned_copies_compile_to_16_byte_reads_and_writes_and_no_division(packed, tensor, width, options, monkeypatch):
+def test_aligned_copies_compile_to_16_byte_reads_and_writes_and_no_division(
+    packed, tensor, width, options, monkeypatch
+):
     """Triton compiles for an H100 without one."""
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # Triton 3.9 warns where it is not set
     triton = pytest.importorskip("triton")

@@ -55,11 +55,14 @@ class LoweredText(expecttest.TestCase):
             second = b.unshard(given("primals_2", 2), spec((5,), "w2", dtype=torch.bfloat16))
             return b.text(first, second)
 
-        self.same_on_devices(build, """\
+        self.same_on_devices(
+            build,
+            """\
 launch_all_gather_default = launch_all_gather([primals_1, primals_2], w1+w2) [1] uint8
 wait_all_gather_default = wait_all_gather(launch_all_gather_default, w1+w2)
 getitem = getitem(wait_all_gather_default, 0) [8, 3] bfloat16
-getitem_1 = getitem(wait_all_gather_default, 1) [5] bfloat16""")
+getitem_1 = getitem(wait_all_gather_default, 1) [5] bfloat16""",
+        )
 
     def test_a_bucket_of_two_reductions_over_shards_and_replicas(self):
         def build(b, given):
@@ -67,23 +70,29 @@ getitem_1 = getitem(wait_all_gather_default, 1) [5] bfloat16""")
             second = b.reduce_grad(given("g2", 4, 8), spec((4, 8), "w2", replicas=2, dim=1))
             return b.text(first, second)
 
-        self.same_on_devices(build, """\
+        self.same_on_devices(
+            build,
+            """\
 launch_reduce_scatter_default = launch_reduce_scatter([g1, g2], w1+w2) [1] uint8
 wait_reduce_scatter_default = wait_reduce_scatter(launch_reduce_scatter_default, w1+w2)
 getitem = getitem(wait_reduce_scatter_default, 0) [1] uint8
 launch_all_reduce_default = launch_all_reduce([getitem], w1+w2) [1] uint8
 wait_all_reduce_default = wait_all_reduce(launch_all_reduce_default, w1+w2)
 getitem_1 = getitem(wait_all_reduce_default, 0) [2] float32
-getitem_2 = getitem(wait_all_reduce_default, 1) [4, 2] float32""")
+getitem_2 = getitem(wait_all_reduce_default, 1) [4, 2] float32""",
+        )
 
     def test_replicas_only(self):
         def build(b, given):
             return b.text(b.reduce_grad(given("g1", 5), spec((5,), "w1", world=1, replicas=2)))
 
-        self.same_on_devices(build, """\
+        self.same_on_devices(
+            build,
+            """\
 launch_all_reduce_default = launch_all_reduce([g1], w1) [1] uint8
 wait_all_reduce_default = wait_all_reduce(launch_all_reduce_default, w1)
-getitem = getitem(wait_all_reduce_default, 0) [5] float32""")
+getitem = getitem(wait_all_reduce_default, 0) [5] float32""",
+        )
 
     def test_another_dimension(self):
         def build(b, given):
@@ -91,13 +100,16 @@ getitem = getitem(wait_all_reduce_default, 0) [5] float32""")
             part = b.reduce_grad(given("g", 4, 8), spec((4, 8), "w", dim=1))
             return b.text(unsharded, part)
 
-        self.same_on_devices(build, """\
+        self.same_on_devices(
+            build,
+            """\
 launch_all_gather_default = launch_all_gather([primals_1], w) [1] uint8
 wait_all_gather_default = wait_all_gather(launch_all_gather_default, w)
 getitem = getitem(wait_all_gather_default, 0) [4, 8] float32
 launch_reduce_scatter_default = launch_reduce_scatter([g], w) [1] uint8
 wait_reduce_scatter_default = wait_reduce_scatter(launch_reduce_scatter_default, w)
-getitem_1 = getitem(wait_reduce_scatter_default, 0) [4, 2] float32""")
+getitem_1 = getitem(wait_reduce_scatter_default, 0) [4, 2] float32""",
+        )
 
     def test_fp16_and_a_world_of_one(self):
         def build(b, given):
@@ -105,13 +117,16 @@ getitem_1 = getitem(wait_reduce_scatter_default, 0) [4, 2] float32""")
             alone = b.unshard(given("primals_1", 8), spec((8,), "v", world=1))
             return b.text(half, alone)
 
-        self.same_on_devices(build, """\
+        self.same_on_devices(
+            build,
+            """\
 launch_reduce_scatter_default = launch_reduce_scatter([g], w) [1] uint8
 wait_reduce_scatter_default = wait_reduce_scatter(launch_reduce_scatter_default, w)
 getitem_1 = getitem(wait_reduce_scatter_default, 0) [2] float32
 launch_all_gather_default = launch_all_gather([primals_1], v) [1] uint8
 wait_all_gather_default = wait_all_gather(launch_all_gather_default, v)
-getitem = getitem(wait_all_gather_default, 0) [8] float32""")
+getitem = getitem(wait_all_gather_default, 0) [8] float32""",
+        )
 
     def test_what_a_graph_has_computed_does_not_persist(self):
         def build(b, given):
@@ -121,11 +136,14 @@ getitem = getitem(wait_all_gather_default, 0) [8] float32""")
             self.assertFalse(nodes.bucket_of(launch).inputs_persist)
             return text
 
-        self.same_on_devices(build, """\
+        self.same_on_devices(
+            build,
+            """\
 neg_default = neg(primals_1) [2] float32
 launch_all_gather_default = launch_all_gather([neg_default], w into place) [1] uint8
 wait_all_gather_default = wait_all_gather(launch_all_gather_default, w into place)
-getitem = getitem(wait_all_gather_default, 0) [8] float32""")
+getitem = getitem(wait_all_gather_default, 0) [8] float32""",
+        )
 
     def test_shards_on_the_cpu_and_compute_on_a_gpu(self):
         b = Builder(Bucket(UNIT), Lower(), Reorder(UNIT))
@@ -133,7 +151,9 @@ getitem = getitem(wait_all_gather_default, 0) [8] float32""")
         unsharded = [b.unshard(b.input(f"primals_{s.param.name}", 2), s) for s in specs]
         grads = [b.call(neg, each) for each in unsharded]
         text = b.text(*(b.reduce_grad(grad, s) for grad, s in zip(grads, specs, strict=True)), b.call(neg, grads[0]))
-        self.assertExpectedInline(text, """\
+        self.assertExpectedInline(
+            text,
+            """\
 launch_all_gather_default = launch_all_gather([primals_w1, primals_w2], w1+w2) [1] uint8
 wait_all_gather_default = wait_all_gather(launch_all_gather_default, w1+w2)
 getitem = getitem(wait_all_gather_default, 0) [8] float32
@@ -147,7 +167,8 @@ getitem_2 = getitem(wait_reduce_scatter_default, 0) [1] uint8
 launch_copy_to_host_default = launch_copy_to_host([getitem_2], w1+w2) [1] uint8
 wait_copy_to_host_default = wait_copy_to_host(launch_copy_to_host_default, w1+w2)
 getitem_3 = getitem(wait_copy_to_host_default, 0) [2] float32
-getitem_4 = getitem(wait_copy_to_host_default, 1) [2] float32""")
+getitem_4 = getitem(wait_copy_to_host_default, 1) [2] float32""",
+        )
         self.assertEqual(cluster_of(b.graph, None).name, "H100")
 
     def test_the_host_waits_before_compute_reads_what_was_copied_to_it(self):
@@ -156,7 +177,9 @@ getitem_4 = getitem(wait_copy_to_host_default, 1) [2] float32""")
         parts = [b.reduce_grad(grad, spec((4,), grad.name, device="cuda")) for grad in grads]
         lines = b.text(b.call(neg, parts[0]), parts[1]).splitlines()
         steps = [line.split(" = ")[1].split("(")[0] for line in lines]
-        self.assertExpectedInline("\n".join(step for step in steps if step != "getitem"), """\
+        self.assertExpectedInline(
+            "\n".join(step for step in steps if step != "getitem"),
+            """\
 launch_reduce_scatter
 launch_reduce_scatter
 wait_reduce_scatter
@@ -165,7 +188,8 @@ wait_copy_to_host
 neg
 wait_reduce_scatter
 launch_copy_to_host
-wait_copy_to_host""")
+wait_copy_to_host""",
+        )
 
 
 def test_the_users_own_collectives_and_hook_are_in_the_bucket():

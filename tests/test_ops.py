@@ -6,6 +6,9 @@ import sys
 
 import pytest
 import torch
+from torch.library import opcheck
+
+from fsdp_compiled.collectives import copies, reduce_grad, unshard
 from fsdp_compiled.errors import FSDPError
 from fsdp_compiled.sharding.spec import (
     AllGatherBucket,
@@ -16,9 +19,6 @@ from fsdp_compiled.sharding.spec import (
     ReductionBucket,
     ReductionSpec,
 )
-from torch.library import opcheck
-
-from fsdp_compiled.collectives import copies, reduce_grad, unshard
 from tests.ranks import on_ranks
 
 
@@ -36,7 +36,10 @@ def test_a_spec_survives_its_text():
     assert CommSpec.decode(spec.encode()) == spec
     assert (spec.param.shape, spec.all_gather.dtype, spec.reduction.shards) == ((4, 3), torch.bfloat16, Group("g", 2))
     for_input = CommSpec.decode(_spec(None, 2, "g")).for_input((3, 5), torch.uint8)
-    assert (for_input.param.shape, for_input.param.dtype, for_input.all_gather.dtype) == ((6, 5), *(2 * [torch.uint8]))
+    assert (for_input.param.shape, for_input.param.dtype, for_input.all_gather.dtype) == (
+        (6, 5),
+        *(2 * [torch.uint8]),
+    )
     bucket = ReductionBucket(spec.reduction, (spec.param,))
     assert ReductionBucket.decode(bucket.encode()) == bucket
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from .machine import look
 from ..passes.cost import CLUSTERS
 from ..policy import SchedulePolicy
 from . import doctor
+from .machine import look
 from .parser import WIDTH, WORLD, make_parser
 from .target import UsageError, build, find
 

@@ -34,7 +34,7 @@ def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> 
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` in memory of the host, pinned if it moves; valid once the current stream reaches this point."""
+    """Return ``tensor`` on the host, pinned if it moves; valid once the current stream reaches this point."""
     return tensor.to("cpu", non_blocking=True)
 
 

@@ -39,6 +39,7 @@ class UnitState(Protocol):
 
     unit: Unit
     training_state: TrainingState
+    max_reducing: int
 
     @property
     def groups(self) -> list[FSDPParamGroup]:
@@ -56,6 +57,12 @@ class UnitState(Protocol):
 
     def post_backward(self) -> None:
         """Start reducing the unit's gradients and free its unsharded parameters."""
+
+    def prefetch_in_backward(self) -> None:
+        """Start the unit's all-gathers ahead of its own backward."""
+
+    def complete_list_unit(self) -> None:
+        """End the forward of a list unit some of whose modules were not called."""
 
     def end_backward(self) -> None:
         """Return to idle."""
@@ -273,7 +280,11 @@ class FSDPStateContext:
                 group.wait_on_host()
 
     def reset(self, drop_accumulated: bool) -> None:
-        """Return to the state between two steps after an exception; ``drop_accumulated`` forgets accumulated gradients too."""
+        """Return to the state between two steps after an exception.
+
+        Args:
+            drop_accumulated: forget gradients accumulated without sync too.
+        """
         self.comm.drop_reduce()
         for state in self.states:
             for group in state.groups:

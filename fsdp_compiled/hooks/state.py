@@ -59,7 +59,7 @@ class FSDPState:
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
         self._context: FSDPStateContext | None = None
         self._to_run: set[nn.Module] = set()  # modules of a list unit whose forward is still to come
-        self._max_reducing = 1
+        self.max_reducing = 1
         self.custom = CustomComms(self.configure)
         self._has_compiled_gradients = False  # a compiled backward has left gradients of this unit
         unit.on_compiled_gradient = self._on_compiled_gradient
@@ -120,10 +120,10 @@ class FSDPState:
         for param in self.params:
             param.refresh()
 
-    def set_reduction(self, **changes: bool) -> None:
+    def set_reduction(self, **changes: Any) -> None:
         """Change how far backward reduces gradients: ``reduce_grads``, ``all_reduce_grads``.
 
-        Unlike :meth:`configure` it leaves the parameters' specs, on which this does not depend: users call it in every
+        Unlike :meth:`configure` it leaves the parameters' specs, which do not depend on this: users call it in every
         step.
         """
         if self._context is not None:
@@ -134,9 +134,9 @@ class FSDPState:
 
     def set_max_reducing(self, count: int) -> None:
         """Let reductions of ``count`` units be under way at a time."""
-        self._max_reducing = count
+        self.max_reducing = count
         if self._context is not None:
-            self._context.comm.max_reducing = max(state._max_reducing for state in self._context.states)
+            self._context.comm.max_reducing = max(state.max_reducing for state in self._context.states)
 
     def set_separate_reduce_group(self, enable: bool) -> None:
         """Give reduce-scatters process groups of their own, or take them away; every rank must call it."""
@@ -309,9 +309,9 @@ class FSDPState:
         """Whether gradients wait to be reduced, or zeros take part in their place."""
         if not self.unit.config.reduce_grads:
             return False
-        if self.training_state is TrainingState.IDLE:
-            if self.unit.config.reduce_unused and not self._has_compiled_gradients:
-                return True
+        is_idle = self.training_state is TrainingState.IDLE
+        if is_idle and self.unit.config.reduce_unused and not self._has_compiled_gradients:
+            return True
         return any(group.has_gradients for group in self.groups)
 
     def end_backward(self) -> None:
@@ -347,12 +347,13 @@ class FSDPState:
     def _lazy_init(self) -> FSDPStateContext:
         """Return the context that all units below the outermost share; the first call makes it."""
         if self._context is None:
-            context = FSDPStateContext(states_below(self.outermost.modules))
-            for state in context.states:
+            states = states_below(self.outermost.modules)
+            context = FSDPStateContext(states)
+            for state in states:
                 state.check_materialized()
-            for state in context.states:
+            for state in states:
                 state._context = context
-            context.comm.max_reducing = max(state._max_reducing for state in context.states)
+            context.comm.max_reducing = max(state.max_reducing for state in context.states)
             self._context = context
         return self._context
 

@@ -1,4 +1,4 @@
-"""Decides each parameter's mesh and shard dimension, and checks that the parameter allows them. It changes nothing."""
+"""Decides each parameter's mesh and shard dimension, and checks that it allows them. It changes nothing."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]
                 timed = scheduled.timeline.collectives[name, index]
                 found.append(
                     Collective(
-                        kind=nodes.stage_of(stage.launch),
+                        kind=nodes.stage_of(stage.launch),  # type: ignore[arg-type]  # no copy to the host is among the parts
                         params=tuple(param.name for param in lowered.bucket.params),
                         dtype=lowered.bucket.spec.dtype,
                         bytes=_bytes(lowered, stage),
@@ -148,10 +148,11 @@ def _parts(lowered: LoweredBucket) -> list[tuple[Kind, Stage, Group]]:
     """Return each collective that communicates: its kind in the schedule, its nodes and its group."""
     spec = lowered.bucket.spec
     if isinstance(spec, AllGatherSpec):
-        parts = [("all_gather", lowered.collectives[0], spec.group)]
+        parts: list[tuple[Kind, Stage, Group]] = [("all_gather", lowered.collectives[0], spec.group)]
     else:
         groups = [group for group in (spec.shards, spec.replicas) if group.world > 1]
-        parts = list(zip(("reduction", "all_reduce"), lowered.collectives, groups, strict=False))
+        kinds: tuple[Kind, ...] = ("reduction", "all_reduce")
+        parts = list(zip(kinds, lowered.collectives, groups, strict=False))
     return [part for part in parts if part[2].world > 1]
 
 
@@ -202,7 +203,11 @@ def _why_not_earlier(scheduled: Scheduled, all_gather: AllGatherTask, index: int
     launch = _position(scheduled.actions, index)
     if not sum(load.compute_us[: all_gather.first]):
         return "exposed: nothing before it to hide behind"
-    if launch and scheduled.bound_bytes and scheduled.in_flight[launch - 1] + all_gather.counted > scheduled.bound_bytes:
+    if (
+        launch
+        and scheduled.bound_bytes
+        and scheduled.in_flight[launch - 1] + all_gather.counted > scheduled.bound_bytes
+    ):
         return "exposed: the memory bound delays its launch"
     if all_gather.earliest == launch and launch:
         return "exposed: its input is computed just before"

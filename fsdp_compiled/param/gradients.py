@@ -1,4 +1,4 @@
-"""Gradients of one parameter that accumulate over several backwards before they are reduced, and how hooks see them."""
+"""Gradients of one parameter that accumulate over several backwards before they are reduced."""
 
 from __future__ import annotations
 

@@ -11,13 +11,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
 from .layout import PackedLayout, ShardLayout
 
 Record = TypeVar("Record")
+Stage = Literal["all_gather", "reduce_scatter", "all_reduce", "copy_to_host"]
 
 
 @dataclass(frozen=True)
@@ -270,12 +271,16 @@ class ReductionBucket:
         return tuple(layout.padded_numel * self.spec.dtype.itemsize for layout in self.layouts)
 
     @cached_property
-    def stages(self) -> tuple[str, ...]:
-        """What follows what: "reduce_scatter", "all_reduce", "copy_to_host". The first is there in any case."""
-        found = ["all_reduce"] if self.spec.shards.world == 1 < self.spec.replicas.world else ["reduce_scatter"]
+    def stages(self) -> tuple[Stage, ...]:
+        """The operations in turn: of a reduce-scatter and an all-reduce at least one, and perhaps a copy to the host."""
+        found: list[Stage] = (
+            ["all_reduce"] if self.spec.shards.world == 1 < self.spec.replicas.world else ["reduce_scatter"]
+        )
         if self.spec.shards.world > 1 and self.spec.replicas.world > 1:
             found.append("all_reduce")
-        return (*found, *(["copy_to_host"] if self.spec.to_host else []))
+        if self.spec.to_host:
+            found.append("copy_to_host")
+        return tuple(found)
 
     def encode(self) -> str:
         """Return the text that operators carry."""
@@ -311,7 +316,7 @@ def _decode(kind: type[Record], text: str) -> Record:
 
 def _read(kind: Any, value: Any) -> Any:
     if is_dataclass(kind):
-        hints = _hints(kind)
+        hints = _hints(kind)  # type: ignore[arg-type]
         return kind(**{name: _read(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
     if kind is torch.dtype:
         return getattr(torch, value)

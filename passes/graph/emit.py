@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
+from ...sharding.spec import AllGatherBucket, CommSpec, ReductionBucket, Stage
 from . import nodes
 
 
@@ -61,7 +61,7 @@ def take_shard(emit: Emitter, unsharded: fx.Node, spec: CommSpec) -> fx.Node:
 
 
 def stage(
-    emit: Emitter, name: nodes.Stage, inputs: Sequence[fx.Node], bucket: AllGatherBucket | ReductionBucket
+    emit: Emitter, name: Stage, inputs: Sequence[fx.Node], bucket: AllGatherBucket | ReductionBucket
 ) -> list[fx.Node]:
     """Insert the launch and the wait of one stage and return the wait's results."""
     ops, text = torch.ops.fsdp_compiled, bucket.encode()

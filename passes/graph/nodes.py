@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import fx
 
-from ...sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
+from ...sharding.spec import AllGatherBucket, CommSpec, ReductionBucket, Stage
 
 NAMESPACE = "fsdp_compiled"
 UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
@@ -23,7 +23,6 @@ WITH_GRADIENT_SCHEMA = (
 )
 TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
 
-Stage = Literal["all_gather", "reduce_scatter", "all_reduce", "copy_to_host"]
 Half = Literal["launch", "wait"]
 STAGES: tuple[Stage, ...] = ("all_gather", "reduce_scatter", "all_reduce", "copy_to_host")
 
@@ -67,14 +66,19 @@ def is_take_shard(node: fx.Node) -> bool:
     return _is_op(node, "take_shard")
 
 
+def _half_of(node: fx.Node) -> Half | None:
+    half, _ = _HALVES.get(str(node.target), (None, None))
+    return half
+
+
 def is_launch(node: fx.Node) -> bool:
     """Tell whether ``node`` starts a stage of a bucket."""
-    return _HALVES.get(str(node.target), ("", ""))[0] == "launch"
+    return _half_of(node) == "launch"
 
 
 def is_wait(node: fx.Node) -> bool:
     """Tell whether ``node`` waits for a stage of a bucket."""
-    return _HALVES.get(str(node.target), ("", ""))[0] == "wait"
+    return _half_of(node) == "wait"
 
 
 def stage_of(node: fx.Node) -> Stage:

@@ -1,7 +1,7 @@
 """Requests, one for each parameter's all-gather or gradient's reduction, and what a bucket of them costs.
 
-A bucket is a tuple of requests. Its cost is computed here only, for the decision which requests share a bucket and for
-the schedule of the buckets alike.
+A bucket is a tuple of requests. Its cost is computed here only: for the decision which requests share a bucket, and
+for the schedule of the buckets.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import torch
 from ...sharding.spec import AllGatherSpec, ParamSpec, ReductionSpec
 from ..cost.cluster import AllGatherKind, Cluster, Lane, gathers_into_place
 from .tasks import AllGatherTask, Load, ReductionTask, compress
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class AllGatherRequest:
     spec: AllGatherSpec
     task: AllGatherTask
     lane: Lane
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     inputs_persist: bool = True
     key: Hashable = 0
 
@@ -61,7 +63,7 @@ class ReductionRequest:
     spec: ReductionSpec
     task: ReductionTask
     lanes: tuple[Lane, ...]
-    device: torch.device = torch.device("cpu")
+    device: torch.device = CPU
     key: Hashable = 0
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.collectives import comm, streams
-from fsdp_compiled.collectives.all_gather import ALL_GATHERS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
