@@ -11,17 +11,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_compiled.collectives import comm, copies, streams
+from fsdp_compiled.collectives import backend, copies, streams
 
-OPS = {
-    "c10d._allgather_base_": "all-gather",
-    "c10d.allgather_into_tensor_coalesced_": "all-gathers into place",
-    "_c10d_functional.reduce_scatter_tensor": "reduce-scatter",
-    "_c10d_functional.all_reduce": "all-reduce",
-    "_c10d_functional.wait_tensor": "wait",
-    "aten.mm": "compute",
-    "aten.addmm": "compute",
-}
+COMPUTE = ("aten.mm", "aten.addmm")
 
 
 class _Event:
@@ -59,9 +51,6 @@ class RecordingStreams:
     def wait(self, event: _Event) -> None:
         self.say(f"waits for {event.name}")
 
-    def lend(self, name: str, tensor: torch.Tensor) -> None:
-        self.say(f"lends {name} {tensor.numel()} elements")
-
     def freed(self, tensor: torch.Tensor, what: str) -> None:
         """Say so when ``tensor`` is freed."""
         weakref.finalize(tensor, self.say, f"{what} freed")
@@ -73,9 +62,8 @@ class _Operators(TorchDispatchMode):
         self.recording = recording
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = OPS.get(str(func.overloadpacket))
-        if name is not None:
-            self.recording.say(name)
+        if str(func.overloadpacket) in COMPUTE:
+            self.recording.say("compute")
         return func(*args, **(kwargs or {}))
 
 
@@ -97,13 +85,15 @@ def recording(patch: pytest.MonkeyPatch, compute: bool = True) -> Iterator[Recor
 
         patch.setattr(place, name, call)
 
-    recorded(copies, "copy_in_shards", "copy in shards")
-    recorded(copies, "copy_out_gathered", "copy out gathered")
-    recorded(copies, "copy_in_gradients", "copy in gradients", "reduce-scatter input")
-    recorded(copies, "copy_out_reduced", "copy out reduced")
+    recorded(copies, "pack_shards", "pack shards")
+    recorded(copies, "unpack_parameters", "unpack parameters")
+    recorded(copies, "pack_gradients", "pack gradients", "reduce-scatter input")
+    recorded(copies, "unpack_gradients", "unpack gradients")
     recorded(copies, "to_host", "to the host")
-    if not compute:
-        recorded(comm, "all_gather_into_tensor", "all-gather")
-        recorded(comm, "all_gather_into_tensors", "all-gathers into place")
+    recorded(backend, "all_gather", "all-gather")
+    recorded(backend, "all_gather_coalesced", "all-gathers into place")
+    recorded(backend, "reduce_scatter", "reduce-scatter")
+    recorded(backend, "all_reduce", "all-reduce")
+    recorded(backend, "wait", "wait")
     with _Operators(found) if compute else nullcontext():
         yield found

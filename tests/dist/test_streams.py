@@ -1,7 +1,6 @@
 """What runs on which stream, in which order, and when memory is freed: a GPU's choreography, recorded on the CPU."""
 
 from collections.abc import Callable
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,17 +8,17 @@ from quantised_all_gather import gather_quantised
 from torch import nn
 from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
-from fsdp_compiled.passes import ir
+from fsdp_compiled.passes import Lower
+from fsdp_compiled.passes.graph import nodes
+from tests.builder import Builder, spec
 from tests.graphs import record, target_name
 from tests.ranks import on_ranks, same_on_ranks
 from tests.streams import RecordingStreams, recording
 from tests.training import (
     MLP,
     assert_close,
-    assert_sizes_may_vary,
     assert_trains_like_one_process,
     batches,
     full_grads,
@@ -31,12 +30,12 @@ from tests.training import (
 )
 
 UNIT = SchedulePolicy(bucket="unit", prefetch=1)
-GATHER_MARK = "(a gather)"
-GATHER = """gathers: waits for compute
-    gathers: copy in shards
-    gathers: all-gather
-    gathers: wait
-    gathers: copy out gathered"""
+ALL_GATHER_MARK = "(an all-gather)"
+ALL_GATHER = """all-gathers: waits for compute
+    all-gathers: pack shards
+    all-gathers: all-gather
+    all-gathers: wait
+    all-gathers: unpack parameters"""
 
 
 def _two_layers_alone() -> nn.Module:
@@ -60,7 +59,7 @@ def _recorded(run: Callable[[RecordingStreams], None]) -> str:
 
 
 def _assert_log(got: str, want: str) -> None:
-    lines = [line.strip() for line in want.replace(GATHER_MARK, GATHER).splitlines() if line.strip()]
+    lines = [line.strip() for line in want.replace(ALL_GATHER_MARK, ALL_GATHER).splitlines() if line.strip()]
     assert got.splitlines() == lines, "\n" + got
 
 
@@ -74,11 +73,11 @@ def test_a_forward_gathers_the_next_unit_beside_the_compute_of_this_one():
         model(x)
 
     log = """
-        (a gather)
-        compute: waits for gathers
-        (a gather)
+        (an all-gather)
+        compute: waits for all-gathers
+        (an all-gather)
         compute: compute
-        compute: waits for gathers
+        compute: waits for all-gathers
         compute: compute
         """
     _assert_log(_recorded(run), log)
@@ -94,24 +93,24 @@ def test_a_backward_gathers_ahead_and_reduces_beside_compute():
         loss.backward()
 
     log = """
-        (a gather)
-        compute: waits for gathers
-        (a gather)
+        (an all-gather)
+        compute: waits for all-gathers
+        (an all-gather)
         compute: compute
         compute: compute
-        compute: copy in gradients
-        scatters: waits for compute
-        scatters: reduce-scatter
-        scatters: wait
-        compute: waits for gathers
+        compute: pack gradients
+        reduce-scatters: waits for compute
+        reduce-scatters: reduce-scatter
+        reduce-scatters: wait
+        compute: waits for all-gathers
         compute: compute
-        compute: waits for scatters
+        compute: waits for reduce-scatters
         compute: reduce-scatter input freed
-        compute: copy in gradients
-        scatters: waits for compute
-        scatters: reduce-scatter
-        scatters: wait
-        compute: waits for scatters
+        compute: pack gradients
+        reduce-scatters: waits for compute
+        reduce-scatters: reduce-scatter
+        reduce-scatters: wait
+        compute: waits for reduce-scatters
         compute: reduce-scatter input freed
         """
     _assert_log(_recorded(run), log)
@@ -130,16 +129,16 @@ def test_replicas_are_reduced_on_a_stream_of_their_own():
 
     log = """
         compute: compute
-        compute: copy in gradients
-        scatters: waits for compute
-        scatters: reduce-scatter
-        scatters: wait
-        replicas: waits for compute
-        replicas: waits for scatters
-        replicas: all-reduce
-        replicas: wait
-        replicas: copy out reduced
-        compute: waits for replicas
+        compute: pack gradients
+        reduce-scatters: waits for compute
+        reduce-scatters: reduce-scatter
+        reduce-scatters: wait
+        all-reduces: waits for compute
+        all-reduces: waits for reduce-scatters
+        all-reduces: all-reduce
+        all-reduces: wait
+        all-reduces: unpack gradients
+        compute: waits for all-reduces
         compute: reduce-scatter input freed
         """
     _assert_log(_recorded(run), log)
@@ -153,10 +152,10 @@ def test_one_parameter_is_gathered_in_place():
         model(my_part(batches(1, 8, 6)[0]))
 
     log = """
-        gathers: waits for compute
-        gathers: all-gather
-        gathers: wait
-        compute: waits for gathers
+        all-gathers: waits for compute
+        all-gathers: all-gather
+        all-gathers: wait
+        compute: waits for all-gathers
         compute: compute
         """
     _assert_log(_recorded(run), log)
@@ -168,9 +167,9 @@ def _large() -> MLP:
 
 
 INTO_PLACE = """
-    gathers: waits for compute
-    gathers: all-gathers into place
-    gathers: wait
+    all-gathers: waits for compute
+    all-gathers: all-gathers into place
+    all-gathers: wait
     """
 
 
@@ -180,7 +179,7 @@ def test_large_parameters_are_gathered_each_into_place():
 
     def run(found: RecordingStreams) -> None:
         model(torch.ones(2, 256))
-        found.log.remove("compute: waits for gathers")
+        found.log.remove("compute: waits for all-gathers")
         del found.log[3:]
 
     _assert_log(_recorded(run), INTO_PLACE)
@@ -190,17 +189,16 @@ def test_large_parameters_are_gathered_each_into_place():
         cast(torch.ones(2, 256))
         del found.log[4:]
 
-    _assert_log(_recorded(run_cast), INTO_PLACE.replace("compute\n", "compute\n    gathers: copy in shards\n"))
+    _assert_log(_recorded(run_cast), INTO_PLACE.replace("compute\n", "compute\n    all-gathers: pack shards\n"))
 
 
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.float64)])
 @on_ranks(2)
 def test_large_parameters_train_like_one_process(mode, policy):
-    with _graphs_for_a_gpu():
-        alone, model = _large(), _large()
-        call = shard(model, mode, mp_policy=policy)
-        assert_trains_like_one_process(model, call, alone, batches(3, 8, 256))
+    alone, model = _large(), _large()
+    call = shard(model, mode, mp_policy=policy)
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 256))
 
 
 OFFLOAD = CPUOffloadPolicy(pin_memory=False)
@@ -217,15 +215,15 @@ def test_the_host_waits_at_the_end_for_gradients_that_go_to_it():
         found.log[:] = [line for line in found.log if "gather" not in line and "compute: compute" not in line]
 
     reduction = """
-        compute: copy in gradients
-        scatters: waits for compute
-        scatters: reduce-scatter
-        scatters: wait
-        scatters: to the host
-        compute: waits for scatters
+        compute: pack gradients
+        reduce-scatters: waits for compute
+        reduce-scatters: reduce-scatter
+        reduce-scatters: wait
+        reduce-scatters: to the host
+        compute: waits for reduce-scatters
         compute: reduce-scatter input freed
         """
-    _assert_log(_recorded(run), 2 * reduction + 2 * "compute: host waits for scatters\n")
+    _assert_log(_recorded(run), 2 * reduction + 2 * "compute: host waits for reduce-scatters\n")
 
 
 @pytest.mark.parametrize("manually", [False, True])
@@ -281,7 +279,7 @@ def test_gradients_not_reduced_over_replicas_stay_on_the_device():
 
     def run(found: RecordingStreams) -> None:
         square_loss(model, my_part(batches(1, 8, 6)[0])).backward()
-        assert "scatters: reduce-scatter" in found.log
+        assert "reduce-scatters: reduce-scatter" in found.log
         assert not any("host" in line for line in found.log)
 
     _recorded(run)
@@ -319,201 +317,182 @@ def test_a_forward_in_another_order_uses_what_it_gathers():
     _recorded(run)
 
 
-@contextmanager
-def _graphs_for_a_gpu():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ir, "has_streams", lambda node: True)
-        yield
+# ---- graphs ----
+
+HALVES = ("launch_all_gather", "wait_all_gather", "launch_reduce_scatter", "wait_reduce_scatter")
+TO_HOST = ("launch_copy_to_host", "wait_copy_to_host")
+WAIT = "compute: waits for all-gathers"
 
 
-@pytest.mark.parametrize("inductor", [False, True])
-@on_ranks(2)
-def test_graphs_take_the_copies_off_the_compute_stream(inductor):
-    with _graphs_for_a_gpu():
-        alone, model = MLP(hidden=9), MLP(hidden=9)
-        call = shard(model, "full", inductor=inductor)
-        assert_trains_like_one_process(model, call, alone)
+def _launch(*steps: str) -> list[str]:
+    return [f"all-gathers: {step}" for step in ("waits for compute", *steps)]
 
 
-@on_ranks(2)
-def test_graphs_for_a_gpu_of_sizes_that_vary():
-    with _graphs_for_a_gpu():
-        alone, model = MLP(hidden=9), MLP(hidden=9)
-        assert_sizes_may_vary(model, shard(model, "full"), alone)
+def _steps(graph, *names: str) -> list[str]:
+    return [name for node in graph.nodes if (name := target_name(node)) in names]
 
 
 @pytest.mark.parametrize("inductor", [False, True])
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float64])
 @on_ranks(2)
-def test_graphs_move_gradients_to_the_host_beside_compute(inductor, bias_dtype):
-    with _graphs_for_a_gpu():
-        alone, model = MLP(hidden=9), MLP(hidden=9)
-        for block in model.blocks:
-            block[0].bias = nn.Parameter(block[0].bias.detach().to(bias_dtype))
-        policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        call = shard(model, "full", inductor=inductor, offload_policy=OFFLOAD, mp_policy=policy)
-        data = batches(3, 8, 10)
-        want, got = train(alone, alone, data, square_loss, sharded=False), train(model, call, data, square_loss)
-        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
-        assert model.blocks[0][0].bias.dtype == bias_dtype
-        assert_close({name: whole.float() for name, whole in full_params(model).items()}, full_params(alone))
+def test_graphs_copy_gradients_to_the_host(inductor, bias_dtype):
+    alone, model = MLP(hidden=9), MLP(hidden=9)
+    for block in model.blocks:
+        block[0].bias = nn.Parameter(block[0].bias.detach().to(bias_dtype))
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    call = shard(model, "full", inductor=inductor, offload_policy=OFFLOAD, mp_policy=policy)
+    data = batches(3, 8, 10)
+    want, got = train(alone, alone, data, square_loss, sharded=False), train(model, call, data, square_loss)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+    assert model.blocks[0][0].bias.dtype == bias_dtype
+    assert_close({name: param.float() for name, param in full_params(model).items()}, full_params(alone))
 
 
 @on_ranks(2)
 def test_a_graph_lets_the_host_wait_last():
-    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         call, recorder = record(_two_layers(offload_policy=OFFLOAD), UNIT, code=True)
         loss = call(my_part(batches(1, 8, 6)[0])).sum()
         with recording(patch, compute=False) as found:
             loss.backward()
         same_on_ranks(found.log)
         assert [line for line in found.log if "host" in line] == [
-            *(2 * ["to host: waits for compute", "to host: to the host", "compute: lends to host 32 elements"]),
-            *(2 * ["compute: host waits for to host"]),
+            *(2 * ["to host: waits for compute", "to host: to the host"]),
+            *(2 * ["compute: waits for to host", "compute: host waits for to host"]),
         ]
-    steps = ("mm", "reduce_scatter_tensor", "send_to_host", "wait_tensor")
-    backward = [name for node in recorder.only("backward", after=True).nodes if (name := target_name(node)) in steps]
-    assert backward[-2:] == ["wait_tensor", "wait_tensor"]
-    assert backward.count("send_to_host") == backward.count("reduce_scatter_tensor") == 2
+    backward = _steps(recorder.only("backward", after=True), "mm", "launch_reduce_scatter", *TO_HOST)
+    assert backward[-2:] == 2 * ["wait_copy_to_host"]
+    assert backward.count("launch_copy_to_host") == backward.count("launch_reduce_scatter") == 2
 
 
 @on_ranks(1)
 def test_the_host_waits_last_where_nothing_is_communicated():
-    with _graphs_for_a_gpu():
-        call, recorder = record(_two_layers(offload_policy=OFFLOAD), UNIT)
-        call(torch.ones(2, 6)).sum().backward()
-    steps = ("mm", "send_to_host", "wait_tensor")  # of four parameters
-    backward = [name for node in recorder.only("backward", after=True).nodes if (name := target_name(node)) in steps]
-    assert backward[-4:] == 4 * ["wait_tensor"]
-    assert sorted(backward[:-4]) == [*(3 * ["mm"]), *(4 * ["send_to_host"])]
-    assert backward[:-4] != sorted(backward[:-4])  # each when it is there
+    call, recorder = record(_two_layers(offload_policy=OFFLOAD), SchedulePolicy(bucket="none"))
+    call(torch.ones(2, 6)).sum().backward()
+    backward = _steps(recorder.only("backward", after=True), "mm", *TO_HOST)
+    assert backward[-4:] == 4 * ["wait_copy_to_host"]
+    assert sorted(backward[:-4]) == [*(4 * ["launch_copy_to_host"]), *(3 * ["mm"])]
 
 
 @pytest.mark.parametrize("inductor", [False, True])
 @on_ranks(4)
-def test_graphs_copy_in_what_they_have_computed_before_they_leave_compute(inductor):
-    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
+def test_graphs_pack_what_they_have_computed_on_the_compute_stream(inductor):
+    with pytest.MonkeyPatch.context() as patch:
         alone, model = MLP(hidden=9), MLP(hidden=9)
         call = shard(model, "full", inductor=inductor, reshard_after_forward=2)
         with recording(patch, compute=False) as found:
             assert_trains_like_one_process(model, call, alone)
             found.log.clear()
             loss = square_loss(call, my_part(batches(1, 8, 10)[0]))
-            assert "compute: copy in shards" not in found.log
+            assert "compute: pack shards" not in found.log
             found.log.clear()
             loss.backward()
-        start = found.log.index("compute: copy in shards")
-        assert found.log[start + 1].startswith("compute: lends gathers")
-        assert found.log[start + 2 : start + 5] == _launch("all-gather", "copy out gathered")
-        assert "gathers: copy in shards" not in found.log
+        start = found.log.index("compute: pack shards")
+        assert found.log[start + 1] == "all-gathers: waits for compute"
 
 
 @pytest.mark.parametrize("wire", [torch.int8, torch.float8_e4m3fn])
 @on_ranks(2)
-def test_a_quantised_gather_leaves_compute(wire):
+def test_a_quantised_all_gather_leaves_compute(wire):
     def losses_and_gradients() -> list[torch.Tensor]:
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
         gather_quantised(model, wire)
-        call, recorder = record(fully_shard(model))
+        call, _ = record(fully_shard(model))
         loss = square_loss(call, my_part(batches(1, 8, 6)[0]))
         loss.backward()
-        moved.append(sum(ir.leaves_compute(node) for node in recorder.only("forward", after=True).nodes))
-        return [loss, *(param.grad.to_local() for param in model.parameters())]
-
-    moved = list[int]()
-    want = losses_and_gradients()
-    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch, recording(patch, compute=False):
-        got = losses_and_gradients()
-    assert all(map(torch.equal, got, want))
-    assert moved[0] == 0 < moved[1]
-
-
-@on_ranks(2)
-def test_graphs_of_parameters_sharded_along_their_last_dimension():
-    with _graphs_for_a_gpu():
-        alone, model = MLP(), MLP()
-        call = shard(model, "full", shard_placement_fn=lambda param: Shard(param.ndim - 1))
-        assert_trains_like_one_process(model, call, alone)
-
-
-@on_ranks(2)
-def test_both_kinds_of_graphs_agree_bit_by_bit():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-    def losses_and_gradients() -> list[torch.Tensor]:
-        torch._dynamo.reset()
-        model = MLP(hidden=9)
-        loss = square_loss(shard(model, "full", mp_policy=policy), my_part(batches(1, 8, 10)[0]))
-        loss.backward()
         return [loss, *(param.grad.to_local() for param in model.parameters())]
 
     want = losses_and_gradients()
-    with _graphs_for_a_gpu():
+    with pytest.MonkeyPatch.context() as patch, recording(patch, compute=False) as found:
         got = losses_and_gradients()
     assert all(map(torch.equal, got, want))
-
-
-WAIT = "compute: waits for gathers"
-
-
-def _launch(*steps: str) -> list[str]:
-    return [f"gathers: {step}" for step in ("waits for compute", *steps)]
+    assert "all-gathers: all-gather" in found.log and "compute: all-gather" not in found.log
 
 
 @on_ranks(2)
-def test_small_odd_parameters_travel_last():
-    with _graphs_for_a_gpu():
-        model = fully_shard(nn.Sequential(nn.Linear(16, 5), nn.Linear(5, 16)))
+def test_an_exception_between_launch_and_wait_leaves_nothing_behind():
+    with pytest.MonkeyPatch.context() as patch:
+        model = _two_layers()
         call, recorder = record(model, UNIT)
-        call(torch.ones(2, 16)).sum().backward()
-    gathered, reduced = (
-        next(bundle for node in recorder.only(kind, after=True).nodes if (bundle := ir.bundle_of(node)))
-        for kind in ("forward", "backward")
-    )
-    assert reduced.reduces and not gathered.reduces
-    for bundle in (gathered, reduced):  # each rank has 48, 8, 40 and 3 elements of these
-        first, *between, last = bundle.params
-        assert (first, sorted(between), last) == ("0.weight", ["1.bias", "1.weight"], "0.bias")
+        call(my_part(batches(1, 8, 6)[0]))
+        with recording(patch, compute=False) as found:
+            bucket = next(
+                nodes.bucket_of(n) for n in recorder.only("forward", after=True).nodes if nodes.is_launch(n)
+            )
+            shards = [p._fsdp_params[name].shard for p in [model[0]] for name in ("weight", "bias")]
+            handle = torch.ops.fsdp_compiled.launch_all_gather(shards, bucket.encode())
+            found.log.clear()
+            del handle
+            assert found.log == [WAIT]  # before memory that the side stream still uses is free for compute
 
 
 @on_ranks(2)
 def test_cuda_graphs_are_refused():
-    with _graphs_for_a_gpu(), config.patch("triton.cudagraphs", True):
-        call = shard(MLP(), "full", inductor=True)
-        with pytest.raises(Exception, match="CUDA graphs .* cannot hold collectives that other streams run"):
-            call(torch.ones(2, 10))
+    b = Builder(Lower())
+    unsharded = b.unshard(b.input("primals_1", 2, device="cuda"), spec((4,), "w", world=2))
+    with config.patch("triton.cudagraphs", True), pytest.raises(NotImplementedError, match="CUDA graphs .* cannot"):
+        b.text(unsharded)
 
 
 @on_ranks(2)
 def test_a_graph_gathers_large_parameters_into_place():
-    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         call, recorder = record(fully_shard(_large().blocks[0]), UNIT)
         call(torch.ones(2, 256))
         with recording(patch, compute=False) as found:
             call(torch.ones(2, 256))
-        assert found.log == [*_launch("all-gathers into place"), WAIT]
-    (launch,) = [node for node in recorder.only("forward", after=True).nodes if ir.leaves_compute(node)]
-    assert ir.bundle_of(launch).is_in_place
+        assert found.log == [*_launch("all-gathers into place", "wait"), WAIT]
+    (launch,) = [node for node in recorder.only("forward", after=True).nodes if nodes.is_launch(node)]
+    assert nodes.bucket_of(launch).into_place
 
 
 @on_ranks(2)
 def test_what_a_graph_runs_where():
-    with _graphs_for_a_gpu(), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         model, x = _two_layers(), my_part(batches(1, 8, 6)[0])
         call, recorder = record(model, UNIT, code=True)
         call(x).sum().backward()
         with recording(patch, compute=False) as found:
-            call(x)
-        same_on_ranks(found.log)
-        launch = _launch("copy in shards", "all-gather", "copy out gathered")
-        assert found.log == [*launch, *launch, WAIT, WAIT]
-    forward, backward = ([target_name(node) for node in graph.nodes] for _, graph in recorder.after)
-    steps = ("launch_gather", "wait_tensor", "addmm", "copy_in_gradients", "reduce_scatter_tensor", "mm")
-    assert [name for name in forward if name in steps] == [
-        *("launch_gather", "launch_gather", "wait_tensor", "addmm", "wait_tensor", "addmm"),
+            loss = call(x).sum()
+            forward, found.log[:] = list(found.log), []
+            loss.backward()
+            backward = list(found.log)
+        same_on_ranks(forward + backward)
+    launch = _launch("pack shards", "all-gather", "wait", "unpack parameters")
+    assert forward == [*launch, *launch, WAIT, WAIT]
+    reduction = [
+        "compute: pack gradients",
+        *(f"reduce-scatters: {s}" for s in ("waits for compute", "reduce-scatter", "wait")),
     ]
-    assert "all_gather_into_tensor" not in forward + backward
-    reduced = [name for name in backward if name in ("copy_in_gradients", "reduce_scatter_tensor")]
-    assert reduced == ["copy_in_gradients", "reduce_scatter_tensor"] * 2
+    freed = "compute: reduce-scatter input freed"
+    done = ["compute: waits for reduce-scatters", freed]
+    assert [line for line in backward if "all-gather" not in line] == [*reduction, *reduction, *done, *done]
+    graphs = [_steps(graph, *HALVES, "addmm", "mm") for _, graph in recorder.after]
+    gather, wait = HALVES[:2]
+    assert graphs[0] == [gather, gather, wait, "addmm", wait, "addmm"]
+    assert [name for name in graphs[1] if name in HALVES[2:]] == [*(2 * [HALVES[2]]), *(2 * [HALVES[3]])]
+
+
+@on_ranks(4)
+def test_a_graph_reduces_replicas_on_a_stream_of_their_own():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with pytest.MonkeyPatch.context() as patch:
+        call, _ = record(fully_shard(nn.Linear(6, 6), mesh=mesh), UNIT)
+        loss = call(my_part(batches(1, 8, 6)[0])).sum()
+        with recording(patch, compute=False) as found:
+            loss.backward()
+    log = """
+        compute: pack gradients
+        reduce-scatters: waits for compute
+        reduce-scatters: reduce-scatter
+        reduce-scatters: wait
+        compute: waits for reduce-scatters
+        compute: reduce-scatter input freed
+        all-reduces: waits for compute
+        all-reduces: all-reduce
+        all-reduces: wait
+        compute: waits for all-reduces
+        """
+    _assert_log("\n".join(found.log), log)
