@@ -5,7 +5,7 @@
 
 The contenders are the unsharded model, FSDP2 with each block compiled, our regional way (each block's compute
 compiled) and our one full graph; the two in the middle leave embedding, head and loss uncompiled. Each measurement
-is a new process with OMP_NUM_THREADS=1, empty caches and a made-up process group that communicates nothing: every
+is a new process with OMP_NUM_THREADS=1, empty caches and a simulated process group that communicates nothing: every
 contender pays alike for g++'s precompiled header, and none for importing torch. Contenders take turns, round after
 round.
 
@@ -202,7 +202,7 @@ def main() -> None:
         measure_here(args)
         return
     print(
-        f"Llama, sequence {args.seq}, batch {BATCH}, {args.world} made-up ranks, torch {torch.__version__}, "
+        f"Llama, sequence {args.seq}, batch {BATCH}, {args.world} simulated ranks, torch {torch.__version__}, "
         f"{platform.machine()}, {os.cpu_count()} cores, {config.compile_threads} compile threads, "
         f"median of {args.rounds}\n\n{TITLES}"
     )

@@ -1,11 +1,11 @@
-"""Measures the collective stack on one GPU, without other GPUs: copies, whole steps, and overlap with a made-up wire.
+"""Measures the collective stack on one GPU alone: copies, whole steps, and overlap with a simulated link.
 
     python examples/bench_gpu.py --json examples/results/bench-gpu.json
 
 *Copies*: each of the four copies of a bucket, in bytes read and written per second, beside a device-to-device copy
 and beside PyTorch's own operators for FSDP2.
 
-*Steps*: forward and backward of a Llama-style model as rank 0 of ranks that are not there (``made_up_group.py``):
+*Steps*: forward and backward of a Llama-style model as rank 0 of ranks that are not there (``simulated_group.py``):
 compute and copies are real, and collectives write their results, but nothing is sent. The unsharded compiled model is
 what sharding must not slow down.
 
@@ -32,11 +32,11 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-import made_up_group
+import simulated_group
 import torch
 import torch.distributed as dist
-from made_up_group import MadeUpGroup
 from model import PRESETS, Llama, loss
+from simulated_group import SimulatedGroup
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -122,46 +122,46 @@ def _rate(size: int, run: Callable[[], Any], device: torch.device, repeats: int)
 
 
 class _Bucket:
-    """A decoder block's parameters, sharded and whole, and the packed buffers that they are copied from and to."""
+    """A decoder block's parameters, sharded and unsharded, and the packed buffers that copies read and write."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
         self.numel = sum(length * width for length, width in shapes)
-        self.whole = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+        self.unsharded = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
         self.shards = [torch.randn(length // COPY_WORLD, width, device=device) for length, width in shapes]
-        packed = (COPY_WORLD, self.numel // COPY_WORLD)
-        self.rows = torch.empty(packed, device=device, dtype=torch.bfloat16)
+        packed = (COPY_WORLD, self.numel // COPY_WORLD)  # no gaps: every shard is a multiple of 16 elements
+        self.output = torch.empty(packed, device=device, dtype=torch.bfloat16)
         self.reduced = torch.empty(packed, device=device)
 
     def cases(self) -> list[tuple[str, int, Callable[[], Any], Callable[[], Any]]]:
         """Return each copy's name, the bytes that it reads and writes, ours and PyTorch's."""
-        by_torch, dims = torch.ops.fsdp, [0] * len(self.whole)
+        by_torch, dims = torch.ops.fsdp, [0] * len(self.unsharded)
         sizes = [shard.numel() for shard in self.shards]
         flat = [shard.view(-1) for shard in self.shards]
-        chunks = [each.view(COPY_WORLD, -1) for each in self.whole]
+        chunks = [each.view(COPY_WORLD, -1) for each in self.unsharded]
         part = self.numel // COPY_WORLD
         return [
             (
-                "all-gather in",
+                "pack shards",
                 6 * part,
-                partial(copies.copy_in_shards, self.shards, self.rows[0]),
-                partial(torch._foreach_copy_, list(self.rows[0].split(sizes)), flat),
+                partial(copies.pack_shards, self.shards, self.output[0]),
+                partial(torch._foreach_copy_, list(self.output[0].split(sizes)), flat),
             ),
             (
-                "all-gather out",
+                "unpack parameters",
                 4 * self.numel,
-                partial(copies.copy_out_gathered, self.rows, self.whole, dims),
-                partial(by_torch.split_with_sizes_copy, self.rows, sizes, 1, out=chunks),
+                partial(copies.unpack_parameters, self.output, self.unsharded, dims),
+                partial(by_torch.split_with_sizes_copy, self.output, sizes, 1, out=chunks),
             ),
             (
-                "reduce-scatter in",
+                "pack gradients",
                 6 * self.numel,
-                partial(copies.copy_in_gradients, self.whole, dims, COPY_WORLD, torch.float32, 1.0),
-                partial(by_torch.chunk_cat, self.whole, 0, COPY_WORLD, out=self.reduced),
+                partial(copies.pack_gradients, self.unsharded, dims, COPY_WORLD, torch.float32, 1.0),
+                partial(by_torch.chunk_cat, self.unsharded, 0, COPY_WORLD, out=self.reduced),
             ),
             (
-                "reduce-scatter out",
+                "unpack gradients",
                 8 * part,
-                partial(copies.copy_out_reduced, self.reduced[0], self.shards, 1.0, False),
+                partial(copies.unpack_gradients, self.reduced[0], self.shards, 1.0),
                 partial(torch._foreach_copy_, flat, list(self.reduced[0].split(sizes))),
             ),
         ]
@@ -169,7 +169,7 @@ class _Bucket:
 
 def _block_shapes(numel: int) -> list[tuple[int, int]]:
     """Return shapes like those of a decoder block, of about so many elements."""
-    width = max(COPY_WORLD * 8, int((numel / 11.5) ** 0.5) // 64 * 64)
+    width = max(COPY_WORLD * 16, int((numel / 11.5) ** 0.5) // 128 * 128)
     return [(width, width), (width // 4, width), (width // 4, width), (width, width), *[(3 * width, width)] * 3] + [
         (COPY_WORLD, width // COPY_WORLD)
     ] * 2
@@ -225,7 +225,7 @@ class Stepped:
     world: int
     contender: str
     ms: float
-    wired_ms: float | None  # with a made-up wire
+    wired_ms: float | None  # with a simulated wire
     peak_mib: float | None  # of allocated memory, sharded parameters and gradients included
     error: str = ""  # why there is no figure
 
@@ -235,10 +235,10 @@ class Stepped:
 
 
 def steps_table(args: argparse.Namespace, device: torch.device) -> Iterator[Stepped]:
-    """Time the unsharded model, and every other contender in every made-up world."""
+    """Time the unsharded model, and every other contender in every simulated world."""
     for world in [1, *args.world]:
         if world > 1:
-            made_up_group.start(world)
+            simulated_group.start(world)
         for name in args.only:
             if (name == "unsharded compiled") == (world == 1):
                 yield _stepped(world, name, args, device)
@@ -282,10 +282,10 @@ def _step(name: str, args: argparse.Namespace, device: torch.device) -> tuple[fl
 
 
 def _wired(step: Callable[[], None], device: torch.device, times: int) -> float:
-    MadeUpGroup.wire = True
+    SimulatedGroup.wire = True
     step()
     seconds = seconds_each(step, device, times)
-    MadeUpGroup.wire = False
+    SimulatedGroup.wire = False
     return seconds * 1e3
 
 
@@ -333,7 +333,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10, help="timed; 3 more come first")
-    parser.add_argument("--world", type=int, nargs="*", default=[8, 64], help="sizes of the made-up group")
+    parser.add_argument("--world", type=int, nargs="*", default=[8, 64], help="sizes of the simulated group")
     parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 256, 1024], help="of buckets, in MiB")
     parser.add_argument("--json", metavar="FILE")
@@ -354,7 +354,7 @@ def main() -> None:
     for copied_row in copies_table(device, args.sizes, repeats=20):
         copied.append(copied_row)
         print(copy_line(copied_row), flush=True)
-    about["cycles_per_second"] = made_up_group.measure_clock(device)
+    about["cycles_per_second"] = simulated_group.measure_clock(device)
     save(args.json, about, copied, stepped)
     print(f"\n{args.preset}, sequence {args.seq}, batch {args.batch}, bf16 compute, fp32 reduce\n\n{STEP_TITLES}")
     for stepped_row in steps_table(args, device):

@@ -3,7 +3,7 @@
     python examples/bench_passes.py
     python examples/bench_passes.py --layers --compile 4
 
-One process, rank 0 of a made-up group of 64, traces the example Llama at several depths and runs each pass on the
+One process, rank 0 of a simulated group of 64, traces the example Llama at several depths and runs each pass on the
 joint, forward and backward graph. Inductor generates no code, which would take an hour; the whole takes 4 minutes on
 2 cores. Prints each pass's CPU time, that per 1000 nodes, and how much that has grown since the shallowest model:
 1.00 is linear. ``--compile LAYERS`` also has Inductor compile one model with empty caches, and prints which share

@@ -4,9 +4,9 @@
 
 ``Serialize`` undoes all overlap of communication with compute but keeps the buckets and the results: a step with
 and without it tells what overlap is worth on your machine. Here one process takes the part of rank 0 of 8 in a
-made-up process group, so only the order shows: ``Show`` checks the graph's rules and prints the launches and waits
-before and after. Launches and waits are ``G`` and ``W`` for gathers, ``R`` and ``V`` for reductions; ``c`` is a run
-of matrix products between them.
+simulated process group, so only the order shows: ``Show`` checks the graph's rules and prints the launches and waits
+before and after: ``G`` and ``W`` of all-gathers, ``R`` and ``V`` of reductions; ``c`` is a run of matrix products
+between them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import fx
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
-from fsdp_compiled.passes import ir, pipeline, spec
+from fsdp_compiled.passes import spec
+from fsdp_compiled.passes.graph import nodes
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Serialize:
         G0 G1 W0 c0 W1 c1   ->  G0 W0 c0 G1 W1 c1
         c0 R0 c1 R1 V0 V1   ->  c0 R0 V0 c1 R1 V1
 
-    A gather's launch moves down to its wait, a reduction's wait moves up to its launch, so that neither holds its
-    memory for longer than before.
+    An all-gather's launch moves down to its wait, a reduction's wait moves up to its launch: neither holds its memory
+    for longer than before.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for wait in filter(ir.is_wait, list(graph.nodes)):
-            launch = ir.source_of(wait)
-            if ir.is_gather_launch(launch):
+        for wait in filter(nodes.is_wait, list(graph.nodes)):
+            launch = nodes.source_of(wait)
+            if nodes.stage_of(launch) == "all_gather":
                 wait.prepend(launch)
             else:
                 launch.append(wait)
@@ -55,16 +56,19 @@ class Show:
 
     def __call__(self, graph: fx.Graph) -> None:
         spec.verify(graph, where=self.title)
-        signs = (sign for node in graph.nodes if (sign := _sign(node)))
+        launches = {launch: f"{_letter(launch)}{i}" for i, launch in enumerate(filter(nodes.is_launch, graph.nodes))}
+        signs = (sign for node in graph.nodes if (sign := _sign(node, launches)))
         print(f"{self.title:>10}:  {' '.join(sign for sign, _ in itertools.groupby(signs))}")
 
 
-def _sign(node: fx.Node) -> str:
-    if ir.is_launch(node):
-        return f"{'G' if ir.is_gather_launch(node) else 'R'}{ir.bundle_of(node).index}"
-    if ir.is_wait(node):
-        return _sign(ir.source_of(node)).replace("G", "W").replace("R", "V")
-    return "c" if ir.is_heavy(node) else ""
+def _letter(launch: fx.Node) -> str:
+    return "G" if nodes.stage_of(launch) == "all_gather" else "R"
+
+
+def _sign(node: fx.Node, launches: dict[fx.Node, str]) -> str:
+    if nodes.is_wait(node):
+        return launches[nodes.source_of(node)].replace("G", "W").replace("R", "V")
+    return launches.get(node) or ("c" if nodes.is_heavy(node) else "")
 
 
 class Uncached(passes.Pipeline):
@@ -83,7 +87,7 @@ def options(policy: SchedulePolicy) -> dict[str, object]:
     run = Uncached((*passes.post_grad(policy), Show("scheduled"), Serialize(), Show("serialized")))
     return {
         **fsdp_compiled.options(policy),
-        slot: pipeline.beside_users_passes(slot, run),
+        slot: passes.beside_users_passes(slot, run),
     }
 
 

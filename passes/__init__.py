@@ -12,7 +12,7 @@ from typing import Any
 from . import inductor
 from .bucket import Bucket
 from .cost import CLUSTERS, Cluster, Link
-from .inductor import Pass, Pipeline
+from .inductor import Pass, Pipeline, beside_users_passes
 from .inductor import source_hash as source_hash
 from .lower import Lower
 from .normalize import Normalize
@@ -34,6 +34,7 @@ __all__ = [
     "Reorder",
     "Reshard",
     "SchedulePolicy",
+    "beside_users_passes",
     "install",
     "joint",
     "options",
@@ -110,4 +111,4 @@ def options(policy: SchedulePolicy, core: str = "") -> dict[str, Any]:
         policy: how to schedule.
         core: see :func:`slots`.
     """
-    return {slot: inductor.beside_users_passes(slot, run) for slot, run in slots(policy, core).items()}
+    return {slot: beside_users_passes(slot, run) for slot, run in slots(policy, core).items()}

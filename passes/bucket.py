@@ -18,7 +18,7 @@ from .policy import DEFAULT, SchedulePolicy
 
 @dataclass(frozen=True)
 class Bucket:
-    """Assigns every opaque node to a bucket. Numerics cannot change: a bucket only concatenates.
+    """Assigns every opaque node that travels to a bucket. Numerics cannot change: a bucket only concatenates.
 
     ::
 
@@ -28,7 +28,7 @@ class Bucket:
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
-        opaque = [n for n in graph.nodes if nodes.is_unshard(n) or nodes.is_reduce_grad(n)]
+        opaque = list(filter(nodes.travels, graph.nodes))
         if not opaque:
             return
         requests = opaque_requests(graph, opaque, cluster_of(graph, self.policy.cluster))

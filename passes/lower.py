@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import fx
 from torch._inductor import config  # see inductor.py
 
@@ -31,10 +32,13 @@ class Lower:
 
     Over replicas a pair ``launch_all_reduce``, ``wait_all_reduce`` follows on the handle that the wait before it
     returned; where shards live on the CPU, ``launch_copy_to_host`` and ``wait_copy_to_host``. A node without a bucket
-    travels alone.
+    travels alone; on one rank, where nothing travels, casts are left.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if (nodes.is_unshard(node) or nodes.is_reduce_grad(node)) and not nodes.travels(node):
+                _lower_local(node)
         for bucket in _assigned(graph, nodes.is_unshard):
             _lower_all_gather(bucket)
         for bucket in _assigned(graph, nodes.is_reduce_grad):
@@ -71,6 +75,18 @@ def _lower_reduction(opaque: Sequence[fx.Node]) -> None:
     for stage in bucket.stages:
         results = emit.stage(emitter, stage, results, bucket)
     _replace(opaque, results)
+
+
+def _lower_local(node: fx.Node) -> None:
+    emitter, spec, result = Emitter(node), nodes.spec_of(node), nodes.source_of(node)
+    if nodes.is_unshard(node):
+        result = emitter.cast(result, spec.all_gather.dtype)
+    else:
+        result = emitter.cast(result, spec.reduction.dtype)
+        if spec.reduction.scaling.pre_divide != 1.0:
+            result = emitter(torch.ops.aten.div.Tensor, result, spec.reduction.scaling.pre_divide)
+        result = emitter.cast(result, spec.param.dtype)
+    _replace([node], [result])
 
 
 def _replace(opaque: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:

@@ -292,7 +292,7 @@ def test_a_bucket_costs_the_same_before_and_after_it_is_lowered(width, names, dt
     graph = b.finish(*[b.reduce_grad(grad, s) for grad, s in zip(grads, specs, strict=True)])
     cluster = CLUSTERS["H100"]
 
-    opaque = [node for node in graph.nodes if nodes.is_unshard(node) or nodes.is_reduce_grad(node)]
+    opaque = list(filter(nodes.travels, graph.nodes))
     requests = opaque_requests(graph, opaque, cluster)
     before = load_of(requests, Buckets((requests.all_gathers,), (requests.reductions,)))
     Bucket(SchedulePolicy(bucket="unit"))(graph)

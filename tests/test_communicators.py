@@ -58,7 +58,7 @@ def test_nccl_gathers_into_symmetric_memory_that_its_ranks_have_met_in(monkeypat
     monkeypatch.setattr(memory, "rendezvous", lambda tensor, group: log.append(f"rendezvous in {group}"))
     monkeypatch.setattr(communicators, "_symmetric_memory", lambda: memory)
     monkeypatch.setattr(communicators.dist, "barrier", lambda group, device_ids: log.append("barrier"))
-    monkeypatch.setattr(communicators, "all_gather_into_tensor", lambda out, row, group: log.append("all-gather"))
+    monkeypatch.setattr(communicators.backend, "all_gather", lambda out, packed, group: log.append("all-gather"))
     gather = communicators.symmetric_all_gather(torch.device("cuda"), "NCCL", ("0",))
     for _ in range(2):
         out = gather.allocate([6], dtype=torch.float32, device=torch.device("cpu"))
@@ -77,4 +77,4 @@ def test_what_a_cpu_is_told(fake_group):
     with pytest.raises(TypeError, match="enable: expected True or False, got 1"):
         model.set_allocate_memory_from_process_group_for_comm(1)
     model.set_allocate_memory_from_process_group_for_comm(False)
-    assert model._get_fsdp_state().status.gather_comm == ""
+    assert model._get_fsdp_state().unit.config.all_gather_comm == ""

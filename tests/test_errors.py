@@ -156,7 +156,7 @@ def test_a_group_size_that_means_true_or_false():
     for value, reshard in ((4, True), (1, False)):
         model = Model()
         fully_shard(model, reshard_after_forward=value)
-        assert model._get_fsdp_state().status.reshard_after_forward is reshard
+        assert model._get_fsdp_state().unit.config.reshard_after_forward is reshard
 
 
 def test_parameters_tied_across_units_of_different_policies():

@@ -16,7 +16,8 @@ from tests.training import llama, shard, token_batches
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor")
+LAUNCHES = ("launch_all_gather", "launch_reduce_scatter", "launch_all_reduce")
+WAITS = ("wait_all_gather", "wait_reduce_scatter", "wait_all_reduce")
 
 
 class Net(nn.Module):
@@ -77,17 +78,17 @@ def test_one_bucket_per_unit_launched_one_ahead():
     model = Net()
     shard(model, "eager", reshard_after_forward=True)
     recorder = _graphs(model, torch.randn(8, 12), schedule=UNIT)
-    names = (*COLLECTIVES, "mm", "unshard", "reduce_grad")
-    gather, reduce, wait = COLLECTIVES[0], COLLECTIVES[1], COLLECTIVES[3]
+    names = (*LAUNCHES, *WAITS, "mm", "unshard", "reduce_grad")
+    (gather, reduce, _), (gathered, reduced, _) = LAUNCHES, WAITS
     assert sequence(recorder.only("forward", after=True), *names) == [
         gather,  # root: first and last
         gather,  # blocks.0
-        wait,
+        gathered,
         "mm",
         gather,  # blocks.1
-        wait,
+        gathered,
         "mm",
-        wait,
+        gathered,
         "mm",
         "mm",
     ]
@@ -95,17 +96,28 @@ def test_one_bucket_per_unit_launched_one_ahead():
     assert [n for n in backward if n != "mm"] == [
         gather,  # root
         gather,  # blocks.1
-        wait,
+        gathered,
         gather,  # blocks.0
         reduce,  # blocks.1
-        wait,
+        gathered,
         reduce,  # blocks.0
-        wait,
+        gathered,
         reduce,  # root
-        wait,
-        wait,
-        wait,
+        reduced,
+        reduced,
+        reduced,
     ]
+
+
+def test_nothing_else_of_a_collective_is_left_in_a_graph():
+    model = Net()
+    shard(model, "eager", reshard_after_forward=True)
+    recorder = _graphs(model, torch.randn(8, 12), schedule=UNIT)
+    for kind, units in (("forward", 3), ("backward", 6)):
+        graph = recorder.only(kind, after=True)
+        ours = [target_name(n) for n in graph.nodes if "fsdp_compiled" in str(n.target)]
+        assert len(ours) == 2 * units == 2 * len(sequence(graph, *LAUNCHES))
+        assert sequence(graph, "cat", "split_with_sizes", "slice", "constant_pad_nd", "all_gather_into_tensor") == []
 
 
 def test_nothing_opaque_is_left():
@@ -116,8 +128,8 @@ def test_nothing_opaque_is_left():
     call(tokens[:, :-1], tokens[:, 1:]).backward()
     for _, graph in recorder.after:
         assert sequence(graph, "unshard", "reduce_grad") == []
-        launches = sequence(graph, *COLLECTIVES[:3])
-        assert len(launches) == len(sequence(graph, "wait_tensor")) == (3 if graph is recorder.after[0][1] else 5)
+        launches = sequence(graph, *LAUNCHES)
+        assert len(launches) == len(sequence(graph, *WAITS)) == (3 if graph is recorder.after[0][1] else 5)
 
 
 def test_one_dynamo_graph_no_breaks_and_no_recompilation():
@@ -165,11 +177,11 @@ def test_a_parameter_read_twice_is_gathered_once():
 
     model = fully_shard(Twice())
     recorder = _graphs(model, torch.randn(8, 16))
-    assert len(sequence(recorder.only("forward", after=True), *COLLECTIVES[:3])) == 1
+    assert len(sequence(recorder.only("forward", after=True), *LAUNCHES)) == 1
     backward = recorder.only("backward", after=True)
-    assert sequence(backward, *COLLECTIVES[:3]) == ["reduce_scatter_tensor"]
-    (scatter,) = [n for n in backward.nodes if target_name(n) == "reduce_scatter_tensor"]
-    assert scatter.meta["val"].numel() == 16 * 16 / 4
+    assert sequence(backward, *LAUNCHES) == ["launch_reduce_scatter"]
+    (scatter,) = [n for n in backward.nodes if target_name(n) == "launch_reduce_scatter"]
+    assert len(scatter.args[0]) == 1
 
 
 def test_an_inference_graph_only_gathers():
@@ -179,7 +191,7 @@ def test_an_inference_graph_only_gathers():
     with torch.no_grad():
         call(torch.randn(8, 12))
     graph = recorder.only("inference", after=True)
-    assert sequence(graph, *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 3
+    assert sequence(graph, *LAUNCHES) == ["launch_all_gather"] * 3
 
 
 def test_units_without_an_outer_unit_are_buckets_of_their_own():
@@ -187,7 +199,7 @@ def test_units_without_an_outer_unit_are_buckets_of_their_own():
     for block in model.blocks:
         fully_shard(block)
     recorder = _graphs(model, torch.randn(8, 12), schedule=UNIT)
-    assert sequence(recorder.only("forward", after=True), *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 2
+    assert sequence(recorder.only("forward", after=True), *LAUNCHES) == ["launch_all_gather"] * 2
 
 
 def test_two_sharded_models_in_one_graph_share_no_bucket():
@@ -203,7 +215,7 @@ def test_two_sharded_models_in_one_graph_share_no_bucket():
     shard(model.teacher, "eager")
     shard(model.student, "eager")
     recorder = _graphs(model, torch.randn(8, 12), schedule=UNIT)
-    assert sequence(recorder.only("forward", after=True), *COLLECTIVES[:3]) == ["all_gather_into_tensor"] * 6
+    assert sequence(recorder.only("forward", after=True), *LAUNCHES) == ["launch_all_gather"] * 6
 
 
 def test_regional_compilation_shares_one_graph_without_collectives():
@@ -216,7 +228,7 @@ def test_regional_compilation_shares_one_graph_without_collectives():
     model(torch.randn(8, 12)).sum().backward()
     assert recorder.dynamo_graphs == 1
     for _, graph in recorder.before:
-        assert sequence(graph, "unshard", "reduce_grad", *COLLECTIVES) == []
+        assert sequence(graph, "unshard", "reduce_grad", *LAUNCHES) == []
 
 
 def test_many_models_do_not_share_dynamos_recompile_limit():

@@ -10,6 +10,7 @@ from torch import nn
 
 import fsdp_compiled
 from fsdp_compiled import FSDPModule, fully_shard, testing
+from fsdp_compiled.collectives import backend
 from fsdp_compiled.testing import (
     MLP,
     AlwaysWrapNestedWrappedModule,
@@ -238,39 +239,31 @@ def test_full_params_are_copies(one_rank):
 
 
 def test_a_patch_is_undone_after_an_error_and_nests(fake_group):
-    operator = torch.ops._c10d_functional.all_reduce
-    wait = torch.ops._c10d_functional.wait_tensor
-    row = torch.ones(3)
-    name = torch.distributed.group.WORLD.group_name
+    before, packed, group = backend.all_reduce, torch.ones(3), torch.distributed.group.WORLD
     seen = []
 
     def count(label):
-        return lambda *args: (seen.append(label), wait(operator(*args)))[1]
+        return lambda *args: (seen.append(label), before(*args))[1]
 
     with pytest.raises(ZeroDivisionError), patch_all_reduce(count("outer")) as original:
-        assert original is operator
-        assert torch.ops._c10d_functional.all_reduce.default is operator.default
+        assert original is before
         with patch_all_reduce(count("inner")):
-            torch.ops._c10d_functional.all_reduce(row, "sum", name)
-        torch.ops._c10d_functional.all_reduce(row, "sum", name)
+            backend.all_reduce(packed, group, torch.distributed.ReduceOp.SUM).wait()
+        backend.all_reduce(packed, group, torch.distributed.ReduceOp.SUM).wait()
         raise ZeroDivisionError
     assert seen == ["inner", "outer"]
-    assert torch.ops._c10d_functional.all_reduce is operator
+    assert backend.all_reduce is before
 
 
 def test_reduce_scatter_with_assert_sees_the_output(fake_group):
-    name = torch.distributed.group.WORLD.group_name
-    seen = []
+    group, seen = torch.distributed.group.WORLD, []
 
     def reduce_scatter(*args):
         return reduce_scatter_with_assert(None, original, lambda output: seen.append(output.shape), *args)
 
     with patch_reduce_scatter(reduce_scatter) as original:
-        out = torch.ops._c10d_functional.reduce_scatter_tensor(torch.ones(8), "sum", 4, name)
-    assert seen == [out.shape] == [(2,)]
-    with patch_all_reduce(lambda *args: seen.append(args[1])):
-        torch.ops._c10d_functional.all_reduce(torch.ones(8), "max", name)
-    assert seen[1] == "max"
+        backend.reduce_scatter(torch.empty(2), torch.ones(8), group, torch.distributed.ReduceOp.SUM)
+    assert seen == [(2,)]
 
 
 def test_modes_shard_as_they_say(fake_group):

@@ -108,6 +108,11 @@ class AllGatherSpec:
     comm: str = ""
     device: str = ""
 
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing travels: the shard is the parameter, but for its dtype."""
+        return self.group.world == 1 and not self.device
+
 
 @dataclass(frozen=True)
 class ReductionSpec:
@@ -132,9 +137,9 @@ class ReductionSpec:
     to_host: bool = False
 
     @property
-    def communicates(self) -> bool:
-        """Whether a gradient meets those of other ranks."""
-        return self.shards.world * self.replicas.world > 1
+    def is_local(self) -> bool:
+        """Whether nothing travels and nobody looks: the gradient is the result, but for dtype and division."""
+        return self.shards.world * self.replicas.world == 1 and not self.hook and not self.to_host
 
     def over_shards_only(self) -> ReductionSpec:
         """Return the reduction that stops before the replicas: a partial gradient, which stays with compute."""
@@ -272,7 +277,7 @@ class ReductionBucket:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The operations in turn: of a reduce-scatter and an all-reduce at least one, and perhaps a copy to the host."""
+        """The operations in turn: a reduce-scatter or an all-reduce or both, and perhaps a copy to the host."""
         found: list[Stage] = (
             ["all_reduce"] if self.spec.shards.world == 1 < self.spec.replicas.world else ["reduce_scatter"]
         )

@@ -91,25 +91,21 @@ def get_full_params(model: nn.Module, recurse: bool = True) -> list[Tensor]:
 
 def reduce_scatter_with_assert(
     cls: object,
-    orig_reduce_scatter: Callable[..., Tensor],
+    orig_reduce_scatter: Callable[..., Any],
     assert_fn: Callable[[Tensor], None],
     *args: Any,
     **kwargs: Any,
-) -> Tensor:
-    """Run a reduce-scatter, wait for it and check its result: bind the first three arguments and patch it in.
+) -> None:
+    """Run a reduce-scatter, wait for it and check its output: bind the first three arguments and patch it in.
 
     Args:
         cls: the calling test case; not used, and None will do.
         orig_reduce_scatter: what :func:`patch_reduce_scatter` replaces.
         assert_fn: called with this rank's part of the sum or mean, 1-D in the reduce dtype.
-        args: of the collective, as are ``kwargs``.
-
-    Returns:
-        The result.
+        args: of the collective, its output first, as are ``kwargs``.
     """
-    output: Tensor = torch.ops._c10d_functional.wait_tensor(orig_reduce_scatter(*args, **kwargs))
-    assert_fn(output)
-    return output
+    orig_reduce_scatter(*args, **kwargs).wait()
+    assert_fn(args[0])
 
 
 def run_subtests(

@@ -56,6 +56,13 @@ def is_reduce_grad(node: fx.Node) -> bool:
     return _is_op(node, "reduce_grad")
 
 
+def travels(node: fx.Node) -> bool:
+    """Tell whether ``node`` is an ``unshard`` or a ``reduce_grad`` for which anything leaves this rank's compute."""
+    if is_unshard(node):
+        return not spec_of(node).all_gather.is_local
+    return is_reduce_grad(node) and not spec_of(node).reduction.is_local
+
+
 def is_with_gradient(node: fx.Node) -> bool:
     """Tell whether ``node`` is the identity on an unsharded parameter that was there for its gradient."""
     return _is_op(node, "with_gradient")

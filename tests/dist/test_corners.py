@@ -263,7 +263,7 @@ def test_a_member_of_a_list_unit_that_runs_outside_the_model(mode):
     fully_shard(model)
     with torch.no_grad():
         model.head(model(batches(1, 8, 10)[0]))
-    assert not model.head._get_fsdp_state().status.hooked
+    assert not model.head._get_fsdp_state().unit.hooked
     call, head = model, model.head
     if mode == "full":
         call = compiled(model)

@@ -71,7 +71,7 @@ def test_nested_units(mode):
         fully_shard(block[0])
         fully_shard(block[3])
     call = shard(model, mode)
-    assert model.blocks[1][0]._get_fsdp_state().status.name.endswith(".blocks.1.0")
+    assert model.blocks[1][0]._get_fsdp_state().unit.config.name.endswith(".blocks.1.0")
     assert model.blocks[1][0]._fsdp_params["weight"].name == "blocks.1.0.weight"
     assert_trains_like_one_process(model, call, alone)
 
@@ -185,8 +185,8 @@ def test_accumulation_in_fp32_of_bf16_gradients(mode):
     model.set_requires_gradient_sync(False)
     first, second = batches(2, 8, 10)
     square_loss(call, my_part(first)).backward()
-    pending = {p.pending.grad.dtype for s in states_below([model]) for p in s.params}
-    assert pending == {torch.float32}
+    accumulated = {p.unsharded_grad.grad.dtype for s in states_below([model]) for p in s.params}
+    assert accumulated == {torch.float32}
     model.set_requires_gradient_sync(True)
     square_loss(call, my_part(second)).backward()
     alone = MLP()

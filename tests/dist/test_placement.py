@@ -19,6 +19,7 @@ from fsdp_compiled import (
 )
 from fsdp_compiled.hooks.context import states_below
 from fsdp_compiled.param.param import ShardedState
+from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.testing import MLPStack
 from tests.graphs import record
 from tests.parity import row
@@ -65,14 +66,20 @@ def test_backward_gathers_over_the_smaller_group():
     call, recorder = record(model)
     square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
     worlds = {
-        kind: {n.args[1] for n in recorder.only(kind, after=True).nodes if "all_gather_into" in str(n.target)}
+        kind: {
+            nodes.bucket_of(n).spec.group.world
+            for n in recorder.only(kind, after=True).nodes
+            if nodes.is_launch(n) and nodes.stage_of(n) == "all_gather"
+        }
         for kind in ("forward", "backward")
     }
     assert worlds == {"forward": {4}, "backward": {2}}
-    (group,) = {param.smaller for state in states_below([model]) for param in state.params}
-    assert (group.world, group.rank) == (2, dist.get_rank() % 2)
+    params = [param for state in states_below([model]) for param in state.params]
+    (group,) = {param.spec.post_forward for param in params}
+    smaller = params[0].placement.mesh_info.smaller_group(2)
+    assert (smaller.group, group.world, smaller.rank) == (group, 2, dist.get_rank() % 2)
     model.set_reshard_after_forward(True)
-    assert model.scale is not None and model._fsdp_params["scale"].route.post_forward_world == 0
+    assert model.scale is not None and model._fsdp_params["scale"].spec.post_forward.world == 1
 
 
 @row("meshes")
@@ -103,7 +110,7 @@ def test_a_mesh_of_its_own_for_some_parameters(mode, reshard):
     call = shard(model, mode, shard_placement_fn=choose, reshard_after_forward=reshard)
     assert model.blocks[0][0].weight.placements == (Replicate(), Shard(1))
     assert model.blocks[0][0].bias.placements == (Shard(0),)
-    kept = {param: (owner.smaller is not None) for param, owner in model.blocks[0][0]._fsdp_params.items()}
+    kept = {param: (owner.spec.post_forward.world > 1) for param, owner in model.blocks[0][0]._fsdp_params.items()}
     assert kept == {"weight": False, "bias": reshard is not True}  # the weight is sharded over no more than two
     assert_trains_like_one_process(model, call, alone)
 

@@ -123,7 +123,7 @@ def test_the_users_own_collectives_and_hook(mode):
         assert gather.sizes == [aligned(sharded)] * 2
         assert scatter.sizes == [2 * aligned(sharded)]
     else:  # backward gathers only what it reads: no biases
-        assert sharded < sum(gather.sizes) < 2 * sharded
+        assert sharded < sum(gather.sizes) < 4 * sharded  # each shard begins at a multiple of 16 elements
         assert sum(scatter.sizes) == 2 * sharded
     assert sum(seen) == sharded
 
@@ -164,11 +164,11 @@ def test_a_separate_group_for_reduce_scatters(mode):
     model = MLP()
     call = shard(model, mode)
     model.set_separate_reduce_scatter_group()
-    groups = {param.route.reduce_group for block in model.blocks for param in block[0]._fsdp_params.values()}
-    assert len(groups) == 1 and groups != {""} and groups != {dist.group.WORLD.group_name}
+    groups = {param.spec.reduction.shards.name for block in model.blocks for param in block[0]._fsdp_params.values()}
+    assert len(groups) == 1 and groups != {dist.group.WORLD.group_name}
     assert_close(_grads(model, call, data), _alone(data))
     model.set_separate_reduce_scatter_group(False)
-    assert model.blocks[0][0]._fsdp_params["weight"].route.reduce_group == ""
+    assert model.blocks[0][0]._fsdp_params["weight"].spec.reduction.shards.name == dist.group.WORLD.group_name
     assert_close(_grads(model, call, data), _alone(data))
 
 

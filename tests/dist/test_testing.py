@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import FSDPModule, fully_shard
+from fsdp_compiled.collectives import backend
 from fsdp_compiled.hooks.state import FSDPState, _PostBackward
 from fsdp_compiled.testing import (
     MLP,
@@ -100,7 +101,7 @@ def _my_loss(model, rank):
 
 class TestPatches(RankTest):
     def test_each_intercepts_what_eager_hooks_do(self):
-        before = (FSDPState.unshard, vars(_PostBackward)["backward"], torch.ops._c10d_functional.all_reduce)
+        before = (FSDPState.unshard, vars(_PostBackward)["backward"], backend.all_reduce)
         model = _mlps()
         fully_shard(model[1])
         fully_shard(model)
@@ -119,7 +120,7 @@ class TestPatches(RankTest):
             "post_backward": 2,
             "backward": 2,
         }
-        assert before == (FSDPState.unshard, vars(_PostBackward)["backward"], torch.ops._c10d_functional.all_reduce)
+        assert before == (FSDPState.unshard, vars(_PostBackward)["backward"], backend.all_reduce)
 
     def test_all_reduce_of_replicas_and_the_output_of_reduce_scatter(self):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
@@ -141,7 +142,7 @@ class TestPatches(RankTest):
         local = torch.cat([param.grad.to_local().flatten() for param in model.parameters()])
         torch.testing.assert_close(outputs[0].sum(), local.sum())
 
-    def test_a_patched_gather_that_refuses_fails_the_forward(self):
+    def test_a_patched_all_gather_that_refuses_fails_the_forward(self):
         def refuse(*args, **kwargs):
             raise ValueError("not today")
 

@@ -19,40 +19,39 @@ def _padded(shape, dim):
 
 
 DIMS = [dim for _, dim in SHAPES]
-ROW = sum(torch.Size(_padded(shape, dim)).numel() // WORLD for shape, dim in SHAPES)
+NUMEL = reference.packed_layout([torch.Size(_padded(*each)).numel() // WORLD for each in SHAPES]).numel
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("source", DTYPES)
 def test_copies_equal_the_reference(source, dtype):
     shards = [_random([torch.Size(_padded(*each)).numel() // WORLD], source) for each in SHAPES]
-    got, want = torch.empty(2, ROW, device="cuda", dtype=dtype)
-    copies.copy_in_shards(shards, got)
-    reference.copy_in_shards(shards, want)
+    got, want = torch.empty(2, NUMEL, device="cuda", dtype=dtype)
+    copies.pack_shards(shards, got)
+    reference.pack_shards(shards, want)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
-    rows = _random([WORLD, ROW], source)
+    output = _random([WORLD, NUMEL], source)
     gots, wants = ([torch.empty(_padded(*each), device="cuda", dtype=dtype) for each in SHAPES] for _ in range(2))
-    copies.copy_out_gathered(rows, gots, DIMS)
-    reference.copy_out_gathered(rows, wants, DIMS)
+    copies.unpack_parameters(output, gots, DIMS)
+    reference.unpack_parameters(output, wants, DIMS)
     torch.testing.assert_close(gots, wants, rtol=0, atol=0)
 
     grads = [_random(shape, source) for shape, _ in SHAPES]
     for divisor in (1.0, 4.0):
         how = (grads, DIMS, WORLD, dtype, divisor)
-        torch.testing.assert_close(copies.copy_in_gradients(*how), reference.copy_in_gradients(*how), rtol=0, atol=0)
+        torch.testing.assert_close(copies.pack_gradients(*how), reference.pack_gradients(*how), rtol=0, atol=0)
 
-    row = _random([ROW], source)
-    for accumulate in (False, True):
-        gots = [_random(shard.shape, dtype) for shard in shards]
-        wants = [each.clone() for each in gots]
-        copies.copy_out_reduced(row, gots, 4.0, accumulate)
-        reference.copy_out_reduced(row, wants, 4.0, accumulate)
-        torch.testing.assert_close(gots, wants, rtol=0, atol=0)
+    packed = _random([NUMEL], source)
+    gots = [_random(shard.shape, dtype) for shard in shards]
+    wants = [each.clone() for each in gots]
+    copies.unpack_gradients(packed, gots, 4.0)
+    reference.unpack_gradients(packed, wants, 4.0)
+    torch.testing.assert_close(gots, wants, rtol=0, atol=0)
 
 
 def test_a_tensor_of_more_than_2_to_the_31_elements():
     shard = torch.arange(2**31 + 64, device="cuda", dtype=torch.int8)
-    row = torch.empty_like(shard)
-    copies.copy_in_shards([shard], row)
-    assert torch.equal(row, shard)
+    packed = torch.empty_like(shard)
+    copies.pack_shards([shard], packed)
+    assert torch.equal(packed, shard)

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from fsdp_compiled.collectives import comm, streams
+from fsdp_compiled.collectives import backend, streams
+from fsdp_compiled.collectives.all_gather import ALL_GATHERS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode"),
@@ -54,36 +55,36 @@ def test_one_rank_trains_like_one_process(mode, one_rank):
             optimizer.zero_grad()
 
 
-def _gather_late(monkeypatch):
-    """Let every gather begin long after it was launched; return the names of those that were."""
+def _all_gather_late(monkeypatch):
+    """Let every all-gather begin long after it was launched; return the names of those that were."""
     started = set()
 
     def late(name):
-        start = getattr(comm, name)
+        start = getattr(backend, name)
 
         def call(*args):
             started.add(name)
             torch.cuda._sleep(10**8)  # about 50 ms
             return start(*args)
 
-        monkeypatch.setattr(comm, name, call)
+        monkeypatch.setattr(backend, name, call)
 
-    late("all_gather_into_tensor")
-    late("all_gather_into_tensors")
+    late("all_gather")
+    late("all_gather_coalesced")
     return started
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "width, by", [(64, "all_gather_into_tensor"), (2048, "all_gather_into_tensors")]
+    "width, by", [(64, "all_gather"), (2048, "all_gather_coalesced")]
 )  # copied out, and into place
-def test_compute_waits_for_late_gathers(mode, width, by, many_ranks, monkeypatch):
+def test_compute_waits_for_late_all_gathers(mode, width, by, many_ranks, monkeypatch):
     torch._dynamo.reset()
     model, alone = _model(width), _model(width)
     call = _shard(model, mode)
     for param, sharded in zip(alone.parameters(), model.parameters(), strict=True):
         param.data = sharded.to_local().detach().repeat(8, *[1] * (param.ndim - 1))  # as eight equal ranks give it
-    started = _gather_late(monkeypatch)
+    started = _all_gather_late(monkeypatch)
     x = torch.randn(32, width, device="cuda")
     for _ in range(3):
         got, want = (each(x) for each in (call, alone))
@@ -97,22 +98,24 @@ def test_compute_waits_for_late_gathers(mode, width, by, many_ranks, monkeypatch
 
 
 def test_nccl_gathers_on_a_side_stream(one_rank):
-    side = streams.streams_of(torch.device("cuda", torch.cuda.current_device()))
+    device = torch.device("cuda", torch.cuda.current_device())
     parts = [torch.randn(numel, device="cuda") for numel in (10**6, 24, 7)]
     outs = [torch.empty_like(part) for part in parts]
     alone = torch.empty_like(parts[0])
-    comm.all_gather_into_tensor(alone, parts[0], dist.group.WORLD).wait()  # makes the communicator, which takes long
+    backend.all_gather(alone, parts[0], dist.group.WORLD).wait()  # makes the communicator, which takes long
     alone.zero_()
     torch.cuda.synchronize()
-    with side.beside(GATHERS):
+
+    def begin():
         torch.cuda._sleep(10**8)
-        comm.register_work(outs[0], comm.all_gather_into_tensors(outs, parts, dist.group.WORLD))
-        torch.ops._c10d_functional.wait_tensor(outs[0])
+        return backend.all_gather_coalesced(outs, parts, dist.group.WORLD)
+
+    def finish(work):
+        backend.wait(work)
         torch.cuda._sleep(10**8)
-        comm.register_work(alone, comm.all_gather_into_tensor(alone, parts[0], dist.group.WORLD))
-        torch.ops._c10d_functional.wait_tensor(alone)
-    comm.register_work(outs[0], streams.After(side, GATHERS))
-    torch.ops._c10d_functional.wait_tensor(outs[0])
+        backend.wait(backend.all_gather(alone, parts[0], dist.group.WORLD))
+
+    streams.launch(ALL_GATHERS, device, begin, finish).wait()
     for out, part in zip([*outs, alone], [*parts, parts[0]], strict=True):
         assert torch.equal(out, part)
 

@@ -1,8 +1,8 @@
-"""A process group of ranks that are not there, for one GPU alone: what rank 0 would compute, copy and wait for.
+"""A process group of simulated ranks, for one GPU alone: what rank 0 would compute, copy and wait for.
 
-Every other rank's part is this rank's own: an all-gather writes it to all places, a reduce-scatter takes this rank's
-chunk. That happens on a stream of the group's, as NCCL's does, and writes as much memory. With ``MadeUpGroup.wire``
-each collective also keeps that stream busy for as long as the cluster's model says.
+Every other rank's part is this rank's own: an all-gather writes it to all ranks' places, a reduce-scatter takes this
+rank's chunk. That happens on a stream of the group's, as NCCL's does, and writes as much memory. With
+``SimulatedGroup.wire`` each collective also keeps that stream busy for as long as the cluster's model says.
 """
 
 from __future__ import annotations
@@ -17,15 +17,24 @@ from torch import Tensor
 from fsdp_compiled.collectives import streams
 from fsdp_compiled.passes import cost
 
-STREAM = "made-up wire"
+STREAM = "simulated link"
 
 
 class _Done(dist.Work):
+    """Work that is complete, or ends with an event on a side stream."""
+
+    def __init__(self, side: streams.Streams | None = None) -> None:
+        super().__init__()
+        self._side = side
+        self._event = side.record(STREAM) if side is not None else None
+
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if self._side is not None and self._event is not None:
+            self._side.wait(self._event)
         return True
 
 
-class MadeUpGroup(dist.ProcessGroup):
+class SimulatedGroup(dist.ProcessGroup):
     """Rank 0 of ``size``; see the module."""
 
     wire = False  # whether collectives take their time
@@ -35,7 +44,7 @@ class MadeUpGroup(dist.ProcessGroup):
         return dist.distributed_c10d._world.pg_names[self]
 
     def getBackendName(self) -> str:
-        return "made-up"
+        return "simulated"
 
     def _allgather_base(self, output: Tensor, input: Tensor, options: object = None) -> dist.Work:
         return self._send([output], [input], reduces=False)
@@ -67,7 +76,7 @@ class MadeUpGroup(dist.ProcessGroup):
             self._move(outputs, inputs, reduces)
             if self.wire:
                 self._take_time(inputs if reduces else outputs, device, reduces)
-        return streams.After(side, STREAM)
+        return _Done(side)
 
     def _move(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], reduces: bool) -> None:
         """Copy all by one call, as a collective is one."""
@@ -78,18 +87,18 @@ class MadeUpGroup(dist.ProcessGroup):
             return
         places, parts = [], []
         for output, input in zip(outputs, inputs, strict=True):
-            rows = output.view(self.size(), -1)
-            is_in_place = rows.data_ptr() == input.data_ptr()
-            places.append(rows[1:] if is_in_place else rows)
+            ranks = output.view(self.size(), -1)
+            is_in_place = ranks.data_ptr() == input.data_ptr()
+            places.append(ranks[1:] if is_in_place else ranks)
             parts.append(input.view(1, -1).expand_as(places[-1]))
         torch._foreach_copy_(places, parts)
 
-    def _take_time(self, wholes: Sequence[Tensor], device: torch.device, reduces: bool) -> None:
+    def _take_time(self, buffers: Sequence[Tensor], device: torch.device, reduces: bool) -> None:
         cluster, world = cost.detect(device), self.size()
         link = cluster.intra if world <= cluster.ranks_per_node else cluster.inter
-        size_bytes = sum(whole.numel() * whole.element_size() for whole in wholes)
+        size_bytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
         microseconds = link.collective_us(size_bytes, world, reduces=reduces)
-        microseconds += (len(wholes) - 1) * cluster.piece_us
+        microseconds += (len(buffers) - 1) * cluster.piece_us
         torch.cuda._sleep(int(microseconds * 1e-6 * _cycles_per_second(device)))
 
 
@@ -117,12 +126,12 @@ def measure_clock(device: torch.device) -> float | None:
 
 
 def start(world: int) -> None:
-    """Make the default process group one of ``world`` ranks that are not there."""
-    dist.init_process_group("made_up", store=dist.HashStore(), rank=0, world_size=world)
+    """Make the default process group one of ``world`` simulated ranks."""
+    dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=world)
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> MadeUpGroup:
-    return MadeUpGroup(rank, size)
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SimulatedGroup:
+    return SimulatedGroup(rank, size)
 
 
-dist.Backend.register_backend("made_up", _create, devices=["cpu", "cuda"])
+dist.Backend.register_backend("simulated", _create, devices=["cpu", "cuda"])
