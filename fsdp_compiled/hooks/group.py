@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import Pending, launch_all_gather, launch_reduction, launch_replica_reduction
-from ..param.param import FSDPParam, ShardedState
+from ..param.param import FSDPParam
+from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..passes.cost.cluster import gathers_into_place
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket

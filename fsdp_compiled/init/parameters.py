@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..module import FSDPModule
-from ..param.param import FSDPParam, ParamModuleInfo, TakenOriginal
+from ..param.param import FSDPParam, TakenOriginal
+from ..param.placement import ParamModuleInfo
 from ..param.properties import ShardedModule
 
 Place = tuple[nn.Module, str]

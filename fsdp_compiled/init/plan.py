@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ..param.extension import check_extension, is_extended
 from ..param.param import FSDPParam
-from ..param.unit import ParamPlacement
+from ..param.placement import ParamPlacement
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from ..sharding.placement import local_of

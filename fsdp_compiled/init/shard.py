@@ -12,8 +12,9 @@ from ..hooks.lookup import new_unit_name, units_of
 from ..hooks.state import FSDPState
 from ..module import FSDPModule
 from ..param.param import FSDPParam
+from ..param.placement import ParamPlacement
 from ..param.properties import TracedCall, own, rebase
-from ..param.unit import ParamPlacement, Unit, UnitConfig
+from ..param.unit import Unit, UnitConfig
 from .parameters import FoundParameters, is_managed, modules_outside_units
 from .plan import PlacementPlan
 

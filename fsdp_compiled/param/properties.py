@@ -18,7 +18,8 @@ from torch import Tensor, nn
 # function into a caller that it traces.
 from torch._dynamo.eval_frame import skip_code
 
-from .param import FSDPParam, ShardedState
+from .param import FSDPParam
+from .placement import ShardedState
 
 _copies = count()  # of functions, to tell their code apart
 
