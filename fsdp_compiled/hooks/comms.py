@@ -10,39 +10,34 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from ..collectives import AllGather, Comm, Hook, ReduceScatter, register
+from ..collectives import AllGather, Comm, Hook, ReduceScatter, communicators, register
 from ..collectives.backend import process_group
-from ..collectives.communicators import (
-    ProcessGroupAllGather,
-    ProcessGroupMemory,
-    ProcessGroupReduceScatter,
-    SymmetricMemory,
-    symmetric_all_gather,
-)
+
+_FIELDS: dict[type, str] = {AllGather: "all_gather_comm", ReduceScatter: "reduce_scatter_comm"}  # of UnitConfig
 
 
 class CustomComms:
     """One unit's communicators and reduce hook.
 
     Args:
-        configure: changes fields of the unit's :class:`UnitConfig`: ``all_gather_comm``, ``reduce_scatter_comm``,
-            ``reduce_hook``.
+        configure: changes fields of the unit's :class:`UnitConfig`.
     """
 
     def __init__(self, configure: Callable[..., None]) -> None:
         self._configure = configure
-        self._comms: dict[str, Comm] = {}
+        self._comms: dict[type, Comm] = {}
         self._hook: Hook | None = None
 
-    def set_all_gather(self, comm: AllGather) -> None:
-        """All-gather by ``comm``."""
-        self._comms["all_gather"] = comm
-        self._configure(all_gather_comm=register(comm))
+    def set_comm(self, kind: type, comm: Comm) -> None:
+        """Let ``comm`` do the unit's collectives of one ``kind``: AllGather or ReduceScatter.
 
-    def set_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce over shards by ``comm``."""
-        self._comms["reduce_scatter"] = comm
-        self._configure(reduce_scatter_comm=register(comm))
+        Raises:
+            TypeError: ``comm`` is of another kind.
+        """
+        if not isinstance(comm, kind):
+            raise TypeError(f"comm: expected an {kind.__name__}, got {comm!r} of {type(comm).__name__}")
+        self._comms[kind] = comm
+        self._configure(**{_FIELDS[kind]: register(comm)})
 
     def set_reduce_hook(self, hook: Hook) -> None:
         """Call ``hook`` on reduced, packed gradients."""
@@ -51,25 +46,25 @@ class CustomComms:
 
     def use_process_group_memory(self, groups: Iterable[str], device: torch.device, unit: str) -> None:
         """Take buffers from the process groups of these names."""
-        for group in groups:
+        for name in groups:
             self._require_none("set_allocate_memory_from_process_group_for_comm", unit)
-            all_gather = ProcessGroupAllGather(process_group(group), device)
-            reduce_scatter = ProcessGroupReduceScatter(process_group(group), device)
-            self.set_all_gather(all_gather)
-            self.set_reduce_scatter(reduce_scatter)
+            group = process_group(name)
+            self.set_comm(AllGather, communicators.ProcessGroupAllGather(group, device))
+            self.set_comm(ReduceScatter, communicators.ProcessGroupReduceScatter(group, device))
 
     def leave_process_group_memory(self) -> None:
         """Take buffers from PyTorch again."""
-        if isinstance(self._comms.get("all_gather"), ProcessGroupMemory):
+        if isinstance(self._comms.get(AllGather), communicators.ProcessGroupMemory):
             self._comms.clear()
-            self._configure(all_gather_comm="", reduce_scatter_comm="")
+            self._configure(**dict.fromkeys(_FIELDS.values(), ""))
 
     def use_symmetric_memory(self, groups: Iterable[str], device: torch.device, backend: str, unit: str) -> None:
-        """Gather over the process groups of these names through symmetric memory, which units share."""
+        """All-gather over the process groups of these names through symmetric memory, which units share."""
         self._require_none("set_symm_mem_for_comm", unit)
-        self.set_all_gather(symmetric_all_gather(device, backend, tuple(groups)))
+        self.set_comm(AllGather, communicators.symmetric_all_gather(device, backend, tuple(groups)))
 
     def _require_none(self, method: str, unit: str) -> None:
+        ours = (communicators.ProcessGroupMemory, communicators.SymmetricMemory)
         for comm in self._comms.values():
-            if not isinstance(comm, (ProcessGroupMemory, SymmetricMemory)):
+            if not isinstance(comm, ours):
                 raise ValueError(f"{method}: {unit} has a communicator of its own, {comm!r}; leave it to that")
