@@ -80,7 +80,7 @@ def fully_shard(
     plan = PlacementPlan(mesh_info, mp_policy, offload_policy, shard_placement_fn)
     placements = plan.checked_placements(found, reshard)
     check_complete_units_below(modules)
-    shard(modules, found, placements, plan, reshard, ignored_params or set())
+    shard(modules, found, placements, plan, reshard)
     passes.install(core_hash())
     return module
 

@@ -19,13 +19,7 @@ from .parameters import FoundParameters
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
-def check_smaller_group(name: str, param: nn.Parameter, placement: ParamPlacement, size: int) -> None:
-    """Raise if a parameter cannot be kept sharded over ``size`` ranks after forward.
-
-    Raises:
-        ValueError: the ranks that it is sharded over are no multiple.
-        NotImplementedError: it has an all-gather extension.
-    """
+def _check_smaller_group(name: str, param: nn.Parameter, placement: ParamPlacement, size: int) -> None:
     world = placement.mesh_info.shard_world
     if world % size and world != 1:
         raise ValueError(
@@ -39,8 +33,8 @@ def check_smaller_group(name: str, param: nn.Parameter, placement: ParamPlacemen
         )
 
 
-def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
-    """Raise ValueError unless a unit that shares another's parameter means to shard it the same way."""
+def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
+    """Raise ValueError unless the unit of ``taken`` shards it as the unit that shares it would."""
     original = taken.original()
     assert original is not None  # this unit's modules hold it
     for what, there, here in (
@@ -57,44 +51,30 @@ def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Decides each parameter's mesh and shard dimension."""
+    """What the user has said about the mesh, dtypes and dimensions of one unit."""
 
     mesh_info: DataParallelMeshInfo
     mp_policy: MixedPrecisionPolicy
     offload_policy: OffloadPolicy
     choose: ShardPlacementFn | None
 
-    def placement(self, name: str, param: nn.Parameter) -> ParamPlacement:
-        """Return how to shard ``param``.
-
-        Raises:
-            TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None, or the
-                policy's function returned no dtype.
-            ValueError: the parameter has no such dimension, it is uneven and not dimension 0, it may not have the
-                dtype that function returned, or it is a DTensor on a mesh that does not fit.
-        """
-        info, dim = self._chosen(name, param)
-        check_dtensor(name, param, info)
-        check_extension(name, local_of(param.detach()))
-        dim = _checked_dim(name, local_of(param), dim, info.shard_world)
-        policy = self.mp_policy.for_param(name, param)
-        return replace(self.default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
-
     def checked_placements(self, found: FoundParameters, reshard: bool | int | None) -> list[ParamPlacement]:
         """Return how to shard each of the unit's own parameters.
 
         Raises:
-            TypeError: see :meth:`placement`.
-            ValueError: see :meth:`placement`; or a shared parameter is sharded otherwise, or ``reshard`` does not
-                divide the ranks that a parameter is sharded over.
+            TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None, or the
+                policy's function returned no dtype.
+            ValueError: a parameter has no such dimension, it is uneven and not dimension 0, it may not have the
+                dtype that function returned, it is a DTensor on a mesh that does not fit, a shared one is sharded
+                otherwise, or ``reshard`` does not divide the ranks that one is sharded over.
             NotImplementedError: ``reshard`` is a number and a parameter has an all-gather extension.
         """
-        placements = [self.placement(name, param) for name, param, _ in found.own]
+        placements = [self._placement(name, param) for name, param, _ in found.own]
         for name, taken, _ in found.shared:
-            check_shared(name, taken, self.default)
+            _check_shared(name, taken, self.default)
         if not isinstance(reshard, bool | None):
             for (name, param, _), placement in zip(found.own, placements, strict=True):
-                check_smaller_group(name, param, placement, reshard)
+                _check_smaller_group(name, param, placement, reshard)
         return placements
 
     @property
@@ -103,9 +83,17 @@ class PlacementPlan:
         offload = self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
         return ParamPlacement(self.mesh_info, 0, self.mp_policy, self.mesh_info.device, offload)
 
+    def _placement(self, name: str, param: nn.Parameter) -> ParamPlacement:
+        info, dim = self._chosen(name, param)
+        _check_dtensor(name, param, info)
+        local = local_of(param.detach())
+        check_extension(name, local)
+        dim = _checked_dim(name, local, dim, info.shard_world)
+        policy = self.mp_policy.for_param(name, param)
+        return replace(self.default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
+
     def _chosen(self, name: str, param: nn.Parameter) -> tuple[DataParallelMeshInfo, int]:
-        chosen = None if self.choose is None else self.choose(param)
-        info = self.mesh_info
+        info, chosen = self.mesh_info, self.choose(param) if self.choose else None
         if isinstance(chosen, ShardPlacementResult):
             info, chosen = chosen.mesh_info or info, chosen.placement
             if not isinstance(info, FSDPMeshInfo):
@@ -138,7 +126,7 @@ def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
     return dim
 
 
-def check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
+def _check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
     """Raise ValueError unless ``param``, a DTensor or not, fits the data-parallel mesh."""
     if not isinstance(param, DTensor):
         if info.spmd_mesh is not None and info.spmd_mesh.size() != info.mesh.size():

@@ -55,8 +55,7 @@ class AllGatherExtension:
         module: that holds the parameter.
         mp_policy: of its unit.
         outer: shape and strides of the unsharded parameter, of this rank's part if other parallelism shards it too.
-        dtype: of compute.
-        device: of compute.
+        dtype: of compute, as is ``device``.
     """
 
     def __init__(
@@ -87,10 +86,9 @@ class AllGatherExtension:
 
     def join(self, outputs: Sequence[Tensor], metadata: Any, out: Tensor | None = None) -> Any:
         """Return (unsharded parameter, tensors that hold its memory); with ``out``, fill that and return None."""
+        into = {} if out is None else {"out": out}
         with torch.no_grad():
-            if out is None:
-                return self._post(self.shard, tuple(outputs), metadata, self._dtype)
-            return self._post(self.shard, tuple(outputs), metadata, self._dtype, out=out)
+            return self._post(self.shard, tuple(outputs), metadata, self._dtype, **into)
 
     def launch(self) -> Sequence[Tensor]:
         """Return what this rank sends, and keep the metadata until :meth:`finish`."""

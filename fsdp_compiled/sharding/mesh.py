@@ -166,14 +166,14 @@ class DataParallelMeshInfo:
 class FSDPMeshInfo(DataParallelMeshInfo):
     """Parameters are sharded: ``shard_mesh_dim`` is needed."""
 
-    _needed = ("shard_mesh_dim",)
+    _needed: ClassVar[tuple[str, ...]] = ("shard_mesh_dim",)
 
 
 @dataclass(frozen=True)
 class DDPMeshInfo(DataParallelMeshInfo):
     """Parameters are replicated: ``replicate_mesh_dim`` is needed."""
 
-    _needed = ("replicate_mesh_dim",)
+    _needed: ClassVar[tuple[str, ...]] = ("replicate_mesh_dim",)
 
 
 @dataclass(frozen=True)
