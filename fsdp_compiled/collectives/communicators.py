@@ -69,15 +69,15 @@ class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
 class SymmetricMemory(Comm):
     """Buffers that every rank of a group sees, one for each size and dtype, kept as long as this object.
 
-    A gather may use one again because no rank's part arrives before this rank's gather has begun, behind the copy-out
-    of the last one on the same stream.
+    An all-gather may use one again because no rank's part arrives before this rank's all-gather has begun, behind the
+    copy-out of the last one on the same stream.
 
     Args:
         device: of compute.
-        backend: of symmetric memory.
+        backend: of symmetric memory, "NCCL" or "CUDA".
 
     Raises:
-        RuntimeError: symmetric memory is not there for ``device``.
+        RuntimeError: ``device`` has no symmetric memory.
     """
 
     def __init__(self, device: torch.device, backend: str) -> None:
@@ -100,13 +100,10 @@ class NCCLSymmetricAllGather(SymmetricMemory, AllGather):
 
     With the process group's ``config.cta_policy`` (or ``NCCL_CTA_POLICY=2``) at zero, NCCL uses the copy engines
     inside a node, which takes no compute units.
-
-    Args:
-        device: of compute.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, "NCCL")
+    def __init__(self, device: torch.device, backend: str) -> None:
+        super().__init__(device, backend)
         self._met: set[tuple[str, int]] = set()
 
     def __call__(
@@ -123,14 +120,7 @@ class NCCLSymmetricAllGather(SymmetricMemory, AllGather):
 
 
 class CopyEngineAllGather(SymmetricMemory, AllGather):
-    """Every rank copies its part into the others' buffers by the GPUs' copy engines, which takes no compute units.
-
-    Args:
-        device: of compute.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, "CUDA")
+    """Every rank copies its part into the others' buffers by the GPUs' copy engines, which takes no compute units."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -138,7 +128,7 @@ class CopyEngineAllGather(SymmetricMemory, AllGather):
         """See :class:`AllGather`; the result is in order on the current stream."""
         handle = self._memory.rendezvous(output_tensor, group.group_name)
         numel = input_tensor.numel()
-        handle.barrier(channel=0)  # nobody reads what the last gather left
+        handle.barrier(channel=0)  # nobody reads what the last all-gather left
         for step in range(handle.world_size):
             peer = (handle.rank + step) % handle.world_size  # so that not all write to one
             theirs = handle.get_buffer(peer, (numel,), input_tensor.dtype, handle.rank * numel)
@@ -148,23 +138,20 @@ class CopyEngineAllGather(SymmetricMemory, AllGather):
         return None
 
 
+_shared: WeakValueDictionary[Hashable, AllGather] = WeakValueDictionary()
+
+
 def symmetric_all_gather(device: torch.device, backend: str, groups: tuple[str, ...]) -> AllGather:
-    """Return the all-gather through symmetric memory that all who gather over these groups share.
+    """Return the all-gather through symmetric memory that all units share which all-gather over these groups.
 
     Args:
         device: of compute.
         backend: "NCCL" or "CUDA".
         groups: names of the process groups.
     """
+    kind = NCCLSymmetricAllGather if backend == "NCCL" else CopyEngineAllGather
     key = (device, backend, groups)
-    found = _shared.get(key)
-    if found is None:
-        kind = NCCLSymmetricAllGather if backend == "NCCL" else CopyEngineAllGather
-        found = _shared[key] = kind(device)
-    return found
-
-
-_shared: WeakValueDictionary[Hashable, AllGather] = WeakValueDictionary()
+    return _shared.get(key) or _shared.setdefault(key, kind(device, backend))
 
 
 def _symmetric_memory() -> Any:
