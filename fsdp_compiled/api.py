@@ -17,10 +17,11 @@ from . import collectives, passes, sharding
 from .hooks.lookup import unit_state
 from .init.arguments import check_complete_units_below, check_device, check_options, checked_modules, checked_reshard
 from .init.parameters import managed_parameters
-from .init.plan import PlacementPlan, ShardPlacementFn
+from .init.plan import ShardPlacementFn, checked_placements
 from .init.shard import shard
 from .module import FSDPModule
-from .policy import MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from .param.unit import ParamPlacement
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
@@ -77,10 +78,11 @@ def fully_shard(
     reshard = checked_reshard(reshard_after_forward, mesh_info)
     found = managed_parameters(modules, ignored_params or set())
     check_device(mesh_info)
-    plan = PlacementPlan(mesh_info, mp_policy, offload_policy, shard_placement_fn)
-    placements = plan.checked_placements(found, reshard)
+    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+    default = ParamPlacement(mesh_info, 0, mp_policy, mesh_info.device, offload)
+    placements = checked_placements(found, default, shard_placement_fn, reshard)
     check_complete_units_below(modules)
-    shard(modules, found, placements, plan, reshard)
+    shard(modules, found, placements, default, reshard)
     passes.install(core_hash())
     return module
 

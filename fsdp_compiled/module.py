@@ -179,11 +179,11 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this unit's parameters by ``comm``, in graphs too, where it is an opaque node."""
-        unit_state(self).custom.set_comm(AllGather, comm)
+        unit_state(self).custom.use(AllGather, comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over shards by ``comm``, in graphs too, where it is an opaque node."""
-        unit_state(self).custom.set_comm(ReduceScatter, comm)
+        unit_state(self).custom.use(ReduceScatter, comm)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` on each flat buffer of this unit's reduced gradients, not divided yet, which it may change.
@@ -195,7 +195,7 @@ class FSDPModule:
             raise TypeError(f"hook: expected a function, got {hook!r}")
         if stream is not None and not hasattr(stream, "wait_stream"):
             raise TypeError(f"stream: expected a torch.Stream or None, got {stream!r} of {type(stream).__name__}")
-        unit_state(self).custom.set_reduce_hook(Hook(hook, stream))
+        unit_state(self).custom.use(Hook, Hook(hook, stream))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take this unit's buffers of all-gathers and reduce-scatters from the process group (True), or PyTorch.

@@ -66,7 +66,6 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
         return optimizer
     _check_class(optimizer, elementwise)
     _check_params(optimizer)
-    _check_step(optimizer)
     vars(optimizer).pop("step", None)  # of a learning rate scheduler: the new step does what it needs
     cls: type = type(optimizer)
     optimizer.__class__ = _on_shards(cls)
@@ -89,13 +88,10 @@ def _check_class(optimizer: Optimizer, elementwise: bool) -> None:
         raise ValueError(
             f"{name}: expected differentiable=False, got True; a step on shards is not recorded by autograd"
         )
-
-
-def _check_step(optimizer: Optimizer) -> None:
     replaced = vars(optimizer).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         raise ValueError(
-            f"{type(optimizer).__name__}.step: expected the method of its class, got {replaced!r} on the object; "
+            f"{name}.step: expected the method of its class, got {replaced!r} on the object; "
             "call step_on_shards before what replaces it"
         )
 

@@ -37,7 +37,6 @@ class ProcessGroupMemory(Comm):
             )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See :meth:`Comm.allocate`."""
         return self._backend.allocate_tensor(prod(size), dtype=dtype, device=device).view(*size)
 
 
@@ -47,7 +46,6 @@ class ProcessGroupAllGather(ProcessGroupMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """See :class:`AllGather`."""
         return backend.all_gather(output_tensor, input_tensor, group)
 
 
@@ -62,7 +60,6 @@ class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """See :class:`ReduceScatter`."""
         return backend.reduce_scatter(output_tensor, input_tensor, group, op)
 
 
@@ -88,7 +85,6 @@ class SymmetricMemory(Comm):
         self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See :meth:`Comm.allocate`."""
         key = (prod(size), dtype, device)
         if key not in self._buffers:
             self._buffers[key] = self._memory.empty(prod(size), dtype=dtype, device=device)
@@ -109,7 +105,6 @@ class NCCLSymmetricAllGather(SymmetricMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """See :class:`AllGather`."""
         place = (group.group_name, output_tensor.data_ptr())
         if place not in self._met:
             # A rendezvous needs the communicator, which NCCL makes for the first collective.
@@ -125,7 +120,7 @@ class CopyEngineAllGather(SymmetricMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """See :class:`AllGather`; the result is in order on the current stream."""
+        # The result is in order on the current stream.
         handle = self._memory.rendezvous(output_tensor, group.group_name)
         numel = input_tensor.numel()
         handle.barrier(channel=0)  # nobody reads what the last all-gather left
@@ -142,13 +137,7 @@ _shared: WeakValueDictionary[Hashable, AllGather] = WeakValueDictionary()
 
 
 def symmetric_all_gather(device: torch.device, backend: str, groups: tuple[str, ...]) -> AllGather:
-    """Return the all-gather through symmetric memory that all units share which all-gather over these groups.
-
-    Args:
-        device: of compute.
-        backend: "NCCL" or "CUDA".
-        groups: names of the process groups.
-    """
+    """Return the all-gather that all units share which use symmetric memory over the groups of these names."""
     kind = NCCLSymmetricAllGather if backend == "NCCL" else CopyEngineAllGather
     key = (device, backend, groups)
     return _shared.get(key) or _shared.setdefault(key, kind(device, backend))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -11,26 +11,11 @@ from torch.distributed.tensor import DTensor, Shard
 from ..param.extension import check_extension, is_extended
 from ..param.param import FSDPParam
 from ..param.unit import ParamPlacement
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from ..sharding.placement import local_of
 from .parameters import FoundParameters
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
-
-
-def _check_smaller_group(name: str, param: nn.Parameter, placement: ParamPlacement, size: int) -> None:
-    world = placement.mesh_info.shard_world
-    if world % size and world != 1:
-        raise ValueError(
-            f"{name}: expected reshard_after_forward to be a divisor of the {world} ranks that it is sharded over, "
-            f"got {size}"
-        )
-    if world > 1 and is_extended(local_of(param.detach())):
-        raise NotImplementedError(
-            f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
-            "extension; use True or False"
-        )
 
 
 def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
@@ -49,69 +34,81 @@ def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> Non
             )
 
 
-@dataclass(frozen=True)
-class PlacementPlan:
-    """What the user has said about the mesh, dtypes and dimensions of one unit."""
+def checked_placements(
+    found: FoundParameters, default: ParamPlacement, choose: ShardPlacementFn | None, reshard: bool | int | None
+) -> list[ParamPlacement]:
+    """Return how to shard each of a unit's own parameters.
 
-    mesh_info: DataParallelMeshInfo
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    choose: ShardPlacementFn | None
+    Args:
+        found: the unit's parameters.
+        default: how the unit shards a parameter for which ``choose`` returns None.
+        choose: the user's ``shard_placement_fn``.
+        reshard: after forward.
 
-    def checked_placements(self, found: FoundParameters, reshard: bool | int | None) -> list[ParamPlacement]:
-        """Return how to shard each of the unit's own parameters.
+    Raises:
+        TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None, or the
+            policy's function returned no dtype.
+        ValueError: a parameter has no such dimension, it is uneven and not dimension 0, it may not have the
+            dtype that function returned, it is a DTensor on a mesh that does not fit, a shared one is sharded
+            otherwise, or ``reshard`` does not divide the ranks that one is sharded over.
+        NotImplementedError: ``reshard`` is a number and a parameter has an all-gather extension.
+    """
+    placements = [_placement(name, param, default, choose, reshard) for name, param, _ in found.own]
+    for name, taken, _ in found.shared:
+        _check_shared(name, taken, default)
+    return placements
 
-        Raises:
-            TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None, or the
-                policy's function returned no dtype.
-            ValueError: a parameter has no such dimension, it is uneven and not dimension 0, it may not have the
-                dtype that function returned, it is a DTensor on a mesh that does not fit, a shared one is sharded
-                otherwise, or ``reshard`` does not divide the ranks that one is sharded over.
-            NotImplementedError: ``reshard`` is a number and a parameter has an all-gather extension.
-        """
-        placements = [self._placement(name, param) for name, param, _ in found.own]
-        for name, taken, _ in found.shared:
-            _check_shared(name, taken, self.default)
-        if not isinstance(reshard, bool | None):
-            for (name, param, _), placement in zip(found.own, placements, strict=True):
-                _check_smaller_group(name, param, placement, reshard)
-        return placements
 
-    @property
-    def default(self) -> ParamPlacement:
-        """How the unit shards a parameter unless told otherwise."""
-        offload = self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
-        return ParamPlacement(self.mesh_info, 0, self.mp_policy, self.mesh_info.device, offload)
+def _placement(
+    name: str,
+    param: nn.Parameter,
+    default: ParamPlacement,
+    choose: ShardPlacementFn | None,
+    reshard: bool | int | None,
+) -> ParamPlacement:
+    info, dim = _chosen(name, None if choose is None else choose(param), default.mesh_info)
+    _check_dtensor(name, param, info)
+    local = local_of(param.detach())
+    check_extension(name, local)
+    _check_dim(name, local, dim, info.shard_world)
+    if not isinstance(reshard, bool | None):
+        _check_smaller_group(name, local, info.shard_world, reshard)
+    policy = default.mp_policy.for_param(name, param)
+    return replace(default, mesh_info=info, dim=dim % local.dim(), mp_policy=policy, device=info.device)
 
-    def _placement(self, name: str, param: nn.Parameter) -> ParamPlacement:
-        info, dim = self._chosen(name, param)
-        _check_dtensor(name, param, info)
-        local = local_of(param.detach())
-        check_extension(name, local)
-        dim = _checked_dim(name, local, dim, info.shard_world)
-        policy = self.mp_policy.for_param(name, param)
-        return replace(self.default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
 
-    def _chosen(self, name: str, param: nn.Parameter) -> tuple[DataParallelMeshInfo, int]:
-        info, chosen = self.mesh_info, self.choose(param) if self.choose else None
-        if isinstance(chosen, ShardPlacementResult):
-            info, chosen = chosen.mesh_info or info, chosen.placement
-            if not isinstance(info, FSDPMeshInfo):
-                raise ValueError(
-                    f"{name}: expected ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo, got "
-                    f"{type(info).__name__}"
-                )
-        if chosen is None:
-            return info, 0
-        if type(chosen) is not Shard:
-            raise TypeError(
-                f"{name}: expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got "
-                f"{chosen!r}"
+def _chosen(name: str, chosen: object, info: DataParallelMeshInfo) -> tuple[DataParallelMeshInfo, int]:
+    """Return the mesh and the dimension of what ``shard_placement_fn`` returned."""
+    if isinstance(chosen, ShardPlacementResult):
+        info, chosen = chosen.mesh_info or info, chosen.placement
+        if not isinstance(info, FSDPMeshInfo):
+            raise ValueError(
+                f"{name}: expected ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo, got "
+                f"{type(info).__name__}"
             )
-        return info, chosen.dim
+    if chosen is None:
+        return info, 0
+    if type(chosen) is not Shard:
+        raise TypeError(
+            f"{name}: expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got {chosen!r}"
+        )
+    return info, chosen.dim
 
 
-def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
+def _check_smaller_group(name: str, local: Tensor, world: int, size: int) -> None:
+    if world % size and world != 1:
+        raise ValueError(
+            f"{name}: expected reshard_after_forward to be a divisor of the {world} ranks that it is sharded over, "
+            f"got {size}"
+        )
+    if world > 1 and is_extended(local):
+        raise NotImplementedError(
+            f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
+            "extension; use True or False"
+        )
+
+
+def _check_dim(name: str, local: Tensor, dim: int, world: int) -> None:
     if not -local.dim() <= dim < local.dim():
         raise ValueError(
             f"{name}: expected a shard dimension of a {local.dim()}-D parameter, got Shard({dim}); use "
@@ -123,7 +120,6 @@ def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
             f"{name}: dim {dim} ({local.shape[dim]}) must be divisible by {world} shards for Shard({dim}); "
             "use Shard(0) or pad the parameter"
         )
-    return dim
 
 
 def _check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:

@@ -14,14 +14,13 @@ from ..param.param import FSDPParam
 from ..param.properties import TracedCall, own, rebase
 from ..param.unit import ParamPlacement, Unit, UnitConfig
 from .parameters import FoundParameters, Place, modules_outside_units
-from .plan import PlacementPlan
 
 
 def shard(
     modules: Sequence[nn.Module],
     found: FoundParameters,
     placements: Sequence[ParamPlacement],
-    plan: PlacementPlan,
+    default: ParamPlacement,
     reshard: bool | int | None,
 ) -> FSDPState:
     """Make a unit of ``modules`` and return its state.
@@ -32,10 +31,10 @@ def shard(
         modules: of the unit.
         found: its parameters.
         placements: of each parameter that is the unit's own.
-        plan: of the unit.
+        default: of the unit.
         reshard: after forward; None is decided by whether the unit is the outermost one.
     """
-    device = plan.mesh_info.device
+    device = default.device
     buffers = [buffer for _, module in modules_outside_units(modules) for buffer in module._buffers.values()]
     for tensor in (*(param for _, param, _ in found.own), *buffers):
         if tensor is not None and tensor.device.type != "meta" and tensor.device != device:
@@ -46,7 +45,7 @@ def shard(
         FSDPParam(info, placement, unit, name, param)
         for (name, param, info), placement in zip(found.own, placements, strict=True)
     ]
-    state = FSDPState(modules, params, plan.mp_policy, reshard is None, unit, device)
+    state = FSDPState(modules, params, default.mp_policy, reshard is None, unit, device)
     _install(modules, state, found.shared)
     _adopt_units_below(modules, state)
     return state

@@ -24,16 +24,11 @@ _copies = count()  # of functions, to tell their code apart
 
 
 class UnitState(Protocol):
-    """What a module asks of the state of a unit that its parameters belong to."""
+    """What a module asks of ``FSDPState``, which this package may not import."""
 
-    def reshard(self) -> None:
-        """Free and unregister unsharded parameters."""
-
-    def regroup(self) -> None:
-        """Divide parameters into groups anew, after dtypes or devices changed."""
-
-    def reset_iteration(self, drop_accumulated: bool) -> None:
-        """Return all units of the model to the state between two steps, after an exception."""
+    def reshard(self) -> None: ...
+    def regroup(self) -> None: ...
+    def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
 class ShardedModule:

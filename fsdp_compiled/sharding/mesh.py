@@ -205,7 +205,10 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | Non
             that the mesh does not have.
     """
     if mesh is None and dims is None:
-        mesh = _default_mesh()
+        if not dist.is_initialized():
+            dist.init_process_group()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        mesh = init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh or None, got {mesh!r} of {type(mesh).__name__}")
     if dims is not None:
@@ -244,10 +247,3 @@ def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(names) > 1:
         return mesh[names]._flatten("_".join(names))
     return mesh if mesh.mesh_dim_names == names else mesh[names[0]]
-
-
-def _default_mesh() -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
