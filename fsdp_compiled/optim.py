@@ -110,7 +110,7 @@ class StepsOnShards:
 
 @cache
 def _on_shards(cls: type) -> type:
-    """Return the one subclass of ``cls`` whose step runs on a plain stand-in; all state is on instances."""
+    """Return the one subclass of ``cls`` whose step runs on a plain optimizer; all state is on instances."""
     # The hooks of the step run outside: one that clips gradients needs DTensors to get the norm over all ranks.
     hooked = cls.step  # type: ignore[attr-defined]
     step = hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked
@@ -150,11 +150,7 @@ class _StandIn:
         self._params: dict[int, DTensor] = {}  # by id of its leaf
 
     def take(self) -> None:
-        """Give the plain optimizer everything that the shown one has now.
-
-        Raises:
-            ValueError: a parameter, gradient or state has a layout that cannot be stepped in shards.
-        """
+        """Give the plain optimizer all that the shown one has, or raise ValueError for a layout that cannot be stepped."""
         groups = [
             {**group, "params": [self._leaf(param) for param in group["params"]]} for group in self.shown.param_groups
         ]

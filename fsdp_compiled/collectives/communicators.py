@@ -21,9 +21,6 @@ from .interfaces import AllGather, Comm, ReduceScatter
 class ProcessGroupMemory(Comm):
     """Buffers that a process group's backend allocates, as NCCL does from memory registered with the network.
 
-    Args:
-        group: to communicate over.
-
     Raises:
         RuntimeError: the group's backend for ``device`` allocates no tensors.
     """
@@ -67,14 +64,10 @@ class SymmetricMemory(Comm):
     """Buffers that every rank of a group sees, one for each size and dtype, kept as long as this object.
 
     An all-gather may use one again because no rank's part arrives before this rank's all-gather has begun, behind the
-    copy-out of the last one on the same stream.
-
-    Args:
-        device: of compute.
-        backend: of symmetric memory, "NCCL" or "CUDA".
+    copy-out of the last one on the same stream. ``backend`` is "NCCL" or "CUDA".
 
     Raises:
-        RuntimeError: ``device`` has no symmetric memory.
+        RuntimeError: ``device`` is no GPU.
     """
 
     def __init__(self, device: torch.device, backend: str) -> None:

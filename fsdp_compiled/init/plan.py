@@ -37,21 +37,13 @@ def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> Non
 def checked_placements(
     found: FoundParameters, default: ParamPlacement, choose: ShardPlacementFn | None, reshard: bool | int | None
 ) -> list[ParamPlacement]:
-    """Return how to shard each of a unit's own parameters.
-
-    Args:
-        found: the unit's parameters.
-        default: how the unit shards a parameter for which ``choose`` returns None.
-        choose: the user's ``shard_placement_fn``.
-        reshard: after forward.
+    """Return how to shard each of a unit's own parameters: by ``default`` where ``choose`` returns None.
 
     Raises:
-        TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None, or the
-            policy's function returned no dtype.
-        ValueError: a parameter has no such dimension, it is uneven and not dimension 0, it may not have the
-            dtype that function returned, it is a DTensor on a mesh that does not fit, a shared one is sharded
-            otherwise, or ``reshard`` does not divide the ranks that one is sharded over.
-        NotImplementedError: ``reshard`` is a number and a parameter has an all-gather extension.
+        TypeError: ``choose`` or ``param_dtype_override_fn`` returned a wrong type.
+        ValueError: a parameter allows neither its dimension, mesh or dtype, nor ``reshard`` as a group size; or a
+            shared one is sharded otherwise.
+        NotImplementedError: ``reshard`` is a group size and a parameter has an all-gather extension.
     """
     placements = [_placement(name, param, default, choose, reshard) for name, param, _ in found.own]
     for name, taken, _ in found.shared:

@@ -23,16 +23,10 @@ def shard(
     default: ParamPlacement,
     reshard: bool | int | None,
 ) -> FSDPState:
-    """Make a unit of ``modules`` and return its state.
+    """Make a unit of ``modules``, sharded by ``placements`` of its own parameters, and return its state.
 
-    The unit's own parameters move to the mesh's device, and the buffers beside them; meta tensors stay.
-
-    Args:
-        modules: of the unit.
-        found: its parameters.
-        placements: of each parameter that is the unit's own.
-        default: of the unit.
-        reshard: after forward; None is decided by whether the unit is the outermost one.
+    The unit's own parameters move to the mesh's device, and the buffers beside them; meta tensors stay. Where
+    ``reshard`` after forward is None, it is decided by whether the unit is the outermost one.
     """
     device = default.device
     buffers = [buffer for _, module in modules_outside_units(modules) for buffer in module._buffers.values()]

@@ -54,8 +54,7 @@ class AllGatherExtension:
     Args:
         shard: this rank's padded shard.
         mesh: over which the parameter is sharded.
-        module: that holds the parameter.
-        mp_policy: of its unit.
+        module: that holds the parameter, of whose unit ``mp_policy`` is.
         outer: shape and strides of the unsharded parameter, of this rank's part if other parallelism shards it too.
         dtype: of compute, as is ``device``.
     """

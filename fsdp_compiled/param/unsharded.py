@@ -19,8 +19,7 @@ class Unsharded:
     before backward gives the aliases their values back.
 
     Args:
-        layouts: of the all-gather outputs.
-        dtypes: of the outputs.
+        layouts: of the all-gather outputs, as are ``dtypes``.
         device: of compute.
         outer: other parallelism, of which what is all-gathered is the local part.
     """
