@@ -43,16 +43,16 @@ def fully_shard(
     Call it on the parts of a model first and on the model last, as with ``torch.distributed.fsdp.fully_shard``.
     A unit's parameters are those below ``module`` that no unit has taken yet. Each becomes a DTensor of the same
     shape and dtype; the module, changed in place, gets the methods of :class:`FSDPModule`. Then train it as it
-    is, or compile it as a whole: ``torch.compile(model, fullgraph=True)``.
+    is, or compile it as one graph: ``torch.compile(model, fullgraph=True)``.
 
     Args:
         module: a module, or a list of modules that form one unit.
         mesh: 1-D to shard, or 2-D with names to replicate over dimension 0 and shard over dimension 1. None
             shards over all ranks.
-        reshard_after_forward: free unsharded parameters after forward and gather them again in backward
+        reshard_after_forward: free unsharded parameters after forward and all-gather them again in backward
             (True), or keep them (False). None is False for the outermost unit and True for all others; without
             gradients, where no backward will come, it is True for all in uncompiled forwards. A number N keeps
-            parameters sharded over N neighbouring ranks, over which backward gathers.
+            parameters sharded over N neighbouring ranks, over which backward all-gathers.
         shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, None for
             ``Shard(0)``, or a ``ShardPlacementResult`` for another mesh too. Only dimension 0 may be uneven.
         mp_policy: dtypes of communication and compute.
@@ -119,7 +119,7 @@ def fully_shard_with_compiled_compute(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` gather and reshard as ``module(...)`` does.
+    """Let ``module.method_name(...)`` all-gather and reshard as ``module(...)`` does.
 
     A module that was not given to ``fully_shard`` is left alone.
 

@@ -150,7 +150,7 @@ class _StandIn:
         self._params: dict[int, DTensor] = {}  # by id of its leaf
 
     def take(self) -> None:
-        """Give the plain optimizer all that the shown one has, or raise ValueError for a layout that cannot be stepped."""
+        """Give the plain optimizer all that the shown one has; ValueError for a layout that cannot be stepped."""
         groups = [
             {**group, "params": [self._leaf(param) for param in group["params"]]} for group in self.shown.param_groups
         ]
