@@ -96,9 +96,6 @@ def _check_class(optimizer: Optimizer, elementwise: bool) -> None:
         )
 
 
-# ---- the step of the instance ----
-
-
 class StepsOnShards:
     """Mixin of an optimizer given to :func:`step_on_shards`; it comes before the optimizer's class."""
 
@@ -135,9 +132,6 @@ def _on_shards(cls: type) -> type:
     hooked_step._wrapped_by_lr_sched = True
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (StepsOnShards, cls), {"step": hooked_step, **names})
-
-
-# ---- the plain optimizer ----
 
 
 class _StandIn:
