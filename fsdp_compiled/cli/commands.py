@@ -10,20 +10,15 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import fields
 
 import torch.distributed as dist
 
 from ..passes.cost import CLUSTERS
 from ..policy import SchedulePolicy
 from . import doctor
-from .machine import look
 from .parser import WIDTH, WORLD, make_parser
 from .target import UsageError, build, find
-
-if TYPE_CHECKING:
-    from ..inspect import Capture
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = make_parser().parse_args(argv)
     try:
-        return {"inspect": _inspect, "doctor": _doctor}[args.command](args)
+        return _inspect(args) if args.command == "inspect" else _doctor()
     except UsageError as error:
         print(f"fsdp-compiled {args.command}: error: {error}", file=sys.stderr)
         return 2
@@ -49,26 +44,29 @@ def _inspect(args: argparse.Namespace) -> int:
     schedule = _schedule(args)
     builder = find(args.target)
     with _process_group(args.world, args.rank):
-        built = build(args.target, builder)
+        model, inputs, keywords = build(args.target, builder)
         if args.explain:
-            print(explain(built.model, schedule), end="\n\n")
-        with _schedule_mistakes():
-            captured = capture(built.model, *built.args, loss=None, schedule=schedule, **built.kwargs)
+            print(explain(model, schedule), end="\n\n")
+        try:
+            captured = capture(model, *inputs, loss=None, schedule=schedule, **keywords)
+        except Exception as error:
+            if mistake := _mistake_in_schedule(error):
+                raise UsageError(mistake) from error
+            raise
         print(captured)
         for path in args.save:
-            _save(captured, path)
+            try:
+                _say(f"saved {captured.save(path)}")
+            except (ImportError, OSError, ValueError) as error:
+                raise UsageError(str(error)) from error
     return 0
 
 
 def _schedule(args: argparse.Namespace) -> SchedulePolicy:
+    given = {field.name: getattr(args, field.name) for field in fields(SchedulePolicy)}
+    given["cluster"] = CLUSTERS.get(args.cluster)
     try:
-        return SchedulePolicy(
-            bucket=args.bucket,
-            prefetch=args.prefetch,
-            in_flight_bytes=args.in_flight_bytes,
-            keep_unsharded_bytes=args.keep_unsharded_bytes,
-            cluster=None if args.cluster is None else CLUSTERS[args.cluster],
-        )
+        return SchedulePolicy(**{name: value for name, value in given.items() if value is not None})
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -77,10 +75,9 @@ def _schedule(args: argparse.Namespace) -> SchedulePolicy:
 def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
     """Start a fake process group unless the user's module has started one."""
     if dist.is_initialized():
-        ignored = "; --world and --rank are ignored" if world is not None or rank is not None else ""
-        _say(
-            f"process group: the one that MODULE started, rank {dist.get_rank()} of {dist.get_world_size()}{ignored}"
-        )
+        ignored = "" if world is rank is None else "; --world and --rank are ignored"
+        place = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        _say(f"process group: the one that MODULE started, {place}{ignored}")
         yield
         return
     world, rank = WORLD if world is None else world, rank or 0
@@ -96,29 +93,13 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@contextmanager
-def _schedule_mistakes() -> Iterator[None]:
-    """Raise UsageError for a schedule that a graph cannot keep, which is known only while it compiles."""
-    try:
-        yield
-    except Exception as error:
-        for cause in _causes(error):
-            if isinstance(cause, ValueError) and str(cause).startswith("SchedulePolicy."):
-                raise UsageError(str(cause)) from error
-        raise
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _mistake_in_schedule(error: BaseException | None) -> str | None:
+    """Return what a pass says, while a graph compiles, about a schedule that the graph cannot keep."""
     while error is not None:
-        yield error
+        if isinstance(error, ValueError) and str(error).startswith("SchedulePolicy."):
+            return str(error)
         error = error.__cause__ or error.__context__
-
-
-def _save(captured: Capture, path: Path) -> None:
-    try:
-        _say(f"saved {captured.save(path)}")
-    except (ImportError, OSError, ValueError) as error:
-        raise UsageError(str(error)) from error
+    return None
 
 
 def _say(line: str) -> None:
@@ -128,13 +109,14 @@ def _say(line: str) -> None:
 # ---- doctor ----
 
 
-def _doctor(_: argparse.Namespace) -> int:
-    findings = doctor.diagnose(look(rule.setting for rule in doctor.RULES))
+def _doctor() -> int:
+    findings = doctor.diagnose()
     width = max(len(found.subject) for found in findings)
-    for found in findings:
-        head = f"{found.level:<7}  {found.subject:<{width}}  "
-        rest = " " * len(head)
-        print(textwrap.fill(found.text, WIDTH, initial_indent=head, subsequent_indent=rest, break_on_hyphens=False))
+    for level, subject, text in findings:
+        head = f"{level:<7}  {subject:<{width}}  "
+        print(
+            textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
+        )
     problems = sum(found.level == "problem" for found in findings)
     print(f"\n{problems or 'no'} problem{'' if problems == 1 else 's'}")
     return 1 if problems else 0

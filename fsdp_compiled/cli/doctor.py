@@ -1,25 +1,38 @@
-"""Judges whether a machine can run the library, and what would slow it down or break it.
+"""Judges whether this machine can run the library, and what would slow it down or break it.
 
-It judges what ``machine.look`` has read; it must not read anything itself.
+Each judgement is a function of what was read; ``diagnose`` reads. It must run where the extras are not installed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+import importlib
+import os
+import platform
+import shutil
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
-from .machine import Machine, Slot
+import torch
 
-Level = Literal["ok", "note", "problem"]
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0. Settings that are read by name are in their modules.
+import torch._dynamo.config
+import torch._functorch.config
+import torch.distributed as dist
+from torch._inductor import config
+
+from .. import passes
+from ..passes import cost, inductor
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # supported versions of torch
 OLDEST_PYTHON = (3, 11)
-_GIB = 2**30
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """The judgement on one property of the machine.
 
     Args:
@@ -28,148 +41,211 @@ class Finding:
         text: what was found, and what to do about it.
     """
 
-    level: Level
+    level: Literal["ok", "note", "problem"]
     subject: str
     text: str
 
 
-def diagnose(machine: Machine) -> tuple[Finding, ...]:
-    """Return a finding for every property of a machine."""
-    return (
-        Finding("ok", "fsdp-compiled", machine.package),
-        python(machine),
-        torch_version(machine),
-        triton(machine),
-        compiler(machine),
-        *gpus(machine),
-        backends(machine),
-        threads(machine),
-        *map(slot, machine.slots),
-        *settings(machine),
-        matplotlib(machine),
-    )
+class Gpu(NamedTuple):
+    """One GPU: its name, its memory, and the name of the cluster whose constants estimate its times."""
+
+    name: str
+    memory_bytes: int
+    cluster: str
+
+
+# ---- reading ----
+
+
+def diagnose() -> list[Finding]:
+    """Return a finding for every property of this machine and process. It changes nothing and starts nothing."""
+    gpus = [_gpu(torch.device("cuda", n)) for n in range(torch.cuda.device_count() * torch.cuda.is_available())]
+    compilers = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    omp_threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    policy = passes.SchedulePolicy()
+    return [
+        Finding(
+            "ok", "fsdp-compiled", f"{_version('fsdp-compiled') or 'not installed'} in {Path(__file__).parents[1]}"
+        ),
+        judge_python(platform.python_version()),
+        judge_torch(torch.__version__),
+        judge_triton(_triton_version(), bool(gpus)),
+        judge_compiler(
+            next((path for name in compilers if name and (path := shutil.which(name))), None),
+            Path(sysconfig.get_path("include"), "Python.h").exists(),
+        ),
+        *judge_gpus(gpus, torch.version.cuda),
+        judge_backends(_backends(), bool(gpus)),
+        judge_threads(torch.get_num_threads(), cpus, omp_threads, ranks or None),
+        *(judge_slot(slot, pipeline, getattr(config, slot)) for slot, pipeline in passes.slots(policy).items()),
+        *judge_settings(read_settings()),
+        judge_matplotlib(_version("matplotlib")),
+    ]
+
+
+def _gpu(device: torch.device) -> Gpu:
+    memory_bytes = torch.cuda.get_device_properties(device).total_memory
+    return Gpu(torch.cuda.get_device_name(device), memory_bytes, cost.detect(device).name)
+
+
+def _version(package: str) -> str | None:
+    return next((found.version for found in metadata.distributions(name=package)), None)
+
+
+def _triton_version() -> str | None:
+    try:  # its package has different names
+        return importlib.import_module("triton").__version__
+    except ImportError:
+        return None
+
+
+def _backends() -> list[str]:
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
+    return [name for name in names if getattr(dist, f"is_{name}_available")()]
+
+
+def read_settings() -> dict[str, Any]:
+    """Return the values of the settings that ``RULES`` name, as far as this torch has them."""
+    found = {}
+    for rule in RULES:
+        with suppress(AttributeError):
+            found[rule.setting] = attrgetter(rule.setting.removeprefix("torch."))(torch)
+    return found
 
 
 # ---- judging ----
 
 
-def python(machine: Machine) -> Finding:
+def judge_python(version: str) -> Finding:
     """Judge the version of Python."""
-    if _release(machine.python) < OLDEST_PYTHON:
-        return Finding("problem", "Python", f"expected 3.11 or later, got {machine.python}; make a new environment")
-    return Finding("ok", "Python", machine.python)
+    if _release(version) < OLDEST_PYTHON:
+        return Finding("problem", "Python", f"expected 3.11 or later, got {version}; make a new environment")
+    return Finding("ok", "Python", version)
 
 
-def torch_version(machine: Machine) -> Finding:
+def judge_torch(version: str) -> Finding:
     """Judge the version of torch."""
-    supported = f"{_dotted(OLDEST)} to {_dotted(NEWEST)}"
-    if not OLDEST <= _release(machine.torch) <= NEWEST:
-        advice = f"pip install 'torch>={_dotted(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
-        return Finding("problem", "torch", f"expected {supported}, got {machine.torch}; {advice}")
-    return Finding("ok", "torch", f"{machine.torch}; {supported} are supported")
+    oldest, newest, excluded = ("{}.{}".format(*each) for each in (OLDEST, NEWEST, (NEWEST[0], NEWEST[1] + 1)))
+    if OLDEST <= _release(version) <= NEWEST:
+        return Finding("ok", "torch", f"{version}; {oldest} to {newest} are supported")
+    advice = f"pip install 'torch>={oldest},<{excluded}'"
+    return Finding("problem", "torch", f"expected {oldest} to {newest}, got {version}; {advice}")
 
 
-def triton(machine: Machine) -> Finding:
+def _release(version: str) -> tuple[int, ...]:
+    """Return (2, 13) for ``2.13.0+cpu``."""
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def judge_triton(version: str | None, has_gpus: bool) -> Finding:
     """Judge whether Triton is there where it is needed."""
-    if machine.triton is not None:
-        return Finding("ok", "triton", f"{machine.triton}; needed to compile for GPUs only")
-    if machine.gpus:
+    if version is None and has_gpus:
         return Finding("problem", "triton", "missing, and Inductor cannot compile for GPUs without it; install it")
-    return Finding("note", "triton", "missing; needed to compile for GPUs only")
+    text = f"{version or 'missing'}; needed to compile for GPUs only"
+    return Finding("ok" if version else "note", "triton", text)
 
 
-def compiler(machine: Machine) -> Finding:
+def judge_compiler(path: str | None, has_python_headers: bool) -> Finding:
     """Judge whether Inductor can compile for the CPU, and Triton its launchers."""
-    missing = [] if machine.compiler else ["a C++ compiler (install g++, or name one in CXX)"]
-    missing += [] if machine.python_headers else ["Python.h (install Python's development headers)"]
+    missing = [] if path else ["a C++ compiler (install g++, or name one in CXX)"]
+    missing += [] if has_python_headers else ["Python.h (install Python's development headers)"]
     if not missing:
-        return Finding("ok", "C++ compiler", f"{machine.compiler}; Inductor needs one")
+        return Finding("ok", "C++ compiler", f"{path}; Inductor needs one")
     return Finding("problem", "C++ compiler", f"Inductor compiles nothing without {' and '.join(missing)}")
 
 
-def gpus(machine: Machine) -> Iterator[Finding]:
-    """Judge the GPUs and say which constants estimate their times."""
-    if not machine.gpus:
-        built = f"; torch is built for CUDA {machine.cuda_build}, so check the driver and CUDA_VISIBLE_DEVICES"
-        text = f"none: ranks run on the CPU; times are estimated for cluster CPU{built if machine.cuda_build else ''}"
-        yield Finding("note" if machine.cuda_build else "ok", "GPU", text)
-    for index, gpu in enumerate(machine.gpus):
-        what = f"{gpu.name}, {gpu.memory_bytes / _GIB:.0f} GiB; times are estimated for cluster {gpu.cluster}"
-        if gpu.cluster in gpu.name:
-            yield Finding("ok", f"GPU {index}", what)
-        else:
-            advice = "which it is not: describe yours with SchedulePolicy(cluster=Cluster(...))"
-            yield Finding("note", f"GPU {index}", f"{what}, {advice}")
-    if len({gpu.name for gpu in machine.gpus}) > 1:
+def judge_gpus(gpus: Sequence[Gpu], cuda_build: str | None) -> Iterator[Finding]:
+    """Judge the GPUs, for a torch built for this version of CUDA, and say which constants estimate their times."""
+    if not gpus:
+        built = f"; torch is built for CUDA {cuda_build}, so check the driver and CUDA_VISIBLE_DEVICES"
+        text = f"none: ranks run on the CPU; times are estimated for cluster CPU{built if cuda_build else ''}"
+        yield Finding("note" if cuda_build else "ok", "GPU", text)
+    for index, gpu in enumerate(gpus):
+        is_known = gpu.cluster in gpu.name
+        advice = ", which it is not: describe yours with SchedulePolicy(cluster=Cluster(...))"
+        text = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB; times are estimated for cluster {gpu.cluster}"
+        yield Finding("ok" if is_known else "note", f"GPU {index}", text + ("" if is_known else advice))
+    if len({gpu.name for gpu in gpus}) > 1:
         text = "of different kinds: ranks would estimate different times; give one SchedulePolicy(cluster=...) to all"
         yield Finding("problem", "GPUs", text)
 
 
-def backends(machine: Machine) -> Finding:
+def judge_backends(names: Sequence[str], has_gpus: bool) -> Finding:
     """Judge whether torch.distributed can run the collectives on this machine's devices."""
-    needed, device = ("nccl", "GPUs") if machine.gpus else ("gloo", "the CPU")
-    if needed not in machine.backends:
-        found = ", ".join(machine.backends) or "none"
-        text = f"expected {needed} for collectives on {device}, found {found}; install a torch that has it"
-        return Finding("problem", "distributed", text)
-    return Finding("ok", "distributed", ", ".join(machine.backends))
+    needed, device = ("nccl", "GPUs") if has_gpus else ("gloo", "the CPU")
+    found = ", ".join(names) or "none"
+    if needed in names:
+        return Finding("ok", "distributed", found)
+    text = f"expected {needed} for collectives on {device}, found {found}; install a torch that has it"
+    return Finding("problem", "distributed", text)
 
 
-def threads(machine: Machine) -> Finding:
-    """Judge whether the ranks on this machine would use more threads than it has processors."""
-    set_to = "unset" if machine.omp_num_threads is None else machine.omp_num_threads
-    what = f"{machine.threads} in each process on {machine.cpus} processors (OMP_NUM_THREADS {set_to})"
-    ranks = machine.ranks_here or 1
-    best = max(machine.cpus // ranks, 1)
-    if machine.threads > best:
-        return Finding("note", "threads", f"{what}: too many for {ranks} ranks here; set OMP_NUM_THREADS={best}")
-    if ranks > machine.cpus:
-        return Finding("note", "threads", f"{what}: {ranks} ranks here take turns on them")
-    if machine.ranks_here is None and machine.omp_num_threads is None and machine.threads > 1:
-        text = "several ranks here would compete: torchrun sets 1, else set it to processors / ranks"
-        return Finding("note", "threads", f"{what}; {text}")
-    return Finding("ok", "threads", what)
+def judge_threads(threads: int, cpus: int, omp_threads: str | None, ranks: int | None) -> Finding:
+    """Judge whether the ranks on this machine would use more threads than it has processors.
+
+    Args:
+        threads: that torch computes with in each process.
+        cpus: processors that this process may use.
+        omp_threads: ``OMP_NUM_THREADS``, or None.
+        ranks: on this machine as ``torchrun`` says, or None.
+    """
+    text = f"{threads} in each process on {cpus} processors (OMP_NUM_THREADS {omp_threads or 'unset'})"
+    best = max(cpus // (ranks or 1), 1)
+    if threads > best:
+        return Finding("note", "threads", f"{text}: too many for {ranks or 1} ranks here; set OMP_NUM_THREADS={best}")
+    if ranks and ranks > cpus:
+        return Finding("note", "threads", f"{text}: {ranks} ranks here take turns on them")
+    if not ranks and not omp_threads and threads > 1:
+        advice = "several ranks here would compete: torchrun sets 1, else set it to processors / ranks"
+        return Finding("note", "threads", f"{text}; {advice}")
+    return Finding("ok", "threads", text)
 
 
-def slot(found: Slot) -> Finding:
-    """Judge one of Inductor's slots: our passes in it, and the user's beside them."""
-    ours = ", ".join(found.ours)
-    state = ours if found.installed else f"empty until the first fully_shard adds {ours}"
-    beside = f"; after ours: {', '.join(name for name, _ in found.users)}" if found.users else ""
-    uncached = [name for name, has_uuid in found.users if not has_uuid]
-    if uncached:
-        text = f"{' and '.join(uncached)} without uuid(): graphs are not cached; derive from CustomGraphPass"
-        return Finding("note", found.name, f"{state}{beside}; {text}")
-    return Finding("ok", found.name, f"{state}{beside}")
+def judge_slot(slot: str, pipeline: inductor.Pipeline, value: Any) -> Finding:
+    """Judge ``value``, which one of Inductor's custom-pass slots holds.
+
+    Args:
+        slot: name of the field of ``torch._inductor.config``.
+        pipeline: of ours, which belongs there; the first ``fully_shard`` of a process installs it.
+        value: our pipeline, the user's passes, both or None.
+    """
+    entries = (value.pipeline, value.user) if isinstance(value, inductor.Chain) else value
+    entries = entries if isinstance(entries, (list, tuple)) else (entries,)
+    users = [entry for entry in entries if entry is not None and not isinstance(entry, inductor.Pipeline)]
+    text = ", ".join(type(one).__name__ for one in pipeline.passes)
+    if not any(isinstance(entry, inductor.Pipeline) for entry in entries):
+        text = f"empty until the first fully_shard adds {text}"
+    if users:
+        text += f"; after ours: {', '.join(map(_pass_name, users))}"
+    if uncached := [_pass_name(user) for user in users if not getattr(user, "uuid", lambda: None)()]:
+        advice = f"{' and '.join(uncached)} without uuid(): graphs are not cached; derive from CustomGraphPass"
+        return Finding("note", slot, f"{text}; {advice}")
+    return Finding("ok", slot, text)
 
 
-@dataclass(frozen=True)
-class Rule:
+def _pass_name(user: Any) -> str:
+    return getattr(user, "__name__", type(user).__name__)
+
+
+class Rule(NamedTuple):
     """A setting of torch that conflicts with graphs scheduled by our passes.
 
     Args:
         setting: its full name.
-        is_bad: tells whether a value is one.
+        conflicts: when it does: where it is on, or where it is off.
         level: of the finding.
-        consequence: of a bad value.
+        consequence: of the conflict.
     """
 
     setting: str
-    is_bad: Callable[[Any], bool]
-    level: Level
+    conflicts: Literal["on", "off"]
+    level: Literal["note", "problem"]
     consequence: str
 
-
-def _is_on(value: Any) -> bool:
-    return bool(value)
-
-
-def _is_off(value: Any) -> bool:
-    return not value
-
-
-def _is_bucketing(value: Any) -> bool:
-    return value != "none"
+    def is_broken(self, value: Any) -> bool:
+        """Tell whether the setting conflicts with this value."""
+        return ("off" if value in (None, False, "none") else "on") == self.conflicts
 
 
 _INDUCTOR = "torch._inductor.config"
@@ -180,45 +256,32 @@ _HANGS = "ranks may communicate while they compile, and hang when one finds its 
 _EVERY_RUN_COMPILES = "every process compiles everything anew"
 
 RULES = (
-    Rule("torch._dynamo.config.disable", _is_on, "note", "torch.compile does nothing"),
-    Rule(f"{_INDUCTOR}.bucket_all_gathers_fx", _is_bucketing, "note", _NO_BUCKETS_OF_OURS),
-    Rule(f"{_INDUCTOR}.bucket_reduce_scatters_fx", _is_bucketing, "note", _NO_BUCKETS_OF_OURS),
-    Rule(f"{_INDUCTOR}.bucket_all_reduces_fx", _is_bucketing, "note", _NO_BUCKETS_OF_OURS),
-    Rule(f"{_OVERLAP}.enable_overlap_scheduling", _is_on, "problem", _HANGS),
-    Rule(f"{_INDUCTOR}.reorder_for_compute_comm_overlap", _is_on, "note", _MOVES),
-    Rule(f"{_INDUCTOR}.use_joint_graph_passes", _is_off, "problem", "no unsharded parameter is freed after forward"),
-    Rule(f"{_INDUCTOR}.use_post_grad_passes", _is_off, "problem", "our passes do not run, and nothing overlaps"),
-    Rule(f"{_INDUCTOR}.custom_partitioner_fn", _is_on, "note", "it must obey recompute tags, or nothing is freed"),
-    Rule(f"{_INDUCTOR}.force_disable_caches", _is_on, "note", _EVERY_RUN_COMPILES),
-    Rule(f"{_INDUCTOR}.fx_graph_cache", _is_off, "note", _EVERY_RUN_COMPILES),
-    Rule("torch._functorch.config.enable_autograd_cache", _is_off, "note", _EVERY_RUN_COMPILES),
+    Rule("torch._dynamo.config.disable", "on", "note", "torch.compile does nothing"),
+    Rule(f"{_INDUCTOR}.bucket_all_gathers_fx", "on", "note", _NO_BUCKETS_OF_OURS),
+    Rule(f"{_INDUCTOR}.bucket_reduce_scatters_fx", "on", "note", _NO_BUCKETS_OF_OURS),
+    Rule(f"{_INDUCTOR}.bucket_all_reduces_fx", "on", "note", _NO_BUCKETS_OF_OURS),
+    Rule(f"{_OVERLAP}.enable_overlap_scheduling", "on", "problem", _HANGS),
+    Rule(f"{_INDUCTOR}.reorder_for_compute_comm_overlap", "on", "note", _MOVES),
+    Rule(f"{_INDUCTOR}.use_joint_graph_passes", "off", "problem", "no unsharded parameter is freed after forward"),
+    Rule(f"{_INDUCTOR}.use_post_grad_passes", "off", "problem", "our passes do not run, and nothing overlaps"),
+    Rule(f"{_INDUCTOR}.custom_partitioner_fn", "on", "note", "it must obey recompute tags, or nothing is freed"),
+    Rule(f"{_INDUCTOR}.force_disable_caches", "on", "note", _EVERY_RUN_COMPILES),
+    Rule(f"{_INDUCTOR}.fx_graph_cache", "off", "note", _EVERY_RUN_COMPILES),
+    Rule("torch._functorch.config.enable_autograd_cache", "off", "note", _EVERY_RUN_COMPILES),
 )
 
 
-def settings(machine: Machine) -> Iterator[Finding]:
-    """Judge torch's settings by ``RULES``."""
-    bad = [rule for rule in RULES if rule.setting in machine.settings and rule.is_bad(machine.settings[rule.setting])]
-    for rule in bad:
-        text = f"{rule.setting}={machine.settings[rule.setting]!r}: {rule.consequence}"
-        yield Finding(rule.level, "setting", text)
-    if not bad:
-        yield Finding(
-            "ok", "settings", f"none of the {len(machine.settings)} that were checked conflicts with our schedules"
-        )
+def judge_settings(values: Mapping[str, Any]) -> list[Finding]:
+    """Judge settings of torch, given by full name, by ``RULES``."""
+    broken = [rule for rule in RULES if rule.setting in values and rule.is_broken(values[rule.setting])]
+    ok = Finding("ok", "settings", f"none of the {len(values)} that were checked conflicts with our schedules")
+    return [
+        Finding(rule.level, "setting", f"{rule.setting}={values[rule.setting]!r}: {rule.consequence}")
+        for rule in broken
+    ] or [ok]
 
 
-def matplotlib(machine: Machine) -> Finding:
+def judge_matplotlib(version: str | None) -> Finding:
     """Judge whether captures can be saved as pictures."""
-    if machine.matplotlib is None:
-        text = "missing: a capture cannot be saved as .png; pip install 'fsdp-compiled[inspect]'"
-        return Finding("note", "matplotlib", text)
-    return Finding("ok", "matplotlib", machine.matplotlib)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return (2, 13) for ``2.13.0+cpu``."""
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in version.split("+")[0].split(".")[:2])
-
-
-def _dotted(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+    text = "missing: a capture cannot be saved as .png; pip install 'fsdp-compiled[inspect]'"
+    return Finding("ok" if version else "note", "matplotlib", version or text)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,6 +13,7 @@ from ..passes.cost import CLUSTERS
 
 WIDTH = 118
 SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
+_SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
 _DESCRIPTION = "Inspect what fsdp_compiled does with a model, or check whether this machine can run it."
@@ -59,7 +62,11 @@ fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-comp
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors take one line."""
+    """A parser whose errors take one line, and whose help keeps its lines."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=WIDTH)
+        super().__init__(formatter_class=formatter, **kwargs)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
@@ -67,84 +74,45 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; ``command`` of what it returns is the one that was given."""
-    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_EXAMPLES, formatter_class=_formatter)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    _add_inspect(commands)
-    commands.add_parser(
-        "doctor",
-        help="check what on this machine fails or slows training down",
-        description=_DOCTOR,
-        epilog=_DOCTOR_EXAMPLES,
-        formatter_class=_formatter,
+    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_EXAMPLES)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_inspect(
+        commands.add_parser(
+            "inspect",
+            usage="%(prog)s MODULE:BUILD [options]",
+            help="compile a model and print its schedule",
+            description=_INSPECT,
+            epilog=_INSPECT_EXAMPLES,
+        )
     )
+    about = "check what on this machine fails or slows training down"
+    commands.add_parser("doctor", help=about, description=_DOCTOR, epilog=_DOCTOR_EXAMPLES)
     return parser
 
 
-def _formatter(prog: str) -> argparse.HelpFormatter:
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=WIDTH)
-
-
-def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        usage="%(prog)s MODULE:BUILD [options]",
-        help="compile a model and print its schedule",
-        description=_INSPECT,
-        epilog=_INSPECT_EXAMPLES,
-        formatter_class=_formatter,
-    )
-    parser.add_argument("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
-    parser.add_argument("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
-    parser.add_argument("--rank", type=int, metavar="N", help="this process's rank in it (0)")
-    parser.add_argument("--explain", action="store_true", help="first say what each unit does, and why")
-    parser.add_argument("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=_SAVE)
-    group = parser.add_argument_group(
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
+    add("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
+    add("--rank", type=int, metavar="N", help="this process's rank in it (0)")
+    add("--explain", action="store_true", help="first say what each unit does, and why")
+    about = f"also save the capture as {_SUFFIXES}"
+    add("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=about)
+    add = parser.add_argument_group(
         "schedule", "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
-    )
-    group.add_argument(
-        "--bucket",
-        type=_or_bytes("auto", "unit", "none"),
-        default="auto",
-        metavar="auto|unit|none|BYTES",
-        help="shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes",
-    )
-    group.add_argument(
-        "--prefetch",
-        type=_or_count("auto"),
-        default="auto",
-        metavar="auto|N",
-        help="all-gathers launched ahead of use",
-    )
-    group.add_argument(
-        "--in-flight-bytes",
-        type=_or_bytes("auto"),
-        default="auto",
-        metavar="auto|BYTES",
-        help="bound on unsharded bytes: all-gathered and not freed, and gradients not yet reduced",
-    )
-    group.add_argument(
-        "--keep-unsharded-bytes",
-        type=_or_bytes(),
-        default=0,
-        metavar="BYTES",
-        help="of parameters that stay unsharded from forward to backward (0)",
-    )
-    group.add_argument(
-        "--cluster",
-        choices=CLUSTERS,
-        metavar="NAME",
-        help=f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)",
-    )
+    ).add_argument
+    about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"
+    add("--bucket", type=_or(byte_size, "auto", "unit", "none"), metavar="auto|unit|none|BYTES", help=about)
+    add("--prefetch", type=_or(_count, "auto"), metavar="auto|N", help="all-gathers launched ahead of use")
+    about = "bound on unsharded bytes: all-gathered and not freed, and gradients not yet reduced"
+    add("--in-flight-bytes", type=_or(byte_size, "auto"), metavar="auto|BYTES", help=about)
+    about = "of parameters that stay unsharded from forward to backward (0)"
+    add("--keep-unsharded-bytes", type=_or(byte_size), metavar="BYTES", help=about)
+    about = f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)"
+    add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
 
 
-_SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-_SAVE = f"also save the capture as {_SUFFIXES}"
-
-_UNITS = {"": 1, "b": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("kmgt", start=1)
-    for suffix, base in (("ib", 1024), ("b", 1000))
-}
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def byte_size(text: str) -> int:
@@ -153,22 +121,14 @@ def byte_size(text: str) -> int:
     Raises:
         ValueError: ``text`` is no such number.
     """
-    digits = text.strip().rstrip("iIbBkKmMgGtT ")
-    unit = text.strip()[len(digits) :].strip().lower()
-    if not digits.replace(".", "", 1).isdecimal() or unit not in _UNITS:
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(?:([KMGT])(I?))?B)?\s*", text.upper())
+    if match is None:
         raise ValueError(f"expected a number of bytes such as 65536, 64MiB or 1GiB, got {text!r}")
-    size = float(digits) * _UNITS[unit]
-    if size != int(size):
+    number, prefix, is_binary = match.groups(default="")
+    size = float(number) * (1024 if is_binary else 1000) ** _POWERS[prefix]
+    if not size.is_integer():
         raise ValueError(f"expected an integer number of bytes, got {text!r}, which is {size}")
     return int(size)
-
-
-def _or_bytes(*words: str) -> Callable[[str], int | str]:
-    return _or(byte_size, words)
-
-
-def _or_count(*words: str) -> Callable[[str], int | str]:
-    return _or(_count, words)
 
 
 def _count(text: str) -> int:
@@ -177,12 +137,10 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _or(number: Callable[[str], int], words: Sequence[str]) -> Callable[[str], int | str]:
+def _or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]:
     def parse(text: str) -> int | str:
-        if text in words:
-            return text
         try:
-            return number(text)
+            return text if text in words else number(text)
         except ValueError as error:
             expected = " or ".join([*map(repr, words), ""])
             raise argparse.ArgumentTypeError(str(error).replace("expected ", f"expected {expected}")) from None

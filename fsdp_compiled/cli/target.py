@@ -5,11 +5,9 @@ It reports mistakes in the command in one line (``UsageError``); errors in the u
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from inspect import isfunction, signature
 from pathlib import Path
 from types import ModuleType
@@ -22,15 +20,6 @@ from ..hooks.context import states_below
 
 class UsageError(Exception):
     """A mistake in the command or in what BUILD returns; it is reported in one line, without a traceback."""
-
-
-@dataclass(frozen=True)
-class Built:
-    """What BUILD returned: a sharded model, and the arguments of its forward."""
-
-    model: nn.Module
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
 
 
 def find(target: str) -> Callable[[], Any]:
@@ -49,18 +38,17 @@ def find(target: str) -> Callable[[], Any]:
     module = _from_file(Path(name)) if name.endswith(".py") else _from_path(name)
     found = getattr(module, attribute, None)
     if not callable(found):
-        here = [
+        own = (
             key for key, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__
-        ]
+        )
         raise UsageError(
-            f"{name}: expected a function {attribute!r}, found none; it defines {', '.join(here) or 'none'}"
+            f"{name}: expected a function {attribute!r}, found none; it defines {', '.join(own) or 'none'}"
         )
     try:
         signature(found).bind()
     except TypeError as error:
-        raise UsageError(
-            f"{target}: expected a function that can be called without arguments, got {attribute}{signature(found)}"
-        ) from error
+        got = f"{attribute}{signature(found)}"
+        raise UsageError(f"{target}: expected a function that can be called without arguments, got {got}") from error
     return found
 
 
@@ -70,10 +58,8 @@ def _from_file(path: Path) -> ModuleType:
     name = path.stem if path.stem not in sys.modules else f"inspected_{path.stem}"
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise UsageError(f"{path}: expected a file that Python can import")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look a class's module up
+    assert spec is not None and spec.loader is not None  # the suffix is .py
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look a class's module up there
     spec.loader.exec_module(module)
     return module
 
@@ -91,8 +77,11 @@ def _from_path(name: str) -> ModuleType:
         ) from error
 
 
-def build(target: str, function: Callable[[], Any]) -> Built:
+def build(target: str, function: Callable[[], Any]) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
     """Call BUILD and check what it returns.
+
+    Returns:
+        A sharded model, and the positional and keyword arguments of its forward.
 
     Raises:
         UsageError: it is no sharded model with example inputs.
@@ -106,22 +95,15 @@ def build(target: str, function: Callable[[], Any]) -> Built:
         raise UsageError(f"{target}: expected an nn.Module as the first result, got {_named(model)}")
     if not isinstance(args, (tuple, list)):
         raise UsageError(f"{target}: expected a tuple of inputs as the second result, got {_named(args)}; write (x,)")
-    _check_keywords(target, kwargs)
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    if not states_below([model]):
-        raise UsageError(
-            f"{target}: expected a sharded model, got {_named(model)} without any unit; call fully_shard on its "
-            "layers and then on the model"
-        )
-    return Built(model, args, kwargs)
-
-
-def _check_keywords(target: str, kwargs: object) -> None:
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise UsageError(f"{target}: expected a dict of keyword inputs as the third result, got {_named(kwargs)}")
-    for key in ("loss", "schedule"):
-        if key in kwargs:
-            raise UsageError(f"{target}: the input {key!r} cannot be given by keyword here; give it by position")
+    if taken := {"loss", "schedule"} & set(kwargs):
+        raise UsageError(f"{target}: the input {min(taken)!r} cannot be given by keyword here; give it by position")
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    if not states_below([model]):
+        advice = "call fully_shard on its layers and then on the model"
+        raise UsageError(f"{target}: expected a sharded model, got {_named(model)} without any unit; {advice}")
+    return model, args, kwargs
 
 
 def _named(value: object) -> str:

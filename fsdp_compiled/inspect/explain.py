@@ -5,7 +5,7 @@ It reads the units' states; it must not run or compile anything, nor communicate
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -18,7 +18,6 @@ from ..passes.policy import DEFAULT, SchedulePolicy
 from ..passes.reshard import Candidate, decide_kept
 from .records import UnitExplanation
 from .render import figures
-from .render.names import listed
 from .report import Explanation
 
 NOTABLE_PADDING = 0.01  # of a unit's size
@@ -42,40 +41,28 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
     if schedule is not None and not isinstance(schedule, SchedulePolicy):
         raise TypeError(f"schedule: expected a SchedulePolicy or None, got {type(schedule).__name__}")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    class_name = getattr(type(model), "_fsdp_user_class", type(model)).__name__
     states = states_below([model])
     if not states:
-        raise ValueError(
-            f"{_class_name(model)}: expected a model with at least one unit, got none; call fully_shard on its "
-            "layers and then on the model"
-        )
+        advice = "call fully_shard on its layers and then on the model"
+        raise ValueError(f"{class_name}: expected a model with at least one unit, got none; {advice}")
     schedule = schedule or DEFAULT
-    kept = _kept(states, schedule)
-    names = {module: name or _class_name(model) for name, module in model.named_modules()}
-    units = tuple(_unit(state, names, [param for param in state.params if param in kept]) for state in states)
-    return Explanation(_class_name(model), units, _outside(model), schedule)
-
-
-# ---- reading states ----
-
-
-def _class_name(module: nn.Module) -> str:
-    cls = type(module)
-    return getattr(cls, "_fsdp_user_class", cls).__name__
-
-
-def _outside(model: nn.Module) -> tuple[str, ...]:
-    return tuple(
+    kept = _kept(states, schedule) if schedule.keep_unsharded_bytes else set()
+    names = {module: name or class_name for name, module in model.named_modules()}
+    outside = tuple(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name, param in module._parameters.items()
         if param is not None and not is_managed(module, name)
     )
+    return Explanation(class_name, tuple(_unit(state, names, kept) for state in states), outside, schedule)
 
 
-def _kept(states: Sequence[FSDPState], schedule: SchedulePolicy) -> set[object]:
+# ---- reading states ----
+
+
+def _kept(states: Sequence[FSDPState], schedule: SchedulePolicy) -> set[Hashable]:
     """Return the parameters that the reshard pass would keep in a graph that reads all of them."""
-    if not schedule.keep_unsharded_bytes:
-        return set()
     cluster = schedule.cluster or cost.detect(states[0].device)
     candidates = []
     for param in (p for state in states if state.unit.config.reshard_after_forward for p in state.params):
@@ -83,32 +70,33 @@ def _kept(states: Sequence[FSDPState], schedule: SchedulePolicy) -> set[object]:
         if info.shard_world > 1:
             us = cluster.lane(info.shards).link.collective_us(size, info.shard_world)
             candidates.append(Candidate(param, size, us))
-    return set(decide_kept(candidates, schedule.keep_unsharded_bytes))
+    return decide_kept(candidates, schedule.keep_unsharded_bytes)
 
 
 def _all_gather_bytes(param: FSDPParam) -> int:
     return param.layout.padded_numel * param.dtypes[0].itemsize
 
 
-def _unit(state: FSDPState, names: Mapping[nn.Module, str], kept: Sequence[FSDPParam]) -> UnitExplanation:
+def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashable]) -> UnitExplanation:
     params = state.params
-    trained = [param for param in params if param.sharded_param.requires_grad]
+    frozen = [param for param in params if not param.sharded_param.requires_grad]
+    kept = [param for param in params if param in all_kept]
     name = next(names[module] for module in state.modules if module in names)
     return UnitExplanation(
         name=name,
         params=tuple(param.name for param in params),
-        frozen=tuple(param.name for param in params if not param.sharded_param.requires_grad),
+        frozen=tuple(param.name for param in frozen),
         kept=tuple(param.name for param in kept),
         total_bytes=sum(param.layout.numel * param.leaf.dtype.itemsize for param in params),
         rank_bytes=sum(param.layout.shard_numel * param.leaf.dtype.itemsize for param in params),
         all_gather_bytes=sum(map(_all_gather_bytes, params)),
         all_gather_dtypes=tuple(dict.fromkeys(param.dtypes[0] for param in params)),
-        reduce_dtypes=tuple(dict.fromkeys(param.dtypes[1] for param in trained)),
+        reduce_dtypes=tuple(dict.fromkeys(param.dtypes[1] for param in params if param.sharded_param.requires_grad)),
         shard_world=params[0].placement.mesh_info.shard_world if params else 1,
         replicate_world=params[0].placement.mesh_info.replicate_world if params else 1,
         reshards=state.unit.config.reshard_after_forward,
         why=_why(state),
-        notes=tuple(_notes(state, name, kept)),
+        notes=tuple(_notes(state, name, frozen, kept)) if params else (),
     )
 
 
@@ -122,15 +110,12 @@ def _why(state: FSDPState) -> str:
     return "inside another unit: freed by default, so that only units in use take memory"
 
 
-def _notes(state: FSDPState, unit: str, kept: Sequence[FSDPParam]) -> Iterator[str]:
+def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Sequence[FSDPParam]) -> Iterator[str]:
     params = state.params
-    frozen = [param for param in params if not param.sharded_param.requires_grad]
-    if not params:
-        return
     info = params[0].placement.mesh_info
     if len(state.modules) > 1:
         yield f"list of {len(state.modules)} modules, all-gathered before the first of them runs"
-    if frozen and len(frozen) == len(params):
+    if len(frozen) == len(params):
         yield "no gradient: no parameter requires grad: all-gathered, also to pass gradients on, but never reduced"
     elif frozen:
         yield f"no gradient for {_within(frozen, unit)}: all-gathered, never reduced"
@@ -183,4 +168,4 @@ def _options(state: FSDPState, unit: str) -> Iterator[str]:
 
 
 def _within(params: Sequence[FSDPParam], unit: str) -> str:
-    return listed("parameter", [param.name.removeprefix(f"{unit}.") for param in params])
+    return figures.listed("parameter", [param.name.removeprefix(f"{unit}.") for param in params])

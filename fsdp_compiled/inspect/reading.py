@@ -5,16 +5,13 @@ Times and memory are read from the order in which nodes stand in the graph, not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
+from bisect import bisect_left
+from itertools import accumulate, pairwise
 
 from torch import fx
 
-from ..passes.cost import Cluster
 from ..passes.graph import nodes
-from ..passes.graph.liveness import Compute
+from ..passes.graph.liveness import Compute, cluster_of
 from ..passes.graph.requests import (
     LoweredBucket,
     Stage,
@@ -26,8 +23,8 @@ from ..passes.graph.requests import (
 )
 from ..passes.planning.buckets import auto_bound
 from ..passes.planning.requests import load_of
-from ..passes.planning.simulate import Timed, Timeline, simulate
-from ..passes.planning.tasks import Action, AllGatherTask, Kind, Load, bytes_in_flight
+from ..passes.planning.simulate import Timed, simulate
+from ..passes.planning.tasks import Kind, bytes_in_flight
 from ..passes.policy import SchedulePolicy
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, Group, ReductionBucket
 from .records import Collective, ComputeSpan, Copies, MemoryStep
@@ -35,112 +32,73 @@ from .records import Collective, ComputeSpan, Copies, MemoryStep
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 
 
-@dataclass(frozen=True)
 class Scheduled:
-    """A graph as :class:`Reorder` left it, on a cluster.
+    """A graph as :class:`Reorder` left it: its buckets, when they and compute run, and the bytes in flight.
 
     Args:
         graph: lowered, and before Inductor's own passes.
-        cluster: that times are estimated for.
-        policy: by which it was scheduled.
+        policy: by which it was scheduled; its cluster, or the one that the graph computes on, gives the times.
     """
 
-    graph: fx.Graph
-    cluster: Cluster
-    policy: SchedulePolicy
-
-    @cached_property
-    def buckets(self) -> list[LoweredBucket]:
-        return lowered_buckets(self.graph)
-
-    @cached_property
-    def compute(self) -> Compute:
-        return Compute(self.graph, is_ours)
-
-    @cached_property
-    def load(self) -> Load:
-        return load_of(*lowered_requests(self.graph, self.buckets, self.cluster))
-
-    @cached_property
-    def bound_bytes(self) -> int:
-        """On the bytes in flight; 0 for a graph without collectives."""
-        if not self.buckets:
-            return 0
-        if self.policy.in_flight_bytes != "auto":
-            return self.policy.in_flight_bytes
-        requests, _ = lowered_requests(self.graph, self.buckets, self.cluster)
-        return auto_bound(requests)
-
-    @cached_property
-    def actions(self) -> list[Action]:
-        return actions_of(self.graph, self.buckets)
-
-    @cached_property
-    def timeline(self) -> Timeline:
-        return simulate(self.load, self.actions)
-
-    @cached_property
-    def in_flight(self) -> list[int]:
-        return bytes_in_flight(self.load, self.actions)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Of parameters that the graph returns unsharded for backward."""
-        return sum(task.kept_bytes for task in self.load.all_gathers)
+    def __init__(self, graph: fx.Graph, policy: SchedulePolicy) -> None:
+        self.buckets = lowered_buckets(graph)
+        self.compute = Compute(graph, is_ours)
+        requests, grouped = lowered_requests(graph, self.buckets, cluster_of(graph, policy.cluster))
+        self.load = load_of(requests, grouped)
+        self.actions = actions_of(graph, self.buckets)
+        self.timeline = simulate(self.load, self.actions)
+        self.in_flight = bytes_in_flight(self.load, self.actions)  # at each position of compute
+        bound_bytes = auto_bound(requests) if policy.in_flight_bytes == "auto" else policy.in_flight_bytes
+        self.bound_bytes = bound_bytes if self.buckets else 0
 
     def spans(self) -> tuple[ComputeSpan, ...]:
         """Return the compute lane."""
-        starts = [position for position, _, _ in self.timeline.compute]
-        ends = [*starts[1:], self.compute.end]
+        ends = [*(position for position, _, _ in self.timeline.compute[1:]), self.compute.end]
         return tuple(
             ComputeSpan(self.compute.nodes[position].name, end - position, start_us, end_us)
-            for (position, start_us, end_us), end in zip(self.timeline.compute, ends, strict=True)
+            for (position, start_us, end_us), end in zip(self.timeline.compute, ends, strict=False)
         )
 
     def memory(self) -> tuple[MemoryStep, ...]:
         """Return the curve of bytes in flight; each position counts from when the compute before it is done."""
         clock = [0.0, *accumulate(self.load.compute_us)]
-        spans = iter(self.timeline.compute)
-        span = next(spans, (0, 0.0, 0.0))
-        following = next(spans, None)
-        steps: list[MemoryStep] = []
-        for position, size in enumerate(self.in_flight):
-            while following is not None and following[0] < position:
-                span, following = following, next(spans, None)
-            arrival = span[1] + max(clock[position] - clock[span[0]], 0.0) if position else 0.0
-            if not steps or steps[-1].bytes != size:
-                steps.append(MemoryStep(arrival, size))
+        firsts = [position for position, _, _ in self.timeline.compute]
+        steps = [MemoryStep(0.0, self.in_flight[0])]
+        for position, (before, size) in enumerate(pairwise(self.in_flight), start=1):
+            if size != before:
+                first, start_us, _ = self.timeline.compute[bisect_left(firsts, position) - 1]
+                steps.append(MemoryStep(start_us + (clock[position] - clock[first]), size))
         return tuple(steps)
 
 
 def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]:
     """Return the collectives in order of launch, with their positions in ``final``, the graph that is compiled."""
-    place = {node.name: index for index, node in enumerate(final.nodes)}
-    by_name = {node.name: node for node in final.nodes}
+    place = {node: index for index, node in enumerate(final.nodes)}
+    by_name = {node.name: node for node in place}
     found = []
-    for kind in (AllGatherBucket, ReductionBucket):
-        for index, lowered in numbered(scheduled.buckets, kind):
-            for name, stage, group in _parts(lowered):
-                timed = scheduled.timeline.collectives[name, index]
-                found.append(
-                    Collective(
-                        kind=nodes.stage_of(stage.launch),  # type: ignore[arg-type]  # no copy to the host is among the parts
-                        params=tuple(param.name for param in lowered.bucket.params),
-                        dtype=lowered.bucket.spec.dtype,
-                        bytes=_bytes(lowered, stage),
-                        group=group.name,
-                        world=group.world,
-                        launch=place[stage.launch.name],
-                        wait=place[stage.wait.name],
-                        first_use=_first_use(by_name[stage.wait.name], place),
-                        estimate_us=timed.end_us - timed.start_us,
-                        exposed_us=timed.exposed_us,
-                        start_us=timed.start_us,
-                        end_us=timed.end_us,
-                        copies=_copies(lowered, stage),
-                        verdict=_verdict(scheduled, name, index, timed),
-                    )
-                )
+    all_buckets = (each for kind in (AllGatherBucket, ReductionBucket) for each in numbered(scheduled.buckets, kind))
+    for index, lowered in all_buckets:
+        for kind, stage, group in _parts(lowered):
+            timed = scheduled.timeline.collectives[kind, index]
+            launch, wait = by_name[stage.launch.name], by_name[stage.wait.name]
+            made = Collective(
+                kind=nodes.stage_of(stage.launch),  # type: ignore[arg-type]  # no copy to the host is among the parts
+                params=tuple(param.name for param in lowered.bucket.params),
+                dtype=lowered.bucket.spec.dtype,
+                bytes=_bytes(lowered, stage),
+                group=group.name,
+                world=group.world,
+                launch=place[launch],
+                wait=place[wait],
+                first_use=_first_use(wait, place),
+                estimate_us=timed.end_us - timed.start_us,
+                exposed_us=timed.exposed_us,
+                start_us=timed.start_us,
+                end_us=timed.end_us,
+                copies=_copies(lowered, stage),
+                verdict=_verdict(scheduled, kind, index, timed),
+            )
+            found.append(made)
     return tuple(sorted(found, key=lambda collective: collective.launch))
 
 
@@ -172,47 +130,33 @@ def _copies(lowered: LoweredBucket, stage: Stage) -> Copies:
     return "side stream" if nodes.value_of(stage.launch).device.type == "cuda" else "compute"
 
 
-def _first_use(wait: fx.Node, place: dict[str, int]) -> int:
+def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:
     """Return the position of the first node that reads a result of ``wait``; the output's where none does."""
-    readers = [user for item in wait.users if nodes.is_getitem(item) for user in item.users if _reads(user, item)]
-    return min((place[user.name] for user in readers), default=max(place.values()))
-
-
-def _reads(user: fx.Node, node: fx.Node) -> bool:
-    """Tell whether ``user`` takes ``node`` as data, rather than as a control dependency."""
-    return "control_deps" not in str(user.target) or node in user.args[2:]
+    results = [item for item in wait.users if nodes.is_getitem(item)]
+    uses = ((user, item) for item in results for user in item.users)
+    # the first arguments of a node with control dependencies are these and what it calls
+    readers = (user for user, item in uses if "control_deps" not in str(user.target) or item in user.args[2:])
+    return min(map(place.__getitem__, readers), default=len(place) - 1)
 
 
 def _verdict(scheduled: Scheduled, kind: Kind, index: int, timed: Timed) -> str:
-    load = scheduled.load
+    load, bound_bytes = scheduled.load, scheduled.bound_bytes
     estimate_us = timed.end_us - timed.start_us
-    blocked_us = estimate_us * load.compute_blocked_fraction
     if timed.exposed_us <= _NEGLIGIBLE * estimate_us:
         return "hidden"
-    if blocked_us > timed.exposed_us / 2:
+    if estimate_us * load.compute_blocked_fraction > timed.exposed_us / 2:
         return "exposed: it runs on the cores that compute needs"
     if timed.start_us > timed.launched_us:
         return "exposed: the link is busy with earlier collectives"
     if kind != "all_gather":
         return "exposed: too little compute follows it"
-    return _why_not_earlier(scheduled, load.all_gathers[index], index)
-
-
-def _why_not_earlier(scheduled: Scheduled, all_gather: AllGatherTask, index: int) -> str:
-    load = scheduled.load
-    launch = _position(scheduled.actions, index)
-    if not sum(load.compute_us[: all_gather.first]):
+    task = load.all_gathers[index]
+    key = ("launch", kind, index)
+    launch = next(a.position for a in scheduled.actions if (a.verb, a.kind, a.index) == key)
+    if not sum(load.compute_us[: task.first]):
         return "exposed: nothing before it to hide behind"
-    if (
-        launch
-        and scheduled.bound_bytes
-        and scheduled.in_flight[launch - 1] + all_gather.counted > scheduled.bound_bytes
-    ):
+    if launch and bound_bytes and scheduled.in_flight[launch - 1] + task.counted > bound_bytes:
         return "exposed: the memory bound delays its launch"
-    if all_gather.earliest == launch and launch:
+    if task.earliest == launch and launch:
         return "exposed: its input is computed just before"
     return "exposed: too little compute before its first use"
-
-
-def _position(actions: Sequence[Action], index: int) -> int:
-    return next(a.position for a in actions if (a.kind, a.verb, a.index) == ("all_gather", "launch", index))

@@ -5,20 +5,27 @@ It must not know how models are read, nor what a format looks like.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from .records import CapturedModel, ExplainedModel
 from .render.html import html
-from .render.plain import as_json, plain
+from .render.plain import plain
 from .render.png import png
 from .render.text import capture_text, explanation_text
 from .render.trace import trace
 
-_WRITERS: Mapping[str, Callable[[CapturedModel], str | bytes]] = {
-    ".trace.json": lambda capture: as_json(trace(capture)),  # before .json, which it ends with
-    ".json": lambda capture: as_json(plain(capture)),
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+
+_WRITERS: dict[str, Callable[[CapturedModel], str | bytes]] = {
+    ".trace.json": lambda capture: _json(trace(capture)),  # before .json, which it ends with
+    ".json": lambda capture: _json(plain(capture)),
     ".html": html,
     ".png": png,
 }
@@ -53,8 +60,12 @@ class Capture(CapturedModel):
             expected = ", ".join(_WRITERS)
             raise ValueError(f"{path}: a capture is saved as {expected}, not as {path.suffix!r}; rename the file")
         content = writer(self)
-        _replace(path, content.encode(errors="replace") if isinstance(content, str) else content)
-        return path
+        partial = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            partial.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
+            return partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 class Explanation(ExplainedModel):
@@ -62,12 +73,3 @@ class Explanation(ExplainedModel):
 
     def __str__(self) -> str:
         return explanation_text(self)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

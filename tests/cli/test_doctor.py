@@ -2,108 +2,117 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch._inductor import config, custom_graph_pass
 
 from fsdp_compiled import passes
-from fsdp_compiled.cli.doctor import RULES, Finding, diagnose
-from fsdp_compiled.cli.machine import Gpu, Machine, Slot, look
+from fsdp_compiled.cli.doctor import (
+    RULES,
+    Finding,
+    Gpu,
+    diagnose,
+    judge_backends,
+    judge_compiler,
+    judge_gpus,
+    judge_matplotlib,
+    judge_python,
+    judge_settings,
+    judge_slot,
+    judge_threads,
+    judge_torch,
+    judge_triton,
+    read_settings,
+)
 
 H200 = Gpu("NVIDIA H200", 150_000_000_000, "H200")
 SETTING = "torch._inductor.config"
-MACHINE = Machine(
-    package="0.1.0 in /here",
-    python="3.11.7",
-    torch="2.13.0+cpu",
-    triton="3.7.1",
-    matplotlib="3.11.2",
-    compiler="/usr/bin/g++",
-    python_headers=True,
-    cuda_build=None,
-    backends=("gloo",),
-    gpus=(),
-    cpus=8,
-    threads=1,
-    omp_num_threads="1",
-    ranks_here=None,
-    slots=(Slot("joint_custom_pre_pass", ("Reshard",), installed=True),),
-    settings={f"{SETTING}.bucket_all_gathers_fx": "none", f"{SETTING}.fx_graph_cache": True},
-)
+RESHARD = passes.slots(passes.SchedulePolicy())["joint_custom_pre_pass"]
 
 
-def _unusual(**changes):
-    """What is not ok about a machine that differs from a good one."""
-    return [found for found in diagnose(replace(MACHINE, **changes)) if found.level != "ok"]
-
-
-def _only(level, subject, text, **changes):
-    (found,) = _unusual(**changes)
+def _only(found, level, subject, text):
+    (found,) = [found] if isinstance(found, Finding) else found
     assert (found.level, found.subject) == (level, subject)
     assert text in found.text
 
 
 def test_a_good_machine():
-    assert _unusual() == []
-    assert Finding("ok", "joint_custom_pre_pass", "Reshard") in diagnose(MACHINE)
+    findings = [
+        judge_python("3.11.7"),
+        judge_torch("2.13.0+cpu"),
+        judge_triton("3.7.1", has_gpus=False),
+        judge_compiler("/usr/bin/g++", has_python_headers=True),
+        *judge_gpus([], cuda_build=None),
+        judge_backends(["gloo"], has_gpus=False),
+        judge_threads(threads=1, cpus=8, omp_threads="1", ranks=None),
+        *judge_settings({f"{SETTING}.bucket_all_gathers_fx": "none", f"{SETTING}.fx_graph_cache": True}),
+        judge_matplotlib("3.11.2"),
+    ]
+    assert {found.level for found in findings} == {"ok"}
+    assert judge_slot("joint_custom_pre_pass", RESHARD, RESHARD) == ("ok", "joint_custom_pre_pass", "Reshard")
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0.dev20260101", "1.13.0", "3.0.0"])
 def test_versions_of_torch_that_are_not_supported(version):
-    _only("problem", "torch", f"expected 2.11 to 2.15, got {version}; pip install 'torch>=2.11,<2.16'", torch=version)
+    text = f"expected 2.11 to 2.15, got {version}; pip install 'torch>=2.11,<2.16'"
+    _only(judge_torch(version), "problem", "torch", text)
 
 
 @pytest.mark.parametrize("version", ["2.11.0+cu130", "2.15.0a0+git1234567", "2.15.1rc2"])
 def test_versions_of_torch_that_are(version):
-    assert _unusual(torch=version) == []
+    assert judge_torch(version).level == "ok"
 
 
 def test_python():
-    _only("problem", "Python", "expected 3.11 or later, got 3.10.9", python="3.10.9")
+    _only(judge_python("3.10.9"), "problem", "Python", "expected 3.11 or later, got 3.10.9")
 
 
 def test_triton_matters_on_gpus():
-    _only("note", "triton", "missing; needed to compile for GPUs only", triton=None)
-    _only("problem", "triton", "Inductor cannot compile", triton=None, gpus=(H200,), backends=("nccl",))
+    _only(judge_triton(None, has_gpus=False), "note", "triton", "missing; needed to compile for GPUs only")
+    _only(judge_triton(None, has_gpus=True), "problem", "triton", "Inductor cannot compile")
 
 
 def test_compilers():
-    _only("problem", "C++ compiler", "without a C++ compiler (install g++", compiler=None)
-    _only("problem", "C++ compiler", "without Python.h (install", python_headers=False)
+    _only(judge_compiler(None, True), "problem", "C++ compiler", "without a C++ compiler (install g++")
+    _only(judge_compiler("/usr/bin/g++", False), "problem", "C++ compiler", "without Python.h (install")
 
 
 def test_backends():
-    _only("problem", "distributed", "expected gloo for collectives on the CPU, found none", backends=())
-    _only("problem", "distributed", "expected nccl for collectives on GPUs, found gloo", gpus=(H200,))
+    text = "expected gloo for collectives on the CPU, found none"
+    _only(judge_backends([], has_gpus=False), "problem", "distributed", text)
+    text = "expected nccl for collectives on GPUs, found gloo"
+    _only(judge_backends(["gloo"], has_gpus=True), "problem", "distributed", text)
 
 
 def test_gpus():
-    _only("note", "GPU", "torch is built for CUDA 13.0, so check the driver", cuda_build="13.0")
-    with_nccl = {"backends": ("gloo", "nccl"), "cuda_build": "13.0"}
-    assert _unusual(gpus=(H200, H200), **with_nccl) == []
+    _only(judge_gpus([], "13.0"), "note", "GPU", "torch is built for CUDA 13.0, so check the driver")
+    assert {found.level for found in judge_gpus([H200, H200], "13.0")} == {"ok"}
     other = Gpu("NVIDIA L4", 24_000_000_000, "H100")
-    _only("note", "GPU 0", "cluster H100, which it is not: describe yours with", gpus=(other,), **with_nccl)
-    mixed = _unusual(gpus=(H200, replace(H200, name="NVIDIA H100", cluster="H100")), **with_nccl)
-    assert [(found.level, found.subject) for found in mixed] == [("problem", "GPUs")]
+    _only(judge_gpus([other], "13.0"), "note", "GPU 0", "cluster H100, which it is not: describe yours with")
+    mixed = judge_gpus([H200, H200._replace(name="NVIDIA H100", cluster="H100")], "13.0")
+    assert [(found.level, found.subject) for found in mixed if found.level != "ok"] == [("problem", "GPUs")]
 
 
 def test_threads():
-    _only("note", "threads", "too many for 4 ranks here; set OMP_NUM_THREADS=2", threads=8, ranks_here=4)
-    _only("note", "threads", "16 ranks here take turns on them", ranks_here=16)
-    _only("note", "threads", "torchrun sets 1", threads=8, omp_num_threads=None)
-    assert _unusual(threads=8, omp_num_threads="8") == []
+    too_many = "too many for 4 ranks here; set OMP_NUM_THREADS=2"
+    _only(judge_threads(8, 8, "1", 4), "note", "threads", too_many)
+    _only(judge_threads(1, 8, "1", 16), "note", "threads", "16 ranks here take turns on them")
+    _only(judge_threads(8, 8, None, None), "note", "threads", "torchrun sets 1")
+    assert judge_threads(8, 8, "8", None).level == "ok"
+
+
+def test_matplotlib():
+    _only(judge_matplotlib(None), "note", "matplotlib", "missing: a capture cannot be saved as .png")
 
 
 def test_a_users_pass():
-    slot = Slot("joint_custom_pre_pass", ("Reshard",), installed=True, users=(("Mine", True),))
-    assert Finding("ok", slot.name, "Reshard; after ours: Mine") in diagnose(replace(MACHINE, slots=(slot,)))
-    raw = replace(slot, users=(("Mine", True), ("fuse", False)))
-    _only("note", slot.name, "fuse without uuid(): graphs are not cached", slots=(raw,))
-    assert "empty until the first fully_shard adds Reshard" in str(
-        diagnose(replace(MACHINE, slots=(replace(slot, installed=False),)))
-    )
+    mine, name = UserPass(), "joint_custom_pre_pass"
+    assert judge_slot(name, RESHARD, (RESHARD, mine)) == Finding("ok", name, "Reshard; after ours: UserPass")
+    text = "Reshard; after ours: UserPass, print; print without uuid(): graphs are not cached"
+    _only(judge_slot(name, RESHARD, [RESHARD, mine, print]), "note", name, text)
+    _only(judge_slot(name, RESHARD, None), "ok", name, "empty until the first fully_shard adds Reshard")
 
 
 def test_settings():
@@ -113,7 +122,7 @@ def test_settings():
         f"{SETTING}.force_disable_caches": True,
         f"{SETTING}.use_post_grad_passes": False,
     }
-    assert [(found.level, found.text.split(":")[0]) for found in _unusual(settings=bad)] == [
+    assert [(found.level, found.text.split(":")[0]) for found in judge_settings(bad)] == [
         ("note", f"{SETTING}.bucket_all_gathers_fx='all'"),
         ("problem", f"{SETTING}.aten_distributed_optimizations.enable_overlap_scheduling=True"),
         ("problem", f"{SETTING}.use_post_grad_passes=False"),
@@ -132,34 +141,38 @@ class UserPass(custom_graph_pass.CustomGraphPass):
         return "user"
 
 
-def _look():
-    return look(rule.setting for rule in RULES)
-
-
-def test_every_setting_exists_and_has_its_good_value_by_default():
-    machine = _look()
-    assert list(machine.settings) == [rule.setting for rule in RULES]
-    assert not [rule for rule in RULES if rule.is_bad(machine.settings[rule.setting])]
+def test_every_setting_exists_and_has_its_good_value_by_default(monkeypatch):
+    settings = read_settings()
+    assert list(settings) == [rule.setting for rule in RULES]
+    assert not [rule for rule in RULES if rule.is_broken(settings[rule.setting])]
+    monkeypatch.setattr("fsdp_compiled.cli.doctor.torch", SimpleNamespace())  # has no such setting
+    assert read_settings() == {}
 
 
 def test_this_machine():
-    machine = _look()
-    assert (machine.torch, machine.threads) == (torch.__version__, torch.get_num_threads())
-    assert "gloo" in machine.backends
-    assert machine.compiler
-    assert machine.cpus >= 1
-    assert look(["torch._inductor.config.no_such_setting"]).settings == {}
+    found = {finding.subject: finding for finding in diagnose()}
+    assert found["torch"].text.startswith(torch.__version__)
+    assert found["threads"].text.startswith(f"{torch.get_num_threads()} in each process on ")
+    assert "gloo" in found["distributed"].text
+    assert found["C++ compiler"].level == "ok"
+
+
+def _slots(names):
+    found = {finding.subject: finding for finding in diagnose()}
+    return [(found[name].level, found[name].text) for name in names]
 
 
 def test_slots_of_this_process():
-    names = [slot.name for slot in _look().slots]
+    names = list(passes.slots(passes.SchedulePolicy()))
     with config.patch(dict.fromkeys(names)):
-        assert not any(slot.installed for slot in _look().slots)
+        assert all(text.startswith("empty until") for _, text in _slots(names))
         setattr(config, names[1], UserPass())
         passes.install()
-        slots = _look().slots
-    assert all(slot.installed for slot in slots)
-    assert slots[1].ours == ("Normalize", "Bucket", "Lower", "Reorder")
-    assert [slot.users for slot in slots] == [(), (("UserPass", True),), ()]
+        slots = _slots(names)
+    assert slots == [
+        ("ok", "Reshard"),
+        ("ok", "Normalize, Bucket, Lower, Reorder; after ours: UserPass"),
+        ("ok", "Pin"),
+    ]
     with config.patch({names[0]: print}):
-        assert _look().slots[0].users == (("print", False),)
+        assert "; after ours: print; print without uuid()" in _slots(names)[0][1]

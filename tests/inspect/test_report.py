@@ -17,7 +17,6 @@ from torch import fx
 
 from fsdp_compiled.inspect.records import CapturedGraph, Collective, ComputeSpan, MemoryStep
 from fsdp_compiled.inspect.render import figures
-from fsdp_compiled.inspect.render.names import abbreviate
 from fsdp_compiled.inspect.render.plain import plain
 from fsdp_compiled.inspect.render.timeline import lay_out
 from fsdp_compiled.inspect.render.trace import trace
@@ -450,5 +449,5 @@ LAYER = [f"layers.3.{name}.weight" for name in ("wq", "wk", "wv", "wo")]
     ],
 )
 def test_names(text, names, width):
-    assert abbreviate(names, width) == text
+    assert figures.abbreviate(names, width) == text
     assert len(text) <= width

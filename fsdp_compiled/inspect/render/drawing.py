@@ -1,18 +1,15 @@
 """A graph's timeline as boxes, texts and lines, which SVG and PNG only paint.
 
-It decides places, labels and the legend; it must not know colours or formats.
+It decides places, labels, colours and the legend; it must not know formats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ..records import CapturedGraph
 from . import figures
-from .names import abbreviate
-from .palette import LEGEND
 from .timeline import Mark, lay_out
 
 WIDTH, PER_BAR = 1132, 7  # pixels: usual, and the least for each collective
@@ -21,6 +18,25 @@ BOX_WIDTH, BOX_HEIGHT, GAP = 14, 12, 18  # of the legend
 STRIP = 5  # of an exposed part keeps the colour of the collective's kind
 HEADROOM = 1.25  # above the larger of bound and peak
 CHARACTER = 7.0  # mean width at the font size of labels
+
+COLOURS = {  # for light and for dark surroundings
+    "paper": ("#ffffff", "#14171c"),
+    "panel": ("#f6f7f9", "#1c2027"),
+    "ink": ("#1b212b", "#e4e7ec"),
+    "muted": ("#5a6472", "#9aa4b2"),
+    "rule": ("#dde1e7", "#2f3540"),
+    "compute": ("#a3acb9", "#5c6675"),
+    "copy": ("#d3d8df", "#3b4350"),
+    "all-gather": ("#2f6fb3", "#5f9fe4"),
+    "reduce-scatter": ("#7b51b3", "#ac8be2"),
+    "all-reduce": ("#1c8577", "#43b8a6"),
+    "exposed": ("#d9480f", "#ff7b47"),
+    "memory": ("#2f6fb3", "#5f9fe4"),
+    "on-bar": ("#ffffff", "#10131a"),
+}
+LEGEND = ("compute", "copy", "all-gather", "reduce-scatter", "all-reduce", "exposed", "stall")  # kinds of bars
+_OTHER = {"stall": "exposed", "curve": "memory", "bound": "ink", "note": "ink", "grid": "rule", "caption": "muted"}
+COLOUR_OF = {kind: kind for kind in (*LEGEND, "memory", "on-bar")} | _OTHER  # of each kind of shape
 
 Anchor = Literal["start", "middle", "end"]
 
@@ -64,8 +80,7 @@ class Drawing(NamedTuple):
     shapes: tuple[Shape, ...]
 
 
-@dataclass(frozen=True)
-class _Scale:
+class _Scale(NamedTuple):
     """Where times lie."""
 
     end_us: float
@@ -83,19 +98,17 @@ def draw(graph: CapturedGraph, widest: int = WIDTH) -> Drawing:
     """Return the drawing of a graph, wider than usual, up to ``widest``, where there are many collectives."""
     scale = _Scale(graph.total_us or 1.0, max(WIDTH, min(widest, PER_BAR * len(graph.collectives))))
     *lanes, (memory, levels) = lay_out(graph).items()
-    y, shapes = 0.0, list[Shape]()
-    for name, marks in lanes:
-        shapes += [_caption(name, y), *(_bar(mark, scale, y + CAPTION) for mark in marks)]
-        shapes += (label for mark in marks for label in _label(mark, scale, y + CAPTION))
-        y += CAPTION + LANE
-    bottom = y + CAPTION + CURVE
-    shapes += [_caption(memory, y), *_memory(levels, graph, scale, bottom)]
+    shapes = list[Shape]()
+    for index, (name, marks) in enumerate(lanes):
+        top = CAPTION + index * (CAPTION + LANE)
+        bars = [_bar(mark, scale, top) for mark in marks]
+        labels = [label for mark, bar in zip(marks, bars, strict=True) for label in _label(mark, bar, top + LANE - 8)]
+        shapes += [Text("caption", EDGE, top - 6, name), *bars, *labels]
+    top = CAPTION + len(lanes) * (CAPTION + LANE)
+    bottom = top + CURVE
+    shapes += [Text("caption", EDGE, top - 6, memory), *_memory(levels, graph, scale, bottom)]
     legend = _legend({shape.kind for shape in shapes}, bottom + AXIS)
     return Drawing(scale.width, bottom + AXIS + BOX_HEIGHT, (*_grid(scale, bottom), *shapes, *legend))
-
-
-def _caption(text: str, y: float) -> Text:
-    return Text("caption", EDGE, y + CAPTION - 6, text)
 
 
 def _bar(mark: Mark, scale: _Scale, y: float) -> Box:
@@ -105,23 +118,22 @@ def _bar(mark: Mark, scale: _Scale, y: float) -> Box:
     return scale.box(mark, y + strip, LANE - strip)
 
 
-def _label(mark: Mark, scale: _Scale, y: float) -> Iterator[Text]:
+def _label(mark: Mark, bar: Box, y: float) -> Iterator[Text]:
     """Yield a collective's index, and its parameters, as far as there is room."""
-    room = int((scale.x(mark.end_us) - scale.x(mark.start_us) - 10) / CHARACTER)
-    if mark.label and room >= len(mark.label):
-        rest = room - len(mark.label)
-        names = f" {abbreviate(mark.params, rest - 1)}" if rest > 12 else ""
-        yield Text("on-bar", scale.x(mark.start_us) + 5, y + LANE - 8, mark.label + names)
+    room = int((bar.width - 10) / CHARACTER) - len(mark.label)
+    if mark.label and room >= 0:
+        names = f" {figures.abbreviate(mark.params, room - 1)}" if room > 12 else ""
+        yield Text("on-bar", bar.x + 5, y, mark.label + names)
 
 
 def _memory(marks: Sequence[Mark], graph: CapturedGraph, scale: _Scale, base: float) -> Iterator[Shape]:
-    top_bytes = HEADROOM * max(graph.bound_bytes, graph.peak_unsharded_bytes, 1)
-    heights = [CURVE * step.bytes / top_bytes for step in graph.memory]
+    per_byte = CURVE / (HEADROOM * max(graph.bound_bytes, graph.peak_unsharded_bytes, 1))
+    heights = [per_byte * step.bytes for step in graph.memory]
     boxes = [scale.box(mark, base - height, height) for mark, height in zip(marks, heights, strict=True)]
     yield from boxes
     steps = [point for box in boxes for point in ((box.x, box.y), (box.x + box.width, box.y))]
     yield Line("curve", ((EDGE, base), (steps[0][0] if steps else scale.width - EDGE, base), *steps))
-    bound = base - CURVE * graph.bound_bytes / top_bytes
+    bound = base - per_byte * graph.bound_bytes
     yield Line("bound", ((EDGE, bound), (scale.width - EDGE, bound)))
     yield Text("note", EDGE + 2, bound - 5, f"bound {figures.size(graph.bound_bytes)}")
     if boxes:

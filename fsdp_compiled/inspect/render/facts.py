@@ -5,7 +5,7 @@ Every format prints these; it must not know how.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -14,65 +14,48 @@ import torch
 from ...passes.policy import SchedulePolicy
 from ..records import CapturedGraph, CapturedModel, Collective
 from . import figures
-from .names import abbreviate
 
 SHORTEST_US = 0.01  # less is not shown; rounding leaves less between two spans
 LEFT = {"kind", "dtype"}  # of the figures of a collective, those that are words
 
-Fact = tuple[str, str]
-"""A label and its value."""
-
-
-def headline(capture: CapturedModel) -> str:
-    """Return what was captured where, in a line."""
-    return f"{capture.model}: {about(capture)}"
-
 
 def about(capture: CapturedModel) -> str:
-    """Return the headline without the model's name."""
-    ranks = "1 rank" if capture.world == 1 else f"{capture.world} ranks"
-    count = f"{capture.parameters:,} parameters"
-    return f"{count} on {ranks}, torch {capture.torch_version}, cluster {capture.cluster.name}"
+    """Return how large the captured model is, and on what it runs, in a line."""
+    count = f"{capture.parameters:,} parameters on {figures.counted(capture.world, 'rank')}"
+    return f"{count}, torch {capture.torch_version}, cluster {capture.cluster.name}"
 
 
-def schedule(policy: SchedulePolicy) -> list[Fact]:
-    """Return the fields of a policy, without the cluster, which the headline names."""
-    return [
-        (field.name.removesuffix("_bytes").replace("_", " "), _decision(field.name, getattr(policy, field.name)))
-        for field in fields(policy)
-        if field.name != "cluster"
-    ]
+def schedule(policy: SchedulePolicy) -> dict[str, str]:
+    """Return the fields of a policy, without the cluster, which :func:`about` names."""
+    values = {field.name: getattr(policy, field.name) for field in fields(policy) if field.name != "cluster"}
+    return {
+        name.removesuffix("_bytes").replace("_", " "): figures.size(value)
+        if isinstance(value, int) and name != "prefetch"
+        else str(value)
+        for name, value in values.items()
+    }
 
 
-def _decision(field: str, value: object) -> str:
-    return figures.size(value) if isinstance(value, int) and field != "prefetch" else str(value)
-
-
-def graph_breaks(capture: CapturedModel) -> str:
-    """Return how many graph breaks there were."""
-    return f"graph breaks: {len(capture.graph_breaks) or 'none'}"
-
-
-def titles(graphs: Sequence[CapturedGraph]) -> list[str]:
-    """Return a name for each graph: its kind, numbered from 1 where there are several of a kind."""
+def titled(graphs: Sequence[CapturedGraph]) -> list[tuple[str, CapturedGraph]]:
+    """Return each graph with a name: its kind, numbered from 1 where there are several of a kind."""
     kinds = [graph.kind for graph in graphs]
-    numbers = [kinds[:end].count(kind) for end, kind in enumerate(kinds, start=1)]
-    return [f"{kind} {n}" if kinds.count(kind) > 1 else kind for kind, n in zip(kinds, numbers, strict=True)]
+    numbers = [f" {kinds[:end].count(kind)}" if kinds.count(kind) > 1 else "" for end, kind in enumerate(kinds, 1)]
+    return [(f"{graph.kind}{number}", graph) for graph, number in zip(graphs, numbers, strict=True)]
 
 
-def graph_facts(graph: CapturedGraph) -> list[Fact]:
+def graph_facts(graph: CapturedGraph) -> dict[str, str]:
     """Return the figures of a graph."""
-    return [
-        ("collectives", str(len(graph.collectives))),
-        ("bytes", figures.size(sum(collective.bytes for collective in graph.collectives))),
-        ("compute", figures.duration(graph.compute_us)),
-        ("communication", figures.duration(graph.communication_us)),
-        ("exposed", figures.duration(graph.exposed_us)),
-        ("peak unsharded", figures.size(graph.peak_unsharded_bytes)),
-        ("bound", figures.size(graph.bound_bytes)),
-        ("kept unsharded", figures.size(graph.kept_bytes)),
-        ("copies", _copies(graph)),
-    ]
+    return {
+        "collectives": str(len(graph.collectives)),
+        "bytes": figures.size(sum(collective.bytes for collective in graph.collectives)),
+        "compute": figures.duration(graph.compute_us),
+        "communication": figures.duration(graph.communication_us),
+        "exposed": figures.duration(graph.exposed_us),
+        "peak unsharded": figures.size(graph.peak_unsharded_bytes),
+        "bound": figures.size(graph.bound_bytes),
+        "kept unsharded": figures.size(graph.kept_bytes),
+        "copies": _copies(graph),
+    }
 
 
 def _copies(graph: CapturedGraph) -> str:
@@ -115,15 +98,17 @@ def collective_facts(number: int, collective: Collective) -> dict[str, str]:
 
 def params(names: Sequence[str], width: int) -> str:
     """Return how many parameters there are and, in at most ``width`` characters, which."""
-    return f"{len(names)}: {abbreviate(names, width - len(f'{len(names)}: '))}"
+    count = f"{len(names)}: "
+    return count + figures.abbreviate(names, width - len(count))
 
 
 def verdicts(graph: CapturedGraph) -> list[str]:
     """Return why collectives are exposed, for how long, and which these are, the costliest reason first."""
-    found: dict[str, list[int]] = {}
+    costs_us: dict[str, float] = defaultdict(float)
+    found: dict[str, list[int]] = defaultdict(list)
     for number, collective in enumerate(graph.collectives):
         if is_exposed(collective):
-            found.setdefault(collective.verdict, []).append(number)
-    costs_us = {text: sum(graph.collectives[number].exposed_us for number in found[text]) for text in found}
+            costs_us[collective.verdict] += collective.exposed_us
+            found[collective.verdict].append(number)
     ordered = sorted(found, key=lambda text: (-costs_us[text], text))
     return [f"{figures.duration(costs_us[text])} {text} ({figures.indices(found[text])})" for text in ordered]

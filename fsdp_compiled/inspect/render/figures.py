@@ -1,10 +1,15 @@
-"""How bytes, times and lists of indices are written for people: three digits and a unit."""
+"""How bytes, times, indices and names are written for people: three digits and a unit, and names in little space."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, takewhile
 from math import floor, log10
+
+LISTED_WIDTH = 48  # characters that a list of names may take in a sentence
+
+
+# ---- numbers ----
 
 
 def size(count_bytes: int) -> str:
@@ -18,14 +23,15 @@ def duration(time_us: float) -> str:
 
 
 def _scaled(value: float, factor: int, units: Sequence[str]) -> str:
-    index = 0
-    while float(_digits(value)) >= factor and index + 1 < len(units):
-        value, index = value / factor, index + 1
-    return f"{_digits(value)} {units[index]}"
+    digits = f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+    if float(digits) >= factor and len(units) > 1:
+        return _scaled(value / factor, factor, units[1:])
+    return f"{digits} {units[0]}"
 
 
-def _digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+def counted(count: int, noun: str) -> str:
+    """Return for example ``2 units``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def indices(numbers: Iterable[int]) -> str:
@@ -42,3 +48,46 @@ def ticks(end: float, most: int) -> list[float]:
     power = 10.0 ** floor(log10(end / most))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= end / most)
     return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]
+
+
+# ---- names of parameters or units ----
+
+
+def abbreviate(names: Sequence[str], width: int) -> str:
+    """Return at most ``width`` characters that tell which parameters these are.
+
+    What all names begin and end with is written once: ``layers.3.{wq,wk,…,w2}.weight``. A list that is still too
+    long keeps its beginning and its last name, then only ``layers.3.*.weight``, else its first name.
+    """
+    if len(names) < 2:
+        return _elide("".join(names), width)
+    parts = [name.split(".") for name in names]
+    spare = min(map(len, parts)) - 1  # every name keeps a part of its own
+    head = _shared(p[:spare] for p in parts)
+    tail = _shared(p[head:][::-1][: spare - head] for p in parts)
+    before = "".join(f"{part}." for part in parts[0][:head])
+    after = "".join(f".{part}" for part in parts[0][len(parts[0]) - tail :])
+    varying = [".".join(p[head : len(p) - tail]) for p in parts]
+    shorter = ([*varying[:kept], "…", varying[-1]] for kept in range(len(varying) - 2, 0, -1))
+    texts = [",".join(shown) for shown in (varying, *shorter)]
+    if before or after:
+        texts = [f"{before}{{{text}}}{after}" for text in texts]
+    if before:
+        texts.append(f"{before}*{after}")
+    fitting = (text for text in texts if len(text) <= width)
+    return next(fitting, f"{_elide(names[0], width - 2)},…")
+
+
+def _shared(lists: Iterable[list[str]]) -> int:
+    """Return how many first items all lists have in common."""
+    return sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False)))
+
+
+def _elide(text: str, width: int) -> str:
+    end = (width - 1) // 2
+    return text if len(text) <= width else f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def listed(noun: str, names: Sequence[str]) -> str:
+    """Return how many there are and, in little space, which: ``2 parameters, {up,down}.weight``."""
+    return f"{counted(len(names), noun)}, {abbreviate(names, LISTED_WIDTH)}"

@@ -1,6 +1,7 @@
 """A capture as one HTML page that needs nothing else: summary, timelines, tables and the text of the graphs.
 
-``page.html`` has a policy that lets it load nothing, and the hatch that drawings refer to.
+``page.html`` has a policy that lets it load nothing, and the hatch that drawings refer to; ``page.css`` styles the
+kinds of shapes, which are classes.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ from torch import fx
 
 from ..records import CapturedGraph, CapturedModel, Collective
 from . import facts
-from .drawing import draw
-from .palette import COLOUR_OF, DARK, LIGHT
-from .svg import svg
+from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
 
 NAMES = 30  # characters of a table cell's names; they unfold
 WIDEST = 8000  # pixels of a timeline
@@ -23,27 +22,32 @@ WIDEST = 8000  # pixels of a timeline
 
 def html(capture: CapturedModel) -> str:
     """Return the page's source."""
-    graphs = list(zip(facts.titles(capture.graphs), capture.graphs, strict=True))
-    sections = [line for n, (title, graph) in enumerate(graphs) for line in _section(f"g{n}", title, graph)]
-    document = _resource("page.html").format(
+    sections = [
+        line
+        for number, (title, graph) in enumerate(facts.titled(capture.graphs))
+        for line in _section(f"g{number}", title, graph)
+    ]
+    return _resource("page.html").format(
         title=escape(f"{capture.model}: collectives"),
-        style="\n".join([*_colours(), _resource("page.css")]),
+        style="\n".join([*_colours(), _resource("page.css").rstrip()]),
         body="\n".join([*_head(capture), *sections]),
-        script=_resource("page.js"),
+        script=_resource("page.js").rstrip(),
     )
-    return f"{document}\n"
 
 
 def _resource(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8").rstrip()
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _colours() -> Iterator[str]:
     """Yield CSS: colours for both surroundings, and for each kind of shape the one that it is painted in."""
-    light, dark = (" ".join(f"--{name}: {colour};" for name, colour in palette.items()) for palette in (LIGHT, DARK))
+    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
     yield f":root {{ {light} }}"
     yield f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
     yield from (f"svg .{kind} {{ --paint: var(--{colour}); }}" for kind, colour in COLOUR_OF.items())
+
+
+# ---- summary ----
 
 
 def _head(capture: CapturedModel) -> Iterator[str]:
@@ -51,7 +55,7 @@ def _head(capture: CapturedModel) -> Iterator[str]:
     yield "<section><h2>Summary</h2>"
     yield _summary(capture.graphs)
     yield f"<h3>Schedule</h3>{_facts(facts.schedule(capture.schedule))}"
-    yield f"<h3>{escape(facts.graph_breaks(capture).capitalize())}</h3>"
+    yield f"<h3>Graph breaks: {len(capture.graph_breaks) or 'none'}</h3>"
     if capture.graph_breaks:
         yield _list(capture.graph_breaks, "breaks")
     yield "</section>"
@@ -61,26 +65,58 @@ def _summary(graphs: tuple[CapturedGraph, ...]) -> str:
     """Return a table with a line for each graph."""
     if not graphs:
         return "<p>No graph was compiled.</p>"
-    names = (f"<a href='#g{number}'>{escape(title)}</a>" for number, title in enumerate(facts.titles(graphs)))
-    figures = [facts.graph_facts(graph) for graph in graphs]
-    lines = (
-        f"<tr><td>{name}</td>{''.join(_tag('td', escape(value), 'right') for _, value in pairs)}</tr>"
-        for name, pairs in zip(names, figures, strict=True)
-    )
-    return _table("<th>graph</th>" + "".join(_tag("th", label, "right") for label, _ in figures[0]), lines)
+    labels = "".join(_tag("th", label, "right") for label in facts.graph_facts(graphs[0]))
+    lines = []
+    for number, (title, graph) in enumerate(facts.titled(graphs)):
+        cells = "".join(_tag("td", escape(value), "right") for value in facts.graph_facts(graph).values())
+        lines.append(f"<tr><td><a href='#g{number}'>{escape(title)}</a></td>{cells}</tr>")
+    return _table(f"<th>graph</th>{labels}", lines)
+
+
+# ---- one graph ----
 
 
 def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
     yield f"<section id='{key}'><h2>{escape(title)}</h2>"
     yield _facts(facts.graph_facts(graph))
-    yield f"<div class='scroll'>{svg(draw(graph, WIDEST), f'Timeline of the {title} graph')}</div>"
+    yield f"<div class='scroll'>{_svg(graph, f'Timeline of the {title} graph')}</div>"
     if graph.collectives:
         yield from _collectives(key, graph)
     marked = {n for c in graph.collectives for n in (c.launch, c.wait, c.first_use)}
-    yield _details("Graph before the passes", _listing(graph.before.graph, {}))
-    yield _details("Graph after the passes", _listing(graph.module.graph, {n: f"{key}-n{n}" for n in marked}))
-    yield _details("Code that Inductor generated", escape(graph.code))
+    for summary, content in (
+        ("Graph before the passes", _listing(graph.before.graph, {})),
+        ("Graph after the passes", _listing(graph.module.graph, {n: f"{key}-n{n}" for n in marked})),
+        ("Code that Inductor generated", escape(graph.code)),
+    ):
+        yield f"<details class='text'><summary>{summary}</summary><pre>{content}</pre></details>"
     yield "</section>"
+
+
+def _svg(graph: CapturedGraph, label: str) -> str:
+    """Return a drawing; ``label`` says what it shows to those who cannot see it."""
+    width, height, shapes = draw(graph, WIDEST)
+    head = f'<svg class="timeline" role="img" aria-label="{escape(label)}" {_sized(width, height)}>'
+    return "\n".join([head, *map(_element, shapes), "</svg>"])
+
+
+def _element(shape: Shape) -> str:
+    match shape:
+        case Box(kind, x, y, width, height, tip):
+            explained = f' data-tip="{escape(tip)}"' if tip else ""
+            return f'<rect class="{kind}" x="{_pixels(x)}" y="{_pixels(y)}" {_sized(width, height)}{explained}/>'
+        case Text(kind, x, y, text, anchor):
+            return f'<text class="{kind} {anchor}" x="{_pixels(x)}" y="{_pixels(y)}">{escape(text)}</text>'
+        case Line(kind, points):
+            places = " ".join(f"{_pixels(x)},{_pixels(y)}" for x, y in points)
+            return f'<polyline class="{kind}" points="{places}"/>'
+
+
+def _sized(width: float, height: float) -> str:
+    return f'width="{_pixels(width)}" height="{_pixels(height)}"'
+
+
+def _pixels(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
 def _collectives(key: str, graph: CapturedGraph) -> Iterator[str]:
@@ -101,18 +137,14 @@ def _cells(key: str, number: int, collective: Collective) -> Iterator[str]:
         late = " late" if title == "exposed" and facts.is_exposed(collective) else ""
         yield _tag("td", link, _side(title) + late)
     yield _tag("td", escape(collective.verdict.removeprefix("exposed: ")), "wide")
-    yield _tag("td", _params(collective.params), "wide params")
+    names = escape(facts.params(collective.params, NAMES))
+    if len(collective.params) > 1 or "…" in names:
+        names = f"<details><summary>{names}</summary>{_list(collective.params)}</details>"
+    yield _tag("td", names, "wide params")
 
 
 def _side(title: str) -> str:
     return "" if title in facts.LEFT else "right"
-
-
-def _params(params: tuple[str, ...]) -> str:
-    short = escape(facts.params(params, NAMES))
-    if len(params) < 2 and "…" not in short:
-        return short
-    return f"<details><summary>{short}</summary>{_list(params)}</details>"
 
 
 def _listing(graph: fx.Graph, ids: Mapping[int, str]) -> str:
@@ -121,12 +153,11 @@ def _listing(graph: fx.Graph, ids: Mapping[int, str]) -> str:
     return "\n".join(f"<b id='{ids[position]}'>{line}</b>" if position in ids else line for position, line in lines)
 
 
-def _details(summary: str, content: str) -> str:
-    return f"<details class='text'><summary>{escape(summary)}</summary><pre>{content}</pre></details>"
+# ---- elements ----
 
 
-def _facts(pairs: Iterable[facts.Fact]) -> str:
-    cells = (f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in pairs)
+def _facts(values: Mapping[str, str]) -> str:
+    cells = (f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in values.items())
     return _tag("dl", "".join(cells), "facts")
 
 

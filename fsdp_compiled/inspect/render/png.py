@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..records import CapturedModel
 from . import facts
-from .drawing import Box, Line, Shape, Text, draw
-from .palette import COLOUR_OF, LIGHT
+from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +17,7 @@ WIDTH, GRAPH, HEAD, MARGIN, DPI = 1440, 360, 96, 24, 120  # pixels
 TITLE = 28  # of a graph, in the drawing's pixels
 FONT = 8  # points
 VISIBLE = 2  # pixels of a box's width of which a line around it leaves something
+PAPER, INK = COLOURS["paper"][0], COLOURS["ink"][0]
 ALIGNMENT = {"start": "left", "middle": "center", "end": "right"}
 
 
@@ -36,16 +36,16 @@ def png(capture: CapturedModel) -> bytes:
             "run pip install 'fsdp-compiled[inspect]'"
         ) from error
     height = HEAD + GRAPH * len(capture.graphs)
-    figure = Figure((WIDTH / DPI, height / DPI), DPI, facecolor=LIGHT["paper"])
-    place = 0.5, 1 - 0.4 * HEAD / height
-    figure.text(*place, facts.headline(capture), size=11, color=LIGHT["ink"], ha="center", parse_math=False)
-    for index, (title, graph) in enumerate(zip(facts.titles(capture.graphs), capture.graphs, strict=True), start=1):
+    figure = Figure((WIDTH / DPI, height / DPI), DPI, facecolor=PAPER)
+    head = f"{capture.model}: {facts.about(capture)}"
+    figure.text(0.5, 1 - 0.4 * HEAD / height, head, size=11, color=INK, ha="center", parse_math=False)
+    for index, (title, graph) in enumerate(facts.titled(capture.graphs), start=1):
         drawing = draw(graph)
         bottom = 1 - (0.7 * HEAD + GRAPH * index) / height
         axes = figure.add_axes((MARGIN / WIDTH, bottom, 1 - 2 * MARGIN / WIDTH, GRAPH / height))
         axes.set(xlim=(0, drawing.width), ylim=(drawing.height, -TITLE))
         axes.axis("off")
-        words = ", ".join(f"{label} {value}" for label, value in facts.graph_facts(graph))
+        words = ", ".join(f"{label} {value}" for label, value in facts.graph_facts(graph).items())
         for order, shape in enumerate((Text("note", 0, -6, f"{title}: {words}"), *drawing.shapes)):
             _paint(axes, shape, order)
     file = BytesIO()
@@ -56,7 +56,7 @@ def png(capture: CapturedModel) -> bytes:
 
 
 def _paint(axes: Axes, shape: Shape, order: int) -> None:
-    colour = LIGHT[COLOUR_OF[shape.kind]]
+    colour, _ = COLOURS[COLOUR_OF[shape.kind]]
     match shape:
         case Text(_, x, y, text, anchor):
             axes.text(x, y, text, size=FONT, color=colour, ha=ALIGNMENT[anchor], zorder=order, parse_math=False)
@@ -65,7 +65,7 @@ def _paint(axes: Axes, shape: Shape, order: int) -> None:
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.8, linestyle=dashes, zorder=order)
         case Box(kind, x, y, width, height):
             corners = (x, x + width, x + width, x), (y, y, y + height, y + height)
-            fill, edge, hatch = (LIGHT["paper"], colour, "/////") if kind == "stall" else (colour, LIGHT["paper"], "")
+            fill, edge, hatch = (PAPER, colour, "/////") if kind == "stall" else (colour, PAPER, "")
             (patch,) = axes.fill(*corners, facecolor=fill, edgecolor=edge, hatch=hatch, zorder=order)
             patch.set_linewidth(0.5 if width > VISIBLE else 0.0)
             if kind == "memory":

@@ -3,37 +3,30 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from ..records import CapturedGraph, CapturedModel, ExplainedModel, UnitExplanation
 from . import facts, figures
-from .names import LISTED_WIDTH, abbreviate, counted, listed
 
 WIDTH = 118
 LEAST_NAMES = 16  # characters left for names of parameters or units, however wide the figures are
+LEFT = {*facts.LEFT, "params", "unit", "in", "reduces in", "after forward"}  # columns aligned left, not right
 TIED = "\u00a0"  # a space at which no line is broken
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 # ---- layout ----
 
 
-def _table(items: Sequence[Mapping[str, str]], left: Collection[str]) -> list[str]:
-    """Return a line of titles, which are the items' keys, and a line for each item.
-
-    Args:
-        items: their text for each column.
-        left: titles of the columns that are aligned left, not right.
-    """
+def _table(items: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return a line of titles, which are the items' keys, and a line for each item."""
     columns = []
     for title in items[0]:
         cells = [title, *(item[title] for item in items)]
         width = max(map(len, cells))
-        columns.append([cell.ljust(width) if title in left else cell.rjust(width) for cell in cells])
+        columns.append([cell.ljust(width) if title in LEFT else cell.rjust(width) for cell in cells])
     return ["  ".join(line) for line in zip(*columns, strict=True)]
 
 
@@ -51,13 +44,13 @@ def _joined(*blocks: Iterable[str]) -> str:
 
 def capture_text(capture: CapturedModel) -> str:
     """Return the text without a newline at its end."""
-    return _joined(_head(capture), *map(_graph, facts.titles(capture.graphs), capture.graphs))
+    return _joined(_head(capture), *(_graph(title, graph) for title, graph in facts.titled(capture.graphs)))
 
 
 def _head(capture: CapturedModel) -> Iterator[str]:
-    yield from _wrapped(facts.headline(capture), rest="")
+    yield from _wrapped(f"{capture.model}: {facts.about(capture)}", rest="")
     yield from _facts("schedule", facts.schedule(capture.schedule))
-    yield facts.graph_breaks(capture)
+    yield f"graph breaks: {len(capture.graph_breaks) or 'none'}"
     for reason in capture.graph_breaks:
         yield from _wrapped(" ".join(reason.split()), "  - ", "    ")
 
@@ -66,16 +59,17 @@ def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
     yield from _facts(title, facts.graph_facts(graph))
     if graph.collectives:
         cells = [facts.collective_facts(number, collective) for number, collective in enumerate(graph.collectives)]
-        space = max(LEAST_NAMES, WIDTH - len(f"  {_table(cells, facts.LEFT)[0]}  "))
-        names = [facts.params(collective.params, space) for collective in graph.collectives]
-        items = [{**cell, "params": name} for cell, name in zip(cells, names, strict=True)]
-        yield from (f"  {line}" for line in _table(items, {*facts.LEFT, "params"}))
+        space = max(LEAST_NAMES, WIDTH - len(f"  {_table(cells)[0]}  "))
+        for cell, collective in zip(cells, graph.collectives, strict=True):
+            cell["params"] = facts.params(collective.params, space)
+        yield from (f"  {line}" for line in _table(cells))
     for verdict in facts.verdicts(graph):
         yield from _wrapped(verdict, "  ", "    ")
 
 
-def _facts(title: str, pairs: Iterable[facts.Fact]) -> list[str]:
-    return _wrapped(f"{title}: {', '.join(f'{label} {value}'.replace(' ', TIED) for label, value in pairs)}")
+def _facts(title: str, values: Mapping[str, str]) -> list[str]:
+    tied = (f"{label} {value}".replace(" ", TIED) for label, value in values.items())
+    return _wrapped(f"{title}: {', '.join(tied)}")
 
 
 # ---- an explanation ----
@@ -84,23 +78,22 @@ def _facts(title: str, pairs: Iterable[facts.Fact]) -> list[str]:
 def explanation_text(explanation: ExplainedModel) -> str:
     """Return the text without a newline at its end."""
     units, schedule = explanation.units, explanation.schedule
-    params = counted(sum(len(unit.params) for unit in units), "parameter")
+    params = figures.counted(sum(len(unit.params) for unit in units), "parameter")
     size, per_rank = figures.size(explanation.total_bytes), figures.size(explanation.rank_bytes)
-    head = (
-        f"{explanation.model}: {counted(len(units), 'unit')}, {params} of {size}, of which each rank holds {per_rank}"
-    )
-    decisions = ", ".join(f"{label} {value}" for label, value in facts.schedule(schedule))
+    count = figures.counted(len(units), "unit")
+    head = f"{explanation.model}: {count}, {params} of {size}, of which each rank holds {per_rank}"
+    decisions = ", ".join(f"{label} {value}" for label, value in facts.schedule(schedule).items())
     graph = f"one full graph is scheduled with {decisions}: {_buckets(schedule.bucket)}"
     return _joined(_wrapped(head), _units(units), _reasons(explanation), _wrapped(graph))
 
 
 def _units(units: Sequence[UnitExplanation]) -> list[str]:
     """Return a table; units that differ only in their names share a line."""
-    left = {"unit", "in", "reduces in", "after forward"}
-    alike = _grouped((tuple(_cells(unit).items()), unit) for unit in units)
-    cells, groups = list(map(dict, alike)), list(alike.values())
-    space = max(LEAST_NAMES, WIDTH - len(f"{_table(cells, left)[0]}  "))
-    return _table([{"unit": _names(group, space), **cell} for cell, group in zip(cells, groups, strict=True)], left)
+    alike = defaultdict[tuple[tuple[str, str], ...], list[str]](list)
+    for unit in units:
+        alike[tuple(_cells(unit).items())].append(unit.name)
+    space = max(LEAST_NAMES, WIDTH - len(f"{_table([dict(cells) for cells in alike])[0]}  "))
+    return _table([{"unit": _names(names, space), **dict(cells)} for cells, names in alike.items()])
 
 
 def _cells(unit: UnitExplanation) -> dict[str, str]:
@@ -121,29 +114,26 @@ def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(map(facts.dtype_name, dtypes)) or "-"
 
 
-def _names(units: Sequence[UnitExplanation], width: int) -> str:
-    count = f" (each of {len(units)})" if len(units) > 1 else ""
-    return abbreviate([unit.name for unit in units], width - len(count)) + count
+def _names(names: Sequence[str], width: int) -> str:
+    count = f" (each of {len(names)})" if len(names) > 1 else ""
+    return figures.abbreviate(names, width - len(count)) + count
 
 
 def _reasons(explanation: ExplainedModel) -> Iterator[str]:
-    said = ((text, unit) for unit in explanation.units for text in (unit.why, *unit.notes))
-    for text, units in _grouped(said).items():
-        is_every = len(units) == len(explanation.units) > 1
-        who = "every unit" if is_every else abbreviate([unit.name for unit in units], LISTED_WIDTH)
-        yield from _wrapped(f"{who}: {text}")
+    said = defaultdict[str, list[str]](list)
+    for unit in explanation.units:
+        for text in (unit.why, *unit.notes):
+            said[text].append(unit.name)
+    for text, names in said.items():
+        is_every = len(names) == len(explanation.units) > 1
+        yield from _wrapped(
+            f"{'every unit' if is_every else figures.abbreviate(names, figures.LISTED_WIDTH)}: {text}"
+        )
     if explanation.outside:
         yield from _wrapped(
-            f"in no unit: {listed('parameter', explanation.outside)}: unsharded on every rank, gradients not "
+            f"in no unit: {figures.listed('parameter', explanation.outside)}: unsharded on every rank, gradients not "
             "averaged; given as ignored_params, or fully_shard was not called on a module above"
         )
-
-
-def _grouped(pairs: Iterable[tuple[Key, UnitExplanation]]) -> dict[Key, list[UnitExplanation]]:
-    found: dict[Key, list[UnitExplanation]] = {}
-    for key, unit in pairs:
-        found.setdefault(key, []).append(unit)
-    return found
 
 
 def _buckets(bucket: str | int) -> str:

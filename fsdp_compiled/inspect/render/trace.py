@@ -21,10 +21,10 @@ NANOSECONDS = 3  # decimals of a microsecond that are kept
 
 def trace(capture: CapturedModel) -> dict[str, Any]:
     """Return the JSON object format: ``traceEvents``, ``displayTimeUnit`` and, as ``otherData``, the headline."""
-    graphs = enumerate(zip(facts.titles(capture.graphs), capture.graphs, strict=True), start=1)
+    graphs = enumerate(facts.titled(capture.graphs), start=1)
     return {
         "displayTimeUnit": "ms",
-        "otherData": {"capture": facts.headline(capture)},
+        "otherData": {"capture": f"{capture.model}: {facts.about(capture)}"},
         "traceEvents": [event for pid, (title, graph) in graphs for event in _process(pid, title, graph)],
     }
 
