@@ -20,7 +20,7 @@ from .init.parameters import managed_parameters
 from .init.plan import ShardPlacementFn, checked_placements
 from .init.shard import shard
 from .module import FSDPModule
-from .param.unit import ParamPlacement
+from .param.placement import ParamPlacement
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
 

@@ -47,7 +47,7 @@ class Lower:
 
 
 def _units_by_order(graph: fx.Graph) -> dict[str, str]:
-    """Return names for units that follow from the graph alone: each process numbers outermost units as it makes them."""
+    """Return names for units by their order in the graph: a process numbers outermost units as it makes them."""
     outermost, names = dict[str, str](), dict[str, str]()
     for node in filter(nodes.travels, graph.nodes):
         unit = nodes.spec_of(node).param.unit
