@@ -3,7 +3,7 @@
     python examples/bench_compile.py
     python examples/bench_compile.py --cases 16x64 --contenders unsharded "full graph" --rounds 1
 
-The contenders are the unsharded model, FSDP2 with each block compiled, our regional way (each block's compute
+The contenders are the unsharded model, FSDP2 with each block compiled, our regional compilation (each block's compute
 compiled) and our one full graph; the two in the middle leave embedding, head and loss uncompiled. Each measurement
 is a new process with OMP_NUM_THREADS=1, empty caches and a simulated process group that communicates nothing: every
 contender pays alike for g++'s precompiled header, and none for importing torch. Contenders take turns, round after

@@ -110,8 +110,8 @@ def copies_table(device: torch.device, sizes_mib: Sequence[int], repeats: int) -
     """Time the copies of buckets whose unsharded parameters have so many MiB in bf16."""
     for mib in sizes_mib:
         bucket = _Bucket(_block_shapes(mib * MIB // 2), device)
-        other = torch.empty_like(bucket.rows)
-        plain = _rate(4 * bucket.numel, partial(other.copy_, bucket.rows), device, repeats)
+        other = torch.empty_like(bucket.output)
+        plain = _rate(4 * bucket.numel, partial(other.copy_, bucket.output), device, repeats)
         for name, size, ours, theirs in bucket.cases():
             yield Copied(name, mib, size / MIB, *(_rate(size, run, device, repeats) for run in (ours, theirs)), plain)
 
@@ -209,7 +209,7 @@ def ours_full_graph(model: Llama) -> Callable[..., Tensor]:
     return torch.compile(ours_eager(model), fullgraph=True)
 
 
-WAYS = {
+CONTENDERS = {
     "unsharded compiled": unsharded,
     "FSDP2": fsdp2,
     "FSDP2, blocks compiled": fsdp2_compiled_blocks,
@@ -264,7 +264,7 @@ def _step(name: str, args: argparse.Namespace, device: torch.device) -> tuple[fl
         tokens = torch.randint(config.vocab, (args.batch, args.seq + 1))
     for param in model.parameters():
         nn.init.normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)
-    call = WAYS[name](model)
+    call = CONTENDERS[name](model)
 
     def step() -> None:
         call(tokens[:, :-1], tokens[:, 1:]).backward()
@@ -334,7 +334,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10, help="timed; 3 more come first")
     parser.add_argument("--world", type=int, nargs="*", default=[8, 64], help="sizes of the simulated group")
-    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 256, 1024], help="of buckets, in MiB")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()

@@ -4,7 +4,7 @@
     python examples/bench_passes.py --layers --compile 4
 
 One process, rank 0 of a simulated group of 64, traces the example Llama at several depths and runs each pass on the
-joint, forward and backward graph. Inductor generates no code, which would take an hour; the whole takes 4 minutes on
+joint, forward and backward graph. Inductor generates no code, which would take an hour; all of it takes 4 minutes on
 2 cores. Prints each pass's CPU time, that per 1000 nodes, and how much that has grown since the shallowest model:
 1.00 is linear. ``--compile LAYERS`` also has Inductor compile one model with empty caches, and prints which share
 of the time the passes take. ``--json FILE`` keeps the figures.
@@ -47,7 +47,7 @@ SLOTS = (JOINT, BEFORE, AFTER)
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a pass, or under the name of a slot, of a whole pipeline."""
+    """One run of a pass, or under the name of a slot, of a complete pipeline."""
 
     name: str
     nodes: int  # of the graph that it got
@@ -115,7 +115,7 @@ class Tracer:
     def _time(self, graph: fx.Graph, slot: str) -> None:
         pipeline = timed(self.policy, time.process_time, self.runs.append)[slot]
         gc.collect()
-        gc.disable()  # it walks the whole process, at the cost of whichever pass is running
+        gc.disable()  # it walks all objects of the process, at the cost of whichever pass is running
         pipeline(graph)
         gc.enable()
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/compare.py
 
 Every contender takes one step in turn, so that drift of the machine meets all alike. Beside them runs the wire:
-two all-gathers and one reduce-scatter of the whole model with nothing else, what fully sharded training has to send.
+two all-gathers and one reduce-scatter of all parameters with nothing else, what fully sharded training has to send.
 Prints the median step time of each, its ratio to the best FSDP2 and to the limit (unsharded compiled step plus
 wire), and the loss after the last step. ``--memory`` also captures the full graphs and prints their peak of
 unsharded bytes and its bound; ``--json FILE`` keeps the figures.
@@ -37,7 +37,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass
 class Contender:
-    """One way to train; ``call`` takes (tokens, targets) and returns the loss."""
+    """One contender; ``call`` takes (tokens, targets) and returns the loss."""
 
     name: str
     model: nn.Module
@@ -66,7 +66,7 @@ class Wire:
         self.world = dist.get_world_size()
         self.group = dist.group.WORLD.group_name
         self.shard = torch.zeros(-(-parameters // self.world))
-        self.whole = torch.zeros(self.shard.numel() * self.world)
+        self.unsharded = torch.zeros(self.shard.numel() * self.world)
         self.seconds: list[float] = []
 
     def step(self) -> None:
@@ -75,12 +75,12 @@ class Wire:
         start = time.perf_counter()
         for _ in range(2):
             _c10d.wait_tensor(_c10d.all_gather_into_tensor(self.shard, self.world, self.group))
-        _c10d.wait_tensor(_c10d.reduce_scatter_tensor(self.whole, "avg", self.world, self.group))
+        _c10d.wait_tensor(_c10d.reduce_scatter_tensor(self.unsharded, "avg", self.world, self.group))
         self.seconds.append(time.perf_counter() - start)
 
 
 @dataclass(frozen=True)
-class Way:
+class Setup:
     """How a contender shards, compiles and steps."""
 
     shard: Callable[[Llama], Callable[..., Tensor]]
@@ -116,36 +116,36 @@ def ours_regional(model: Llama) -> Callable[..., Tensor]:
     return fully_shard(model)
 
 
-def full_graph(schedule: SchedulePolicy, on_shards: bool = True) -> Way:
+def full_graph(schedule: SchedulePolicy, on_shards: bool = True) -> Setup:
     def shard(model: Llama) -> Callable[..., Tensor]:
         return fsdp_compiled.compile(ours_eager(model), schedule=schedule, fullgraph=True)
 
-    return Way(shard, schedule, on_shards)
+    return Setup(shard, schedule, on_shards)
 
 
-WAYS = {
-    "unsharded compiled": Way(unsharded),
-    "FSDP2": Way(fsdp2),
-    "FSDP2, blocks compiled": Way(fsdp2_compiled_blocks),
-    "FSDP2 so, our optimizer step": Way(fsdp2_compiled_blocks, on_shards=True),
-    "eager": Way(ours_eager, on_shards=True),
-    "regional": Way(ours_regional, on_shards=True),
+CONTENDERS = {
+    "unsharded compiled": Setup(unsharded),
+    "FSDP2": Setup(fsdp2),
+    "FSDP2, blocks compiled": Setup(fsdp2_compiled_blocks),
+    "FSDP2 so, our optimizer step": Setup(fsdp2_compiled_blocks, on_shards=True),
+    "eager": Setup(ours_eager, on_shards=True),
+    "regional": Setup(ours_regional, on_shards=True),
     "full graph": full_graph(SchedulePolicy()),
     "full graph, DTensor optimizer": full_graph(SchedulePolicy(), on_shards=False),
     "full graph, unit buckets": full_graph(SchedulePolicy(bucket="unit", prefetch=1)),
     "full graph, 16 MiB kept": full_graph(SchedulePolicy(keep_unsharded_bytes=16 * MIB)),
 }
-DEFAULT = [name for name in WAYS if name not in ("full graph, unit buckets", "full graph, 16 MiB kept")]
+DEFAULT = [name for name in CONTENDERS if name not in ("full graph, unit buckets", "full graph, 16 MiB kept")]
 
 
 def make(name: str, config: Config, args: argparse.Namespace) -> Contender:
     model = Llama(config)
     model.init_weights(seed=0)
-    way = WAYS[name]
-    call = way.shard(model)
+    setup = CONTENDERS[name]
+    call = setup.shard(model)
     kind = {} if args.optimizer == "default" else {args.optimizer: True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **kind)
-    return Contender(name, model, call, step_on_shards(optimizer) if way.on_shards else optimizer, way.schedule)
+    return Contender(name, model, call, step_on_shards(optimizer) if setup.on_shards else optimizer, setup.schedule)
 
 
 def batches(args: argparse.Namespace, config: Config) -> list[tuple[Tensor, Tensor]]:
@@ -216,7 +216,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
     parser.add_argument("--steps", type=int, default=15, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing, compilation among them")
-    parser.add_argument("--only", nargs="*", choices=list(WAYS), default=DEFAULT)
+    parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=DEFAULT)
     parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="default", help="of AdamW")
     parser.add_argument("--memory", action="store_true", help="compile full graphs once more to see their memory")
     parser.add_argument("--json", metavar="FILE")

@@ -146,10 +146,10 @@ class Llama(nn.Module):
             if param.dim() == 1:
                 nn.init.ones_(param)
             else:
-                whole = torch.empty(param.shape)
+                unsharded = torch.empty(param.shape)
                 std = deep if name.endswith(("wo.weight", "down.weight")) else 0.02
-                nn.init.normal_(whole, std=std, generator=generator)
-                _copy_shard(param, whole)
+                nn.init.normal_(unsharded, std=std, generator=generator)
+                _copy_shard(param, unsharded)
         cos, sin = rotary_angles(self.config, device=self.cos.device)
         self.cos.copy_(cos)
         self.sin.copy_(sin)
@@ -170,12 +170,12 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _copy_shard(param: Tensor, whole: Tensor) -> None:
-    """Copy this rank's part of ``whole`` into ``param``, a DTensor or a plain tensor."""
+def _copy_shard(param: Tensor, unsharded: Tensor) -> None:
+    """Copy this rank's part of ``unsharded`` into ``param``, a DTensor or a plain tensor."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if isinstance(param, DTensor):
-        local = distribute_tensor(whole.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
+        local = distribute_tensor(unsharded.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
         param.to_local().copy_(local.to_local())
     else:
-        param.copy_(whole)
+        param.copy_(unsharded)

@@ -76,19 +76,19 @@ class QuantisedGathered(Tensor):
         module: nn.Module,
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, Tensor], torch.Size]:
-        """Return what this rank sends, and the shape of the whole."""
+        """Return what this rank sends, and the shape of the unsharded matrix."""
         return quantise(self.values, self.wire), outer_size
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, Tensor], size: torch.Size, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Return the whole matrix in ``dtype`` and what holds its memory, or fill ``out``."""
+        """Return the unsharded matrix in ``dtype`` and what holds its memory, or fill ``out``."""
         rows, scales = outputs
-        whole = (rows.to(torch.float32) * scales)[: size[0]].to(dtype)
+        unsharded = (rows.to(torch.float32) * scales)[: size[0]].to(dtype)
         if out is not None:
-            out.copy_(whole)
+            out.copy_(unsharded)
             return None
-        return whole, (whole,)
+        return unsharded, (unsharded,)
 
 
 def quantise(rows: Tensor, wire: torch.dtype) -> tuple[Tensor, Tensor]:

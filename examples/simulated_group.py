@@ -23,7 +23,7 @@ STREAM = "simulated link"
 class _Done(dist.Work):
     """Work that is complete, or ends with an event on a side stream."""
 
-    def __init__(self, side: streams.Streams | None = None) -> None:
+    def __init__(self, side: streams.CudaStreams | None = None) -> None:
         super().__init__()
         self._side = side
         self._event = side.record(STREAM) if side is not None else None

@@ -17,10 +17,11 @@ from . import collectives, passes, sharding
 from .hooks.lookup import unit_state
 from .init.arguments import check_complete_units_below, check_device, check_options, checked_modules, checked_reshard
 from .init.parameters import managed_parameters
-from .init.plan import PlacementPlan, ShardPlacementFn
+from .init.plan import ShardPlacementFn, checked_placements
 from .init.shard import shard
 from .module import FSDPModule
-from .policy import MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from .param.placement import ParamPlacement
+from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
@@ -42,16 +43,16 @@ def fully_shard(
     Call it on the parts of a model first and on the model last, as with ``torch.distributed.fsdp.fully_shard``.
     A unit's parameters are those below ``module`` that no unit has taken yet. Each becomes a DTensor of the same
     shape and dtype; the module, changed in place, gets the methods of :class:`FSDPModule`. Then train it as it
-    is, or compile it as a whole: ``torch.compile(model, fullgraph=True)``.
+    is, or compile it as one graph: ``torch.compile(model, fullgraph=True)``.
 
     Args:
         module: a module, or a list of modules that form one unit.
         mesh: 1-D to shard, or 2-D with names to replicate over dimension 0 and shard over dimension 1. None
             shards over all ranks.
-        reshard_after_forward: free unsharded parameters after forward and gather them again in backward
+        reshard_after_forward: free unsharded parameters after forward and all-gather them again in backward
             (True), or keep them (False). None is False for the outermost unit and True for all others; without
             gradients, where no backward will come, it is True for all in uncompiled forwards. A number N keeps
-            parameters sharded over N neighbouring ranks, over which backward gathers.
+            parameters sharded over N neighbouring ranks, over which backward all-gathers.
         shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, None for
             ``Shard(0)``, or a ``ShardPlacementResult`` for another mesh too. Only dimension 0 may be uneven.
         mp_policy: dtypes of communication and compute.
@@ -77,10 +78,11 @@ def fully_shard(
     reshard = checked_reshard(reshard_after_forward, mesh_info)
     found = managed_parameters(modules, ignored_params or set())
     check_device(mesh_info)
-    plan = PlacementPlan(mesh_info, mp_policy, offload_policy, shard_placement_fn)
-    placements = plan.checked_placements(found, reshard)
+    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+    default = ParamPlacement(mesh_info, 0, mp_policy, mesh_info.device, offload)
+    placements = checked_placements(found, default, shard_placement_fn, reshard)
     check_complete_units_below(modules)
-    shard(modules, found, placements, plan, reshard, ignored_params or set())
+    shard(modules, found, placements, default, reshard)
     passes.install(core_hash())
     return module
 
@@ -117,7 +119,7 @@ def fully_shard_with_compiled_compute(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let ``module.method_name(...)`` gather and reshard as ``module(...)`` does.
+    """Let ``module.method_name(...)`` all-gather and reshard as ``module(...)`` does.
 
     A module that was not given to ``fully_shard`` is left alone.
 

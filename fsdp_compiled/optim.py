@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, optim
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from .policy import require_bool
@@ -23,22 +23,9 @@ OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
 # Read in the source of torch 2.11.0, 2.13.0 and 2.15.0: beside a parameter's elements they use only step counts,
 # and what follows from those, which are equal on all ranks.
-ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
-    {
-        optim.ASGD,
-        optim.Adadelta,
-        optim.Adagrad,
-        optim.Adam,
-        optim.AdamW,
-        optim.Adamax,
-        optim.NAdam,
-        optim.RAdam,
-        optim.RMSprop,
-        optim.Rprop,
-        optim.SGD,
-    }
-)
-# Norms, matrix products, line searches and sparse rows.
+_ADAMS = (optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam)
+ELEMENTWISE = frozenset({*_ADAMS, optim.ASGD, optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.SGD})
+# Norms, matrix products, line searches and sparse gradients.
 NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0, as the two marks below by which schedulers know that a step ran. The
 # plain optimizer has no hooks: a subclass's step that calls its parent's would run them there again.
@@ -79,7 +66,7 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
         return optimizer
     _check_class(optimizer, elementwise)
     _check_params(optimizer)
-    _forget_schedulers_step(optimizer)
+    vars(optimizer).pop("step", None)  # of a learning rate scheduler: the new step does what it needs
     cls: type = type(optimizer)
     optimizer.__class__ = _on_shards(cls)
     return optimizer
@@ -101,9 +88,12 @@ def _check_class(optimizer: Optimizer, elementwise: bool) -> None:
         raise ValueError(
             f"{name}: expected differentiable=False, got True; a step on shards is not recorded by autograd"
         )
-
-
-# ---- the step of the instance ----
+    replaced = vars(optimizer).get("step")
+    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            f"{name}.step: expected the method of its class, got {replaced!r} on the object; "
+            "call step_on_shards before what replaces it"
+        )
 
 
 class StepsOnShards:
@@ -115,47 +105,33 @@ class StepsOnShards:
         return (object.__new__, (type(self).__mro__[2],), *reduced[2:])
 
 
-def _forget_schedulers_step(optimizer: Optimizer) -> None:
-    """Uncover the class's step if a learning rate scheduler covered it: the new one does what the scheduler needs."""
-    replaced = vars(optimizer).get("step")
-    if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            f"{type(optimizer).__name__}.step: expected the method of its class, got {replaced!r} on the object; "
-            "call step_on_shards before what replaces it"
-        )
-    vars(optimizer).pop("step", None)
-
-
 @cache
 def _on_shards(cls: type) -> type:
-    """Return the one subclass of ``cls`` whose step runs on a plain stand-in; all state is on instances."""
+    """Return the one subclass of ``cls`` whose step runs on a plain optimizer; all state is on instances."""
     # The hooks of the step run outside: one that clips gradients needs DTensors to get the norm over all ranks.
     hooked = cls.step  # type: ignore[attr-defined]
-    step = _step_of_stand_in(cls, hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked)
-    hooked_step: Any = Optimizer.profile_hook_step(step)
-    hooked_step.hooked = True
-    hooked_step._wrapped_by_lr_sched = True
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (StepsOnShards, cls), {"step": hooked_step, **names})
+    step = hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked
 
-
-def _step_of_stand_in(cls: type[Optimizer], step: Callable[..., Any]) -> Callable[..., Any]:
     @torch.compiler.disable(reason="a step on shards makes a plain optimizer")  # type: ignore[untyped-decorator]
     @wraps(step)
     def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         vars(optimizer)["_opt_called"] = True  # for learning rate schedulers
         stand_in = _StandIn(optimizer, cls)
         stand_in.take()
-        args, kwargs = stand_in.with_closure(args, kwargs)
+        if args and callable(args[0]):
+            args = (stand_in.synchronized(args[0]), *args[1:])
+        elif callable(kwargs.get("closure")):
+            kwargs["closure"] = stand_in.synchronized(kwargs["closure"])
         try:
             return step(stand_in.plain, *args, **kwargs)
         finally:
             stand_in.give_back()
 
-    return run
-
-
-# ---- the plain optimizer ----
+    hooked_step: Any = Optimizer.profile_hook_step(run)
+    hooked_step.hooked = True
+    hooked_step._wrapped_by_lr_sched = True
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (StepsOnShards, cls), {"step": hooked_step, **names})
 
 
 class _StandIn:
@@ -168,11 +144,7 @@ class _StandIn:
         self._params: dict[int, DTensor] = {}  # by id of its leaf
 
     def take(self) -> None:
-        """Give the plain optimizer everything that the shown one has now.
-
-        Raises:
-            ValueError: a parameter, gradient or state has a layout that cannot be stepped in shards.
-        """
+        """Give the plain optimizer all that the shown one has; ValueError for a layout that cannot be stepped."""
         groups = [
             {**group, "params": [self._leaf(param) for param in group["params"]]} for group in self.shown.param_groups
         ]
@@ -189,17 +161,11 @@ class _StandIn:
         self._leaves[id(param)], self._params[id(leaf)] = leaf, param
         if grad is not None:
             leaf.requires_grad = True
-            if isinstance(grad, DTensor) and grad._spec is param._spec:
-                leaf.grad = grad._local_tensor
-            else:
-                self._put_grad(leaf, grad, param)
+            local = self._local(grad, param)
+            if local.dtype != leaf.dtype:
+                leaf.grad_dtype = local.dtype
+            leaf.grad = local
         return leaf
-
-    def _put_grad(self, leaf: Tensor, grad: Tensor, param: DTensor) -> None:
-        local = self._local(grad, param, "gradient")
-        if local.dtype != leaf.dtype:
-            leaf.grad_dtype = local.dtype
-        leaf.grad = local
 
     def _plain_state(self) -> defaultdict[Any, Any]:
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -209,37 +175,26 @@ class _StandIn:
             if leaf is None:
                 state[key] = values
             else:
-                state[leaf] = self._plain_values(values, self._params[id(leaf)])
+                param = self._params[id(leaf)]
+                state[leaf] = {name: self._plain_value(value, param, name) for name, value in values.items()}
                 without -= 1
         if without:  # what has state was checked before it got it
             _check_params(self.shown)
         return state
 
-    def _plain_values(self, values: dict[str, Any], param: DTensor) -> dict[str, Any]:
-        spec = param._spec
-        return {
-            key: value._local_tensor
-            if isinstance(value, DTensor) and value._spec is spec
-            else self._plain_value(value, param, key)
-            for key, value in values.items()
-        }
-
-    def _plain_value(self, value: Any, param: DTensor, key: str) -> Any:
+    def _plain_value(self, value: Any, param: DTensor, name: str) -> Any:
         if isinstance(value, DTensor):
-            return self._local(value, param, f"state {key!r}")
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape != param._local_tensor.shape:
-            self._check_not_whole(value, param, key)
+            return self._local(value, param, name)
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape != param._local_tensor.shape:
+            raise ValueError(
+                f"{_name(param, self.shown)}: expected a DTensor as state {name!r}, got a plain tensor of the whole "
+                f"shape {tuple(value.shape)}; distribute it like the parameter before it is loaded"
+            )
         return value
 
-    def with_closure(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return a step's arguments with a closure during which the shown optimizer is up to date."""
-        if args and callable(args[0]):
-            return (self._around(args[0]), *args[1:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": self._around(kwargs["closure"])}
-        return args, kwargs
+    def synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure of a step, during which the shown optimizer is up to date."""
 
-    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
             self.give_back()
             loss = closure()
@@ -275,27 +230,22 @@ class _StandIn:
             for key in shown.keys() - values.keys():
                 del shown[key]
 
-    def _local(self, tensor: Tensor, param: DTensor, what: str) -> Tensor:
-        """Return the local tensor of a gradient or state that is sharded like ``param``."""
-        if not isinstance(tensor, DTensor):
+    def _local(self, tensor: Tensor, param: DTensor, name: str | None = None) -> Tensor:
+        """Return the local tensor of the gradient, or of the state of this name, that is sharded like ``param``."""
+        if isinstance(tensor, DTensor):
+            spec, expected = tensor._spec, param._spec
+            if spec is expected or (spec.placements == expected.placements and spec.mesh == expected.mesh):
+                return tensor._local_tensor
+        what, of = "gradient" if name is None else f"state {name!r}", _name(param, self.shown)
+        if isinstance(tensor, DTensor):
             raise ValueError(
-                f"{_name(param, self.shown)}: expected a DTensor as {what}, got a plain tensor of shape "
-                f"{tuple(tensor.shape)}; distribute it like the parameter"
+                f"{of}: expected a {what} with the parameter's {_layout(param)}, got {_layout(tensor)}; "
+                "redistribute it before the step"
             )
-        spec, expected = tensor._spec, param._spec
-        if spec is not expected and (spec.placements != expected.placements or spec.mesh != expected.mesh):
-            raise ValueError(
-                f"{_name(param, self.shown)}: expected a {what} with the parameter's {_layout(param)}, got "
-                f"{_layout(tensor)}; redistribute it before the step"
-            )
-        return tensor._local_tensor
-
-    def _check_not_whole(self, value: Tensor, param: DTensor, key: str) -> None:
-        if value.shape == param.shape:
-            raise ValueError(
-                f"{_name(param, self.shown)}: expected a DTensor as state {key!r}, got a plain tensor of the whole "
-                f"shape {tuple(value.shape)}; distribute it like the parameter before it is loaded"
-            )
+        raise ValueError(
+            f"{of}: expected a DTensor as {what}, got a plain tensor of shape {tuple(tensor.shape)}; "
+            "distribute it like the parameter"
+        )
 
 
 def _shown_value(value: Any, param: DTensor) -> Any:
@@ -310,15 +260,11 @@ def _shown_value(value: Any, param: DTensor) -> Any:
 
 def _check_params(optimizer: Optimizer) -> None:
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if isinstance(param, DTensor) and (param.dim() == 0 or any(map(_is_partial, param.placements))):
+        if isinstance(param, DTensor) and (param.dim() == 0 or any(p.is_partial() for p in param.placements)):
             raise ValueError(
                 f"{_name(param, optimizer)}: expected a DTensor with a dimension and no Partial, got shape "
                 f"{tuple(param.shape)} with {_layout(param)}; use the optimizer without step_on_shards"
             )
-
-
-def _is_partial(placement: Placement) -> bool:
-    return isinstance(placement, Partial)
 
 
 def _layout(tensor: DTensor) -> str:

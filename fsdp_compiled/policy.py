@@ -39,16 +39,11 @@ class MixedPrecisionPolicy:
     def __post_init__(self) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             value = getattr(self, name)
-            if value is not None and not isinstance(value, torch.dtype):
-                raise TypeError(
-                    f"MixedPrecisionPolicy.{name}: expected torch.dtype or None, got {value!r}; "
-                    "use for example torch.bfloat16"
-                )
+            where, example = f"MixedPrecisionPolicy.{name}", "use for example torch.bfloat16"
+            if not isinstance(value, torch.dtype | None):
+                raise TypeError(f"{where}: expected torch.dtype or None, got {value!r}; {example}")
             if value is not None and not value.is_floating_point:
-                raise ValueError(
-                    f"MixedPrecisionPolicy.{name}: expected a floating-point dtype, got {value}; "
-                    "use for example torch.bfloat16"
-                )
+                raise ValueError(f"{where}: expected a floating-point dtype, got {value}; {example}")
         require_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
         override = self.param_dtype_override_fn
         if override is not None and not callable(override):
@@ -85,8 +80,8 @@ class CPUOffloadPolicy(OffloadPolicy):
     """Keep sharded parameters, gradients and optimizer state on the CPU.
 
     Args:
-        pin_memory: whether to pin the shards' memory so that their way to the device overlaps with compute. Gradients
-            that come from a GPU are pinned in any case.
+        pin_memory: whether to pin the shards' memory so that copies to the device overlap with compute. Gradients
+            copied from a GPU are pinned in any case.
     """
 
     pin_memory: bool = True
@@ -101,13 +96,13 @@ def require_bool(name: str, value: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {value!r} of {type(value).__name__}")
 
 
+# *Source:* "versionchanged:: 2.15" of torch.distributed.fsdp.MixedPrecisionPolicy.
+_REDUCES_IN_ORIGINAL_DTYPE = TorchVersion(torch.__version__) >= "2.15"
+
+
 def resolved(policy: MixedPrecisionPolicy, original: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Return (all-gather dtype, reduce dtype) for a parameter of dtype ``original``."""
     if not original.is_floating_point:
         return original, original
     param_dtype = policy.param_dtype or original
     return param_dtype, policy.reduce_dtype or (original if _REDUCES_IN_ORIGINAL_DTYPE else param_dtype)
-
-
-# *Source:* "versionchanged:: 2.15" of torch.distributed.fsdp.MixedPrecisionPolicy.
-_REDUCES_IN_ORIGINAL_DTYPE = TorchVersion(torch.__version__) >= "2.15"

@@ -54,7 +54,7 @@ def joint(policy: SchedulePolicy) -> tuple[Pass, ...]:
 def post_grad(policy: SchedulePolicy) -> tuple[Pass, ...]:
     """Return what runs on the forward and the backward graph each, before Inductor's own passes."""
     return (
-        Normalize(),  # a parameter that is read twice would be gathered twice
+        Normalize(),  # a parameter that is read twice would travel twice
         Bucket(policy),  # every collective costs a launch, and an exposed one costs all its time
         Lower(),  # one launch and one wait for each collective, which the next pass moves apart
         Reorder(policy),  # a collective that is waited for at once is fully exposed

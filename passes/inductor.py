@@ -25,7 +25,7 @@ Slot = str  # the name of a field of torch._inductor.config
 
 
 class Pass(Protocol):
-    """Rewrites a graph in place; its fields and source are its whole configuration."""
+    """Rewrites a graph in place; its fields and its source are all of its configuration."""
 
     def __call__(self, graph: fx.Graph) -> None: ...
 

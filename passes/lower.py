@@ -6,14 +6,14 @@ bucket stands where its first all-gather stood, or after its last gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch._inductor import config  # see inductor.py
 
-from ..sharding.spec import AllGatherBucket, ReductionBucket
+from ..sharding.spec import AllGatherBucket, CommSpec, ParamSpec, ReductionBucket
 from .cost.cluster import gathers_into_place
 from .graph import emit, nodes
 from .graph.emit import Emitter
@@ -39,10 +39,26 @@ class Lower:
         for node in list(graph.nodes):
             if (nodes.is_unshard(node) or nodes.is_reduce_grad(node)) and not nodes.travels(node):
                 _lower_local(node)
+        units = _units_by_order(graph)
         for bucket in _assigned(graph, nodes.is_unshard):
-            _lower_all_gather(bucket)
+            _lower_all_gather(bucket, units)
         for bucket in _assigned(graph, nodes.is_reduce_grad):
-            _lower_reduction(bucket)
+            _lower_reduction(bucket, units)
+
+
+def _units_by_order(graph: fx.Graph) -> dict[str, str]:
+    """Return names for units by their order in the graph: a process numbers outermost units as it makes them."""
+    outermost, names = dict[str, str](), dict[str, str]()
+    for node in filter(nodes.travels, graph.nodes):
+        unit = nodes.spec_of(node).param.unit
+        first, dot, rest = unit.partition(".")
+        local = outermost.setdefault(first, f"{first.partition('#')[0]}#{len(outermost)}")
+        names[unit] = f"{local}{dot}{rest}"
+    return names
+
+
+def _params(specs: Sequence[CommSpec], units: Mapping[str, str]) -> tuple[ParamSpec, ...]:
+    return tuple(replace(spec.param, unit=units[spec.param.unit]) for spec in specs)
 
 
 def _assigned(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> Iterable[list[fx.Node]]:
@@ -54,12 +70,12 @@ def _assigned(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> Iterable[l
     return found.values()
 
 
-def _lower_all_gather(opaque: Sequence[fx.Node]) -> None:
+def _lower_all_gather(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> None:
     _require_no_cuda_graphs(opaque[0])
     specs, shards = [nodes.spec_of(node) for node in opaque], [nodes.source_of(node) for node in opaque]
     bucket = AllGatherBucket(
         specs[0].all_gather,
-        tuple(spec.param for spec in specs),
+        _params(specs, units),
         inputs_persist=all(map(nodes.is_parameter, shards)),
     )
     dims, device = [param.dim for param in bucket.params], nodes.computes_on(opaque[0])
@@ -67,10 +83,10 @@ def _lower_all_gather(opaque: Sequence[fx.Node]) -> None:
     _replace(opaque, emit.stage(Emitter(opaque[0]), "all_gather", shards, bucket))
 
 
-def _lower_reduction(opaque: Sequence[fx.Node]) -> None:
+def _lower_reduction(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> None:
     _require_no_cuda_graphs(opaque[0])
     specs, results = [nodes.spec_of(node) for node in opaque], [nodes.source_of(node) for node in opaque]
-    bucket = ReductionBucket(specs[0].reduction, tuple(spec.param for spec in specs))
+    bucket = ReductionBucket(specs[0].reduction, _params(specs, units))
     emitter = Emitter(opaque[-1].next)
     for stage in bucket.stages:
         results = emit.stage(emitter, stage, results, bucket)

@@ -20,10 +20,10 @@ class SchedulePolicy:
             ``in_flight_bytes`` has no room for a bucket, it is cut.
         prefetch: how many all-gathers may be launched before the first of them is needed, beside the one in use;
             "auto": as many as hide their time behind compute, at least one.
-        in_flight_bytes: the hard bound on bytes gathered and not yet freed plus gradients waiting to be reduced,
+        in_flight_bytes: the hard bound on unsharded bytes not yet freed plus gradients waiting to be reduced,
             in each graph. "auto": the largest of 64 MiB, of what PyTorch's FSDP2 holds (two of the largest units,
             and in backward the gradients of two more), and of what the graph cannot do without.
-        keep_unsharded_bytes: so many bytes of parameters, those with the largest gather time per byte, stay
+        keep_unsharded_bytes: so many bytes of parameters, those with the largest all-gather time per byte, stay
             unsharded from forward to backward rather than travel twice; beside ``in_flight_bytes``.
         cluster: the machine that times are estimated for; None: found from the devices and the process group.
 

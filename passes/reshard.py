@@ -29,7 +29,7 @@ class Candidate:
 def decide_kept(candidates: Iterable[Candidate], budget_bytes: int) -> set[Hashable]:
     """Return the keys to keep: those with the largest all-gather time per byte, as many as the budget holds.
 
-    *Source:* the order is the one of DeepCompile's selective gather (arXiv 2504.09983).
+    *Source:* the order is the one of DeepCompile's selective gathering (arXiv 2504.09983).
     """
     kept: set[Hashable] = set()
     for candidate in sorted(candidates, key=lambda c: -c.all_gather_us / max(c.bytes, 1)):
@@ -46,7 +46,7 @@ class Reshard:
     ::
 
         unshard(reshard=True)    ->  MUST_RECOMPUTE: only the shard is saved, backward all-gathers again
-        unshard(reshard=False)   ->  MUST_SAVE: the unsharded parameter is saved, backward gathers nothing
+        unshard(reshard=False)   ->  MUST_SAVE: the unsharded parameter is saved, backward all-gathers nothing
         w = with_gradient(v)     ->  w = v, tagged as an unshard is: an all-gather extension made it of several
         w = unshard(s)           ->  p = take_shard(unshard(s)); w = unshard(p), over the smaller group if there is
                                      one: p is saved, backward all-gathers w again, and Normalize drops the

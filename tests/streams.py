@@ -25,7 +25,7 @@ class _Event:
 
 
 class RecordingStreams:
-    """Implements :class:`fsdp_compiled.collectives.streams.Streams`; ``log`` has a line for each event."""
+    """Stands in for :class:`fsdp_compiled.collectives.streams.CudaStreams`; ``log`` has a line for each event."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

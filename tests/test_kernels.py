@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fsdp_compiled.collectives import reference
-from fsdp_compiled.sharding.layout import ShardLayout
+from fsdp_compiled.sharding.layout import ShardLayout, packed_layout
 
 pytest.importorskip("triton")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -72,7 +72,7 @@ examples = settings(max_examples=20, deadline=None)
 
 
 def _packed_numel(layouts):
-    return reference.packed_layout([each.shard_numel for each in layouts]).numel
+    return packed_layout(tuple(each.shard_numel for each in layouts)).numel
 
 
 @examples
@@ -137,13 +137,13 @@ def test_one_launch_whatever_the_number_of_parameters(kernels, monkeypatch):
     for length, launches in ((lambda n: 4 * n, 1), (lambda n: 5, 1), (lambda n: 4 * n if n < 40 else 5, 2)):
         launched.clear()
         shards = [torch.ones(length(n)) for n in range(60)]
-        kernels.pack_shards(shards, torch.empty(reference.packed_layout(list(map(len, shards))).numel))
+        kernels.pack_shards(shards, torch.empty(packed_layout(tuple(map(len, shards))).numel))
         assert len(launched) == launches
 
 
 def test_an_odd_parameter_does_not_narrow_the_others_on_any_rank(kernels):
     layouts = tuple(ShardLayout(shape, 0, 64) for shape in ((5,), (128,), (512, 24)))
-    packed = reference.packed_layout([each.shard_numel for each in layouts])
+    packed = packed_layout(tuple(each.shard_numel for each in layouts))
     assert (packed.numels, packed.offsets, packed.numel) == ((1, 2, 192), (0, 16, 32), 224)
     blocks = kernels._bucket_blocks(layouts)
     assert [blocks.granularity(index) for index in range(3)] == [1, 2, 16]

@@ -16,8 +16,8 @@ def test_one_dimension_shards():
     assert type(info) is FSDPMeshInfo
     assert (info.shard_world, info.shard_rank, info.replicate_world) == (4, 0, 1)
     assert info.placements(Shard(1)) == (Shard(1),)
-    assert info.shard_group != ""
-    assert info.replicate_group == ""
+    assert info.shards.name != ""
+    assert info.replicas.name == ""
 
 
 def test_no_mesh_is_one_over_all_ranks():
@@ -29,12 +29,12 @@ def test_two_dimensions_replicate_and_shard():
     assert type(info) is HSDPMeshInfo
     assert (info.shard_world, info.replicate_world) == (2, 2)
     assert info.placements(Shard(0)) == (Replicate(), Shard(0))
-    assert info.shard_group != info.replicate_group
+    assert info.shards != info.replicas
 
 
 def test_replicas_only():
     info = DDPMeshInfo(init_device_mesh("cpu", (4,)), replicate_mesh_dim=0)
-    assert (info.shard_world, info.shard_rank, info.replicate_world, info.shard_group) == (1, 0, 4, "")
+    assert (info.shard_world, info.shard_rank, info.replicate_world, info.shards.name) == (1, 0, 4, "")
     assert info.placements(Shard(0)) == (Replicate(),)
 
 
@@ -44,8 +44,8 @@ def test_smaller_groups_within_a_part_of_the_world():
     mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("data", "model"))["data"]  # ranks 1, 3, 5, ... 15
     info = data_parallel_mesh(mesh)
     small = info.smaller_group(4)
-    assert small is not None and (small.world, small.rank) == (4, 2)
-    assert dist.get_process_group_ranks(_resolve_process_group(small.name)) == [1, 3, 5, 7]
+    assert small is not None and (small.group.world, small.rank) == (4, 2)
+    assert dist.get_process_group_ranks(_resolve_process_group(small.group.name)) == [1, 3, 5, 7]
     assert info.smaller_group(4) == small  # made once
     assert info.smaller_group(1) is None and info.smaller_group(8) is None
 

@@ -21,9 +21,6 @@ from .interfaces import AllGather, Comm, ReduceScatter
 class ProcessGroupMemory(Comm):
     """Buffers that a process group's backend allocates, as NCCL does from memory registered with the network.
 
-    Args:
-        group: to communicate over.
-
     Raises:
         RuntimeError: the group's backend for ``device`` allocates no tensors.
     """
@@ -37,7 +34,6 @@ class ProcessGroupMemory(Comm):
             )
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See :meth:`Comm.allocate`."""
         return self._backend.allocate_tensor(prod(size), dtype=dtype, device=device).view(*size)
 
 
@@ -47,7 +43,6 @@ class ProcessGroupAllGather(ProcessGroupMemory, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """See :class:`AllGather`."""
         return backend.all_gather(output_tensor, input_tensor, group)
 
 
@@ -62,22 +57,17 @@ class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """See :class:`ReduceScatter`."""
         return backend.reduce_scatter(output_tensor, input_tensor, group, op)
 
 
 class SymmetricMemory(Comm):
     """Buffers that every rank of a group sees, one for each size and dtype, kept as long as this object.
 
-    A gather may use one again because no rank's part arrives before this rank's gather has begun, behind the copy-out
-    of the last one on the same stream.
-
-    Args:
-        device: of compute.
-        backend: of symmetric memory.
+    An all-gather may use one again because no rank's part arrives before this rank's all-gather has begun, behind the
+    copy-out of the last one on the same stream. ``backend`` is "NCCL" or "CUDA".
 
     Raises:
-        RuntimeError: symmetric memory is not there for ``device``.
+        RuntimeError: ``device`` is no GPU.
     """
 
     def __init__(self, device: torch.device, backend: str) -> None:
@@ -88,7 +78,6 @@ class SymmetricMemory(Comm):
         self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """See :meth:`Comm.allocate`."""
         key = (prod(size), dtype, device)
         if key not in self._buffers:
             self._buffers[key] = self._memory.empty(prod(size), dtype=dtype, device=device)
@@ -100,19 +89,15 @@ class NCCLSymmetricAllGather(SymmetricMemory, AllGather):
 
     With the process group's ``config.cta_policy`` (or ``NCCL_CTA_POLICY=2``) at zero, NCCL uses the copy engines
     inside a node, which takes no compute units.
-
-    Args:
-        device: of compute.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, "NCCL")
+    def __init__(self, device: torch.device, backend: str) -> None:
+        super().__init__(device, backend)
         self._met: set[tuple[str, int]] = set()
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """See :class:`AllGather`."""
         place = (group.group_name, output_tensor.data_ptr())
         if place not in self._met:
             # A rendezvous needs the communicator, which NCCL makes for the first collective.
@@ -123,22 +108,15 @@ class NCCLSymmetricAllGather(SymmetricMemory, AllGather):
 
 
 class CopyEngineAllGather(SymmetricMemory, AllGather):
-    """Every rank copies its part into the others' buffers by the GPUs' copy engines, which takes no compute units.
-
-    Args:
-        device: of compute.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device, "CUDA")
+    """Every rank copies its part into the others' buffers by the GPUs' copy engines, which takes no compute units."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """See :class:`AllGather`; the result is in order on the current stream."""
+        # The result is in order on the current stream.
         handle = self._memory.rendezvous(output_tensor, group.group_name)
         numel = input_tensor.numel()
-        handle.barrier(channel=0)  # nobody reads what the last gather left
+        handle.barrier(channel=0)  # nobody reads what the last all-gather left
         for step in range(handle.world_size):
             peer = (handle.rank + step) % handle.world_size  # so that not all write to one
             theirs = handle.get_buffer(peer, (numel,), input_tensor.dtype, handle.rank * numel)
@@ -148,23 +126,14 @@ class CopyEngineAllGather(SymmetricMemory, AllGather):
         return None
 
 
-def symmetric_all_gather(device: torch.device, backend: str, groups: tuple[str, ...]) -> AllGather:
-    """Return the all-gather through symmetric memory that all who gather over these groups share.
-
-    Args:
-        device: of compute.
-        backend: "NCCL" or "CUDA".
-        groups: names of the process groups.
-    """
-    key = (device, backend, groups)
-    found = _shared.get(key)
-    if found is None:
-        kind = NCCLSymmetricAllGather if backend == "NCCL" else CopyEngineAllGather
-        found = _shared[key] = kind(device)
-    return found
-
-
 _shared: WeakValueDictionary[Hashable, AllGather] = WeakValueDictionary()
+
+
+def symmetric_all_gather(device: torch.device, backend: str, groups: tuple[str, ...]) -> AllGather:
+    """Return the all-gather that all units share which use symmetric memory over the groups of these names."""
+    kind = NCCLSymmetricAllGather if backend == "NCCL" else CopyEngineAllGather
+    key = (device, backend, groups)
+    return _shared.get(key) or _shared.setdefault(key, kind(device, backend))
 
 
 def _symmetric_memory() -> Any:

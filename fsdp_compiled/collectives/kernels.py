@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..sharding.layout import PackedLayout, ShardLayout
-from .reference import packed_layout
+from ..sharding.layout import PackedLayout, ShardLayout, packed_layout, shard_layout
 
 BLOCK = 4096  # elements that one program copies at most
 _COLUMNS = 7  # of the table of blocks
@@ -117,7 +116,7 @@ def pack_gradients(
 ) -> Tensor:
     """See :func:`reference.pack_gradients`."""
     layouts = tuple(_layouts(grads, dims, world))
-    numel = packed_layout([layout.shard_numel for layout in layouts]).numel
+    numel = packed_layout(tuple(layout.shard_numel for layout in layouts)).numel
     packed = grads[0].new_empty(world, numel, dtype=dtype)
     _run([grad.contiguous() for grad in grads], packed, _bucket_blocks(layouts), is_packing=True, divisor=divisor)
     return packed
@@ -213,12 +212,12 @@ class Blocks:
 
 
 def _layout(shards: Sequence[Tensor]) -> PackedLayout:
-    return packed_layout([shard.numel() for shard in shards])
+    return packed_layout(tuple(shard.numel() for shard in shards))
 
 
 def _layouts(tensors: Sequence[Tensor], dims: Sequence[int], world: int) -> Iterator[ShardLayout]:
     for tensor, dim in zip(tensors, dims, strict=True):
-        yield ShardLayout(tuple(tensor.shape), dim, world)
+        yield shard_layout(tensor.shape, dim, world)
 
 
 @lru_cache(maxsize=1024)
@@ -234,7 +233,7 @@ def _shard_blocks(layout: PackedLayout) -> Blocks:
 @lru_cache(maxsize=1024)
 def _bucket_blocks(layouts: tuple[ShardLayout, ...]) -> Blocks:
     """Return the pieces of unsharded tensors in ``[world, packed numel]``."""
-    world, packed = layouts[0].world, packed_layout([layout.shard_numel for layout in layouts])
+    world, packed = layouts[0].world, packed_layout(tuple(layout.shard_numel for layout in layouts))
     blocks = list[tuple[int, ...]]()
     for index, (layout, gap, offset) in enumerate(zip(layouts, packed.gaps, packed.offsets, strict=True)):
         numel, outer = layout.shard_numel, prod(layout.shape[: layout.dim])

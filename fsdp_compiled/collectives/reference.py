@@ -11,12 +11,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..sharding.layout import PackedLayout, ShardLayout
-
-
-def packed_layout(numels: Sequence[int]) -> PackedLayout:
-    """Return where shards of so many elements lie."""
-    return PackedLayout(tuple(numels))
+from ..sharding.layout import PackedLayout, ShardLayout, packed_layout, shard_layout
 
 
 def take_shard(unsharded: Tensor, layout: ShardLayout, rank: int) -> Tensor:
@@ -41,7 +36,7 @@ def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
         shards: of this rank, any shapes and dtypes.
         packed: 1-D, as long as their :class:`PackedLayout`; overwritten.
     """
-    layout = packed_layout([shard.numel() for shard in shards])
+    layout = packed_layout(tuple(shard.numel() for shard in shards))
     flat = [shard.reshape(-1).to(packed.dtype) for shard in shards]
     torch.cat(list(_with_gaps(flat, layout, packed.new_zeros(max(layout.gaps)))), out=packed)
 
@@ -55,11 +50,15 @@ def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int
         dims: the sharded dimension of each.
     """
     world = output.shape[0]
-    layout = packed_layout([out.numel() // world for out in outs])
+    layout = packed_layout(tuple(out.numel() // world for out in outs))
+    targets, sources = [], []
     for piece, out, dim in zip(_pieces(output, layout), outs, dims, strict=True):
-        chunk = (*out.shape[:dim], out.shape[dim] // world, *out.shape[dim + 1 :])
-        chunks = piece.reshape(world, *chunk).movedim(0, dim)
-        out.view(chunks.shape).copy_(chunks)
+        if dim != 0:
+            chunk = (*out.shape[:dim], out.shape[dim] // world, *out.shape[dim + 1 :])
+            piece = piece.reshape(world, *chunk).movedim(0, dim)
+        targets.append(out.view(piece.shape))
+        sources.append(piece)
+    torch._foreach_copy_(targets, sources)
 
 
 def pack_gradients(
@@ -74,9 +73,9 @@ def pack_gradients(
         dtype: of the result.
         divisor: 1 for none.
     """
-    layouts = [ShardLayout(tuple(grad.shape), dim, world) for grad, dim in zip(grads, dims, strict=True)]
+    layouts = [shard_layout(grad.shape, dim, world) for grad, dim in zip(grads, dims, strict=True)]
     chunks = [_chunked(grad.to(dtype), layout) for grad, layout in zip(grads, layouts, strict=True)]
-    packed = packed_layout([layout.shard_numel for layout in layouts])
+    packed = packed_layout(tuple(layout.shard_numel for layout in layouts))
     zeros = chunks[0].new_zeros(world, max(packed.gaps))
     input = torch.cat(list(_with_gaps(chunks, packed, zeros)), dim=1)
     return input if divisor == 1.0 else input.div_(divisor)
@@ -91,8 +90,8 @@ def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> 
         divisor: 1 for none.
     """
     packed = packed if divisor == 1.0 else packed / divisor
-    for piece, out in zip(_pieces(packed, packed_layout([out.numel() for out in outs])), outs, strict=True):
-        out.copy_(piece.view(out.shape))
+    pieces = _pieces(packed, packed_layout(tuple(out.numel() for out in outs)))
+    torch._foreach_copy_(list(outs), [piece.view(out.shape) for piece, out in zip(pieces, outs, strict=True)])
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, zeros: Tensor) -> Iterator[Tensor]:

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -21,26 +21,6 @@ from ..errors import FSDPError
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
 Following = TypeVar("Following")
-
-
-class Event(Protocol):
-    """A point on a stream."""
-
-    def synchronize(self) -> None:
-        """Let the host wait for it."""
-
-
-class Streams(Protocol):
-    """A device's side streams, by name."""
-
-    def beside(self, name: str) -> AbstractContextManager[Any]:
-        """Run what follows on the side stream ``name``, after all that compute was given so far."""
-
-    def record(self, name: str) -> Event:
-        """Return an event after all that the side stream was given so far."""
-
-    def wait(self, event: Event) -> None:
-        """Let the current stream wait for ``event``."""
 
 
 class CudaStreams:
@@ -61,18 +41,21 @@ class CudaStreams:
         return self._streams[name]
 
     def beside(self, name: str) -> AbstractContextManager[Any]:
+        """Run what follows on the side stream ``name``, after all that compute was given so far."""
         stream = self._stream(name)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(stream)
 
-    def record(self, name: str) -> Event:
+    def record(self, name: str) -> torch.cuda.Event:
+        """Return an event after all that the side stream was given so far."""
         return self._stream(name).record_event()
 
-    def wait(self, event: Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Let the current stream wait for ``event``."""
+        torch.cuda.current_stream(self._device).wait_event(event)
 
 
-def streams_of(device: torch.device) -> Streams | None:
+def streams_of(device: torch.device) -> CudaStreams | None:
     """Return the side streams of ``device``; None for a CPU, which copies in turn with compute."""
     if device.type != "cuda":
         return None
@@ -92,7 +75,7 @@ class Pending(Generic[Result]):
         event: after the work; None on a CPU.
     """
 
-    def __init__(self, finish: Callable[[], Result], event: Event | None = None) -> None:
+    def __init__(self, finish: Callable[[], Result], event: torch.cuda.Event | None = None) -> None:
         self._finish: Callable[[], Result] | None = finish
         self._event = event
 
@@ -139,7 +122,7 @@ def launch(
     return _under_way(streams, name, result, (begin, finish))
 
 
-def _under_way(streams: Streams, name: str, result: Result, held: object) -> Pending[Result]:
+def _under_way(streams: CudaStreams, name: str, result: Result, held: object) -> Pending[Result]:
     event = streams.record(name)
     return Pending(_Join(streams, event, result, held), event)
 
@@ -154,9 +137,9 @@ class _Join(Generic[Result]):
         held: what the work reads, until compute has waited.
     """
 
-    def __init__(self, streams: Streams, event: Event, result: Result, held: object) -> None:
+    def __init__(self, streams: CudaStreams, event: torch.cuda.Event, result: Result, held: object) -> None:
         self._streams = streams
-        self._event: Event | None = event
+        self._event: torch.cuda.Event | None = event
         self._result = result
         self._held = held
 

@@ -9,13 +9,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
-
-from ..param.unit import Unit
-from .group import FSDPParamGroup
 
 
 class TrainingState(Enum):
@@ -34,44 +31,10 @@ class TrainingState(Enum):
     POST_BACKWARD = auto()
 
 
-class UnitState(Protocol):
-    """What the units of a model ask of each other's state."""
-
-    unit: Unit
-    training_state: TrainingState
-    max_reducing: int
-
-    @property
-    def groups(self) -> list[FSDPParamGroup]:
-        """What shares a collective."""
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients wait to be reduced."""
-
-    def launch_unshard(self) -> None:
-        """Start the unit's all-gathers."""
-
-    def drop_unshard(self) -> None:
-        """Drop all-gathers under way."""
-
-    def post_backward(self) -> None:
-        """Start reducing the unit's gradients and free its unsharded parameters."""
-
-    def prefetch_in_backward(self) -> None:
-        """Start the unit's all-gathers ahead of its own backward."""
-
-    def complete_list_unit(self) -> None:
-        """End the forward of a list unit some of whose modules were not called."""
-
-    def end_backward(self) -> None:
-        """Return to idle."""
-
-    def reset(self, drop_accumulated: bool) -> None:
-        """Forget what an interrupted step left."""
+UnitState = Any  # an FSDPState, whose file imports this one
 
 
-def states_below(modules: Sequence[nn.Module]) -> list[Any]:
+def states_below(modules: Sequence[nn.Module]) -> list[UnitState]:
     """Return the states of ``modules`` and of all modules below them, outermost first."""
     found = {id(s): s for root in modules for m in root.modules() if (s := m.__dict__.get("_fsdp_state")) is not None}
     return list(found.values())

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..collectives import Pending, launch_all_gather, launch_reduction, launch_replica_reduction
-from ..param.param import FSDPParam, ShardedState
+from ..param.param import FSDPParam
+from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..passes.cost.cluster import gathers_into_place
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
@@ -60,6 +61,9 @@ class _Reduction:
                 param.accumulate_grad(grad)
 
 
+_BUCKETS = 64  # that a group keeps; a step uses few, but specs may change from step to step
+
+
 class _Buckets:
     """The buckets that a group has used, each made once for the same specs."""
 
@@ -70,6 +74,8 @@ class _Buckets:
         """Return ``make(specs, *others)``, made once for these very specs: to hash records in every step is slow."""
         key = (make, *map(id, specs))
         if key not in self._made:
+            if len(self._made) >= _BUCKETS:
+                self._made.clear()
             self._made[key] = (specs, make(specs, *others))  # specs are kept, so that their ids stay theirs
         return self._made[key][1]
 

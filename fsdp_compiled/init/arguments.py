@@ -33,22 +33,16 @@ def _check_module(module: object) -> None:
             f"{type(module).__name__}: expected a module that is not sharded yet, got one that fully_shard has "
             "already been applied to; apply it once to each module"
         )
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and _lacks_forward(module):
+    without_forward = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward in without_forward:
         raise ValueError(
             f"{type(module).__name__}: expected a module with a forward, got a container without one, whose "
             "hooks would never run; apply fully_shard to each of its members"
         )
 
 
-def _lacks_forward(module: nn.Module) -> bool:
-    return type(module).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
-
-
 def check_options(
-    mp_policy: object,
-    offload_policy: object,
-    ignored_params: object,
-    shard_placement_fn: object,
+    mp_policy: object, offload_policy: object, ignored_params: object, shard_placement_fn: object
 ) -> None:
     """Raise TypeError for a wrong type."""
     if not isinstance(mp_policy, MixedPrecisionPolicy):
@@ -57,11 +51,9 @@ def check_options(
         raise TypeError(f"offload_policy: expected an OffloadPolicy, got {offload_policy!r}")
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise TypeError(f"shard_placement_fn: expected a function or None, got {shard_placement_fn!r}")
-    if ignored_params is None:
-        return
-    if not isinstance(ignored_params, (set, frozenset)):
+    if not isinstance(ignored_params, set | frozenset | None):
         raise TypeError(f"ignored_params: expected a set of parameters, got {type(ignored_params).__name__}")
-    for param in ignored_params:
+    for param in ignored_params or ():
         if not isinstance(param, nn.Parameter):
             raise TypeError(f"ignored_params: expected parameters, got a {type(param).__name__} among them")
 
@@ -78,22 +70,20 @@ def checked_reshard(value: object, mesh_info: DataParallelMeshInfo) -> bool | in
     world = mesh_info.shard_world
     if value < 1 or world % value:
         raise ValueError(f"reshard_after_forward: expected a divisor of the shard world size {world}, got {value}")
-    if value in (1, world):
-        return value == world
-    return value
+    return value == world if value in (1, world) else value
 
 
 def check_complete_units_below(modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if a unit lies only in part below ``modules``."""
     below = {module for root in modules for module in root.modules()}
     for state in states_below(modules):
-        for module in state.modules:
-            if module not in below:
-                raise ValueError(
-                    f"{state.unit.config.name}: expected every module of this list unit below "
-                    f"{type(modules[0]).__name__}, got a {type(module).__name__} outside it; apply fully_shard to a "
-                    "module that holds them all"
-                )
+        outside = [module for module in state.modules if module not in below]
+        if outside:
+            raise ValueError(
+                f"{state.unit.config.name}: expected every module of this list unit below "
+                f"{type(modules[0]).__name__}, got a {type(outside[0]).__name__} outside it; apply fully_shard to a "
+                "module that holds them all"
+            )
 
 
 def check_device(mesh_info: DataParallelMeshInfo) -> None:

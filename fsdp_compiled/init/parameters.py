@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from ..module import FSDPModule
-from ..param.param import FSDPParam, ParamModuleInfo, TakenOriginal
+from ..param.param import FSDPParam, TakenOriginal
+from ..param.placement import ParamModuleInfo
 from ..param.properties import ShardedModule
 
 Place = tuple[nn.Module, str]
@@ -17,33 +18,30 @@ Place = tuple[nn.Module, str]
 
 @dataclass(frozen=True)
 class FoundParameters:
-    """What a new unit is about.
+    """What a new unit is about: parameters that no unit has taken yet, and those of other units that it shares."""
 
-    Args:
-        own: (name, parameter, places) of every parameter that no unit has taken yet.
-        shared: (name, parameter of another unit, places in this one).
-    """
-
-    own: list[tuple[str, nn.Parameter, ParamModuleInfo]]
-    shared: list[tuple[str, FSDPParam, list[Place]]]
+    own: list[tuple[str, nn.Parameter, ParamModuleInfo]]  # with the full name
+    shared: list[tuple[str, FSDPParam, list[Place]]]  # with the full name and the places in this unit
 
 
 def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> FoundParameters:
     """Return the parameters below ``modules`` and outside the units there."""
-    places: dict[nn.Parameter, list[tuple[str, nn.Module, str]]] = {}
+    names: dict[nn.Parameter, str] = {}
+    places: dict[nn.Parameter, list[Place]] = {}
     for prefix, module in modules_outside_units(modules):
         for name, param in module._parameters.items():
             if param is not None and param not in ignored and not is_managed(module, name):
-                places.setdefault(param, []).append((f"{prefix}{name}", module, name))
+                names.setdefault(param, f"{prefix}{name}")
+                places.setdefault(param, []).append((module, name))
     found = FoundParameters([], [])
-    for param, ((full_name, module, name), *others) in places.items():
-        shared = [(m, n) for _, m, n in others]
+    for param, full_name in names.items():
+        (module, name), *others = places[param]
         taken = next((ref.taken_by for ref in weakref.getweakrefs(param) if isinstance(ref, TakenOriginal)), None)
         if taken is not None:
-            found.shared.append((full_name, taken, [(module, name), *shared]))
-            continue
-        _check_parameter(full_name, param)
-        found.own.append((full_name, param, ParamModuleInfo(module, name, tuple(shared))))
+            found.shared.append((full_name, taken, places[param]))
+        else:
+            _check_parameter(full_name, param)
+            found.own.append((full_name, param, ParamModuleInfo(module, name, tuple(others))))
     return found
 
 

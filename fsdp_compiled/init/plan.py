@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..param.extension import check_extension, is_extended
 from ..param.param import FSDPParam
-from ..param.unit import ParamPlacement
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..param.placement import ParamPlacement
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from ..sharding.placement import local_of
 from .parameters import FoundParameters
@@ -19,28 +18,8 @@ from .parameters import FoundParameters
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
-def check_smaller_group(name: str, param: nn.Parameter, placement: ParamPlacement, size: int) -> None:
-    """Raise if a parameter cannot be kept sharded over ``size`` ranks after forward.
-
-    Raises:
-        ValueError: the ranks that it is sharded over are no multiple.
-        NotImplementedError: it has an all-gather extension.
-    """
-    world = placement.mesh_info.shard_world
-    if world % size and world != 1:
-        raise ValueError(
-            f"{name}: expected reshard_after_forward to be a divisor of the {world} ranks that it is sharded over, "
-            f"got {size}"
-        )
-    if world > 1 and is_extended(local_of(param.detach())):
-        raise NotImplementedError(
-            f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
-            "extension; use True or False"
-        )
-
-
-def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
-    """Raise ValueError unless a unit that shares another's parameter means to shard it the same way."""
+def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
+    """Raise ValueError unless the unit of ``taken`` shards it as the unit that shares it would."""
     original = taken.original()
     assert original is not None  # this unit's modules hold it
     for what, there, here in (
@@ -55,75 +34,73 @@ def check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None
             )
 
 
-@dataclass(frozen=True)
-class PlacementPlan:
-    """Decides each parameter's mesh and shard dimension."""
+def checked_placements(
+    found: FoundParameters, default: ParamPlacement, choose: ShardPlacementFn | None, reshard: bool | int | None
+) -> list[ParamPlacement]:
+    """Return how to shard each of a unit's own parameters: by ``default`` where ``choose`` returns None.
 
-    mesh_info: DataParallelMeshInfo
-    mp_policy: MixedPrecisionPolicy
-    offload_policy: OffloadPolicy
-    choose: ShardPlacementFn | None
+    Raises:
+        TypeError: ``choose`` or ``param_dtype_override_fn`` returned a wrong type.
+        ValueError: a parameter allows neither its dimension, mesh or dtype, nor ``reshard`` as a group size; or a
+            shared one is sharded otherwise.
+        NotImplementedError: ``reshard`` is a group size and a parameter has an all-gather extension.
+    """
+    placements = [_placement(name, param, default, choose, reshard) for name, param, _ in found.own]
+    for name, taken, _ in found.shared:
+        _check_shared(name, taken, default)
+    return placements
 
-    def placement(self, name: str, param: nn.Parameter) -> ParamPlacement:
-        """Return how to shard ``param``.
 
-        Raises:
-            TypeError: ``choose`` returned something other than a Shard, a ShardPlacementResult or None, or the
-                policy's function returned no dtype.
-            ValueError: the parameter has no such dimension, it is uneven and not dimension 0, it may not have the
-                dtype that function returned, or it is a DTensor on a mesh that does not fit.
-        """
-        info, dim = self._chosen(name, param)
-        check_dtensor(name, param, info)
-        check_extension(name, local_of(param.detach()))
-        dim = _checked_dim(name, local_of(param), dim, info.shard_world)
-        policy = self.mp_policy.for_param(name, param)
-        return replace(self.default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
+def _placement(
+    name: str,
+    param: nn.Parameter,
+    default: ParamPlacement,
+    choose: ShardPlacementFn | None,
+    reshard: bool | int | None,
+) -> ParamPlacement:
+    info, dim = _chosen(name, None if choose is None else choose(param), default.mesh_info)
+    _check_dtensor(name, param, info)
+    local = local_of(param.detach())
+    check_extension(name, local)
+    _check_dim(name, local, dim, info.shard_world)
+    if not isinstance(reshard, bool | None):
+        _check_smaller_group(name, local, info.shard_world, reshard)
+    policy = default.mp_policy.for_param(name, param)
+    return replace(default, mesh_info=info, dim=dim % local.dim(), mp_policy=policy, device=info.device)
 
-    def checked_placements(self, found: FoundParameters, reshard: bool | int | None) -> list[ParamPlacement]:
-        """Return how to shard each of the unit's own parameters.
 
-        Raises:
-            TypeError: see :meth:`placement`.
-            ValueError: see :meth:`placement`; or a shared parameter is sharded otherwise, or ``reshard`` does not
-                divide the ranks that a parameter is sharded over.
-            NotImplementedError: ``reshard`` is a number and a parameter has an all-gather extension.
-        """
-        placements = [self.placement(name, param) for name, param, _ in found.own]
-        for name, taken, _ in found.shared:
-            check_shared(name, taken, self.default)
-        if not isinstance(reshard, bool | None):
-            for (name, param, _), placement in zip(found.own, placements, strict=True):
-                check_smaller_group(name, param, placement, reshard)
-        return placements
-
-    @property
-    def default(self) -> ParamPlacement:
-        """How the unit shards a parameter unless told otherwise."""
-        offload = self.offload_policy if isinstance(self.offload_policy, CPUOffloadPolicy) else None
-        return ParamPlacement(self.mesh_info, 0, self.mp_policy, self.mesh_info.device, offload)
-
-    def _chosen(self, name: str, param: nn.Parameter) -> tuple[DataParallelMeshInfo, int]:
-        chosen = None if self.choose is None else self.choose(param)
-        info = self.mesh_info
-        if isinstance(chosen, ShardPlacementResult):
-            info, chosen = chosen.mesh_info or info, chosen.placement
-            if not isinstance(info, FSDPMeshInfo):
-                raise ValueError(
-                    f"{name}: expected ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo, got "
-                    f"{type(info).__name__}"
-                )
-        if chosen is None:
-            return info, 0
-        if type(chosen) is not Shard:
-            raise TypeError(
-                f"{name}: expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got "
-                f"{chosen!r}"
+def _chosen(name: str, chosen: object, info: DataParallelMeshInfo) -> tuple[DataParallelMeshInfo, int]:
+    """Return the mesh and the dimension of what ``shard_placement_fn`` returned."""
+    if isinstance(chosen, ShardPlacementResult):
+        info, chosen = chosen.mesh_info or info, chosen.placement
+        if not isinstance(info, FSDPMeshInfo):
+            raise ValueError(
+                f"{name}: expected ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo, got "
+                f"{type(info).__name__}"
             )
-        return info, chosen.dim
+    if chosen is None:
+        return info, 0
+    if type(chosen) is not Shard:
+        raise TypeError(
+            f"{name}: expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got {chosen!r}"
+        )
+    return info, chosen.dim
 
 
-def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
+def _check_smaller_group(name: str, local: Tensor, world: int, size: int) -> None:
+    if world % size and world != 1:
+        raise ValueError(
+            f"{name}: expected reshard_after_forward to be a divisor of the {world} ranks that it is sharded over, "
+            f"got {size}"
+        )
+    if world > 1 and is_extended(local):
+        raise NotImplementedError(
+            f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
+            "extension; use True or False"
+        )
+
+
+def _check_dim(name: str, local: Tensor, dim: int, world: int) -> None:
     if not -local.dim() <= dim < local.dim():
         raise ValueError(
             f"{name}: expected a shard dimension of a {local.dim()}-D parameter, got Shard({dim}); use "
@@ -135,10 +112,9 @@ def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
             f"{name}: dim {dim} ({local.shape[dim]}) must be divisible by {world} shards for Shard({dim}); "
             "use Shard(0) or pad the parameter"
         )
-    return dim
 
 
-def check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
+def _check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
     """Raise ValueError unless ``param``, a DTensor or not, fits the data-parallel mesh."""
     if not isinstance(param, DTensor):
         if info.spmd_mesh is not None and info.spmd_mesh.size() != info.mesh.size():

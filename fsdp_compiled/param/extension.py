@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
@@ -46,51 +47,45 @@ def _pre_arguments(tensor: Tensor) -> int:
     return len(inspect.signature(getattr(tensor, PRE)).parameters)
 
 
+@dataclass(eq=False)
 class AllGatherExtension:
     """The two methods of one parameter's class, and what passes between them.
 
     Args:
         shard: this rank's padded shard.
         mesh: over which the parameter is sharded.
-        module: that holds the parameter.
-        mp_policy: of its unit.
+        module: that holds the parameter, of whose unit ``mp_policy`` is.
         outer: shape and strides of the unsharded parameter, of this rank's part if other parallelism shards it too.
-        dtype: of compute.
-        device: of compute.
+        dtype: of compute, as is ``device``.
     """
 
-    def __init__(
-        self,
-        shard: Tensor,
-        mesh: DeviceMesh,
-        module: nn.Module,
-        mp_policy: MixedPrecisionPolicy,
-        outer: tuple[torch.Size, tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.shard = shard
+    shard: Tensor
+    mesh: InitVar[DeviceMesh]
+    module: InitVar[nn.Module]
+    mp_policy: InitVar[MixedPrecisionPolicy]
+    outer: InitVar[tuple[torch.Size, tuple[int, ...]]]
+    dtype: torch.dtype
+    device: torch.device
+
+    def __post_init__(self, mesh: Any, module: Any, mp_policy: Any, outer: tuple[Any, Any]) -> None:
         # Functions rather than bound methods, which Dynamo does not trace.
-        self._pre, self._post = getattr(type(shard), PRE), getattr(type(shard), POST)
-        self._arguments = (mesh, *outer, module, mp_policy) if _pre_arguments(shard) == 5 else (mesh,)
-        self._dtype = dtype
-        self._device = device
+        self._pre, self._post = getattr(type(self.shard), PRE), getattr(type(self.shard), POST)
+        self._arguments = (mesh, *outer, module, mp_policy) if _pre_arguments(self.shard) == 5 else (mesh,)
         self._metadata: Any = None
 
     def split(self) -> tuple[Sequence[Tensor], Any]:
         """Return (what this rank sends, metadata for :meth:`join`); Dynamo traces this."""
         with torch.no_grad():
             shard = self.shard
-            if shard.device.type != self._device.type:
-                shard = shard.to(self._device, non_blocking=True)
+            if shard.device.type != self.device.type:
+                shard = shard.to(self.device, non_blocking=True)
             return self._pre(shard, *self._arguments)
 
     def join(self, outputs: Sequence[Tensor], metadata: Any, out: Tensor | None = None) -> Any:
         """Return (unsharded parameter, tensors that hold its memory); with ``out``, fill that and return None."""
+        into = {} if out is None else {"out": out}
         with torch.no_grad():
-            if out is None:
-                return self._post(self.shard, tuple(outputs), metadata, self._dtype)
-            return self._post(self.shard, tuple(outputs), metadata, self._dtype, out=out)
+            return self._post(self.shard, tuple(outputs), metadata, self.dtype, **into)
 
     def launch(self) -> Sequence[Tensor]:
         """Return what this rank sends, and keep the metadata until :meth:`finish`."""

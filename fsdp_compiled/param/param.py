@@ -7,9 +7,8 @@ streams.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, replace
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -22,38 +21,12 @@ from ..errors import FSDPError
 from ..policy import resolved
 from ..sharding.layout import ShardLayout
 from ..sharding.placement import local_of, outer_parallelism, sharded_spec
-from ..sharding.spec import AllGatherSpec, CommSpec, Group, ParamSpec, ReductionSpec, scaling_for
+from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, is_extended
 from .gradients import AccumulatedGrad, call_after_accumulation
-from .unit import ParamPlacement, Unit
+from .placement import ParamModuleInfo, ParamPlacement, ShardedState, comm_spec
+from .unit import Unit
 from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
-
-
-class ShardedState(Enum):
-    """Which tensor is registered on the modules, and so which memory a parameter holds.
-
-    SHARDED: the DTensor; only this rank's shard has memory.
-    SHARDED_POST_FORWARD: the DTensor; beside the shard, a larger one over a smaller group has memory.
-    UNSHARDED: the plain tensor used in compute; the shard and the unsharded parameter have memory.
-    """
-
-    SHARDED = auto()
-    SHARDED_POST_FORWARD = auto()
-    UNSHARDED = auto()
-
-
-@dataclass(frozen=True)
-class ParamModuleInfo:
-    """Where a parameter is registered: its first module and name, and every other place that shares it."""
-
-    module: nn.Module
-    name: str
-    shared: tuple[tuple[nn.Module, str], ...] = ()
-
-    def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """Yield every (module, name) under which the parameter is registered."""
-        yield self.module, self.name
-        yield from self.shared
 
 
 class TakenOriginal(weakref.ref[nn.Parameter]):
@@ -223,7 +196,8 @@ class FSDPParam:
 
         Traced reads take constants, because Dynamo guards every attribute that they read.
         """
-        spec = self._new_spec()
+        spec = comm_spec(self.name, self.layout, self.leaf.dtype, self.placement, self.unit.config)
+        spec = replace(spec, reduction=replace(spec.reduction, shards=self._reduce_scatter_group))
         if spec != self.spec:
             self.spec = spec
             self.spec_text = spec.encode()
@@ -234,27 +208,6 @@ class FSDPParam:
         config = self.unit.config
         reduces = config.reduce_grads and config.all_reduce_grads
         self.reads_plainly = reduces and self.extension is None and self.outer is None
-
-    def _new_spec(self) -> CommSpec:
-        info, config, (dtype, reduce_dtype) = self.placement.mesh_info, self.unit.config, self.dtypes
-        world = info.shard_world * info.replicate_world
-        offloads = self.placement.offload is not None
-        smaller = info.smaller_group(config.post_forward_size if config.reshard_after_forward else 0)
-        return CommSpec(
-            ParamSpec(self.name, config.name, self.layout.shape, self.layout.dim, self.leaf.dtype),
-            AllGatherSpec(info.shards, dtype, config.all_gather_comm, self.placement.device.type if offloads else ""),
-            ReductionSpec(
-                reduce_dtype,
-                self._reduce_scatter_group,
-                info.replicas,
-                scaling_for(reduce_dtype, world, config.divide_factor, config.sum_only),
-                config.reduce_scatter_comm,
-                config.reduce_hook,
-                to_host=offloads,
-            ),
-            reshard=config.reshard_after_forward,
-            post_forward=smaller.group if smaller is not None else Group(),
-        )
 
     def use_separate_reduce_scatter_group(self, separate: bool) -> None:
         """Reduce gradients over a process group of its own, or over that of the all-gathers."""

@@ -5,7 +5,7 @@ It knows modules and their parameters one by one; it must not know which of them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from itertools import count
 from types import FunctionType
@@ -18,26 +18,18 @@ from torch import Tensor, nn
 # function into a caller that it traces.
 from torch._dynamo.eval_frame import skip_code
 
-from .param import FSDPParam, ShardedState
+from .param import FSDPParam
+from .placement import ShardedState
 
 _copies = count()  # of functions, to tell their code apart
 
 
-class Unit(Protocol):
-    """What a module asks of the unit that its parameters belong to."""
+class UnitState(Protocol):
+    """What a module asks of ``FSDPState``, which this package may not import."""
 
-    def reshard(self) -> None:
-        """Free and unregister unsharded parameters."""
-
-    def regroup(self) -> None:
-        """Divide parameters into groups anew, after dtypes or devices changed."""
-
-
-class Resettable(Protocol):
-    """What the outermost unit asks of its state when an exception leaves an uncompiled forward."""
-
-    def reset_iteration(self, drop_accumulated: bool) -> None:
-        """Return all units to the state between two steps."""
+    def reshard(self) -> None: ...
+    def regroup(self) -> None: ...
+    def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
 class ShardedModule:
@@ -52,7 +44,7 @@ class ShardedModule:
     """
 
     _fsdp_params: dict[str, FSDPParam]
-    _fsdp_units: tuple[Unit, ...]
+    _fsdp_units: tuple[UnitState, ...]
     _fsdp_calling = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,10 +57,9 @@ class ShardedModule:
             self.__dict__["_fsdp_calling"] = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        for unit in self._fsdp_units:
-            unit.reshard()
+        _reshard_units(self)
         super()._apply(fn, recurse)  # type: ignore[misc]
-        relink(self)
+        _relink(self)
         return self
 
 
@@ -89,20 +80,15 @@ def _reader(name: str) -> property:
 skip_code(ShardedModule.__call__.__code__)
 
 
-def relink(module: ShardedModule) -> None:
+def _relink(module: ShardedModule, *_: object) -> None:
     """Follow whatever replaced the module's sharded parameters or their storage."""
-    for param in set_of(module._fsdp_params.values()):
+    for param in dict.fromkeys(module._fsdp_params.values()):
         param.relink()
     for unit in module._fsdp_units:
         unit.regroup()
 
 
-def set_of(params: Iterable[FSDPParam]) -> list[FSDPParam]:
-    """Return the distinct parameters in order."""
-    return list({id(param): param for param in params}.values())
-
-
-def own(module: nn.Module, params: dict[str, FSDPParam], unit: Unit) -> None:
+def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> None:
     """Make ``module`` read ``params`` through properties, beside those that it owns already."""
     if isinstance(module, ShardedModule):
         module._fsdp_params.update(params)
@@ -112,9 +98,8 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: Unit) -> None:
         module.__dict__["_fsdp_units"] = (unit,)
         module.register_state_dict_pre_hook(_reshard_units)
         module.register_load_state_dict_pre_hook(_before_load)
-        module.register_load_state_dict_post_hook(_relink_after_load)
-    names = tuple(module.__dict__["_fsdp_params"])
-    rebase(module, add=(ShardedModule,), names=names)
+        module.register_load_state_dict_post_hook(_relink)
+    rebase(module, add=(ShardedModule,), names=tuple(module.__dict__["_fsdp_params"]))
 
 
 class TracedCall:
@@ -124,7 +109,7 @@ class TracedCall:
     its hooks; for this one it is ``__call__`` below. Units inside are traced with their caller.
     """
 
-    _fsdp_state: Resettable
+    _fsdp_state: UnitState
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -143,13 +128,10 @@ def rebase(
     cls = type(module)
     user_cls = cls.__dict__.get("_fsdp_user_class", cls)
     mixins = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
-    names = names or cls.__dict__.get("_fsdp_names", ())
-    module.__class__ = _subclass(user_cls, tuple(sorted(mixins, key=_mixin_order)), names)
-
-
-def _mixin_order(mixin: type) -> int:
     # FSDPModule first, as users of FSDP2 know it; the traced call before the one that Dynamo skips.
-    return {"FSDPModule": 0, "TracedCall": 1, "ShardedModule": 2}[mixin.__name__]
+    order = ("FSDPModule", "TracedCall", "ShardedModule")
+    in_order = tuple(sorted(mixins, key=lambda mixin: order.index(mixin.__name__)))
+    module.__class__ = _subclass(user_cls, in_order, names or cls.__dict__.get("_fsdp_names", ()))
 
 
 @cache
@@ -195,7 +177,3 @@ def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, m
         for name, param in module._fsdp_params.items():
             if prefix + name in state:
                 param.check_replacement(state[prefix + name])
-
-
-def _relink_after_load(module: ShardedModule, _: object) -> None:
-    relink(module)

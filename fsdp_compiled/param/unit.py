@@ -5,11 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from ..sharding.mesh import DataParallelMeshInfo
-
 
 @dataclass(frozen=True)
 class UnitConfig:
@@ -65,22 +60,3 @@ class Unit:
     config: UnitConfig
     hooked: bool = False
     on_compiled_gradient: Callable[[], None] = field(default=_ignore, repr=False)
-
-
-@dataclass(frozen=True)
-class ParamPlacement:
-    """How a parameter is to be sharded.
-
-    Args:
-        mesh_info: over which mesh.
-        dim: along which dimension.
-        mp_policy: in which dtypes it travels.
-        device: where compute runs.
-        offload: whether its shard lives on the CPU.
-    """
-
-    mesh_info: DataParallelMeshInfo
-    dim: int
-    mp_policy: MixedPrecisionPolicy
-    device: torch.device
-    offload: CPUOffloadPolicy | None = None

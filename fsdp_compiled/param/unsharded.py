@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,73 +12,78 @@ from ..sharding.placement import OuterParallelism, local_of
 from .extension import AllGatherExtension
 
 
-class Unsharded(Protocol):
-    """What a parameter asks of its unsharded tensor."""
+class Unsharded:
+    """A parameter over storages that are resized between all of their memory and nothing.
+
+    Autograd saves aliases of the parameter in forward; since the storages stay the same objects, filling them again
+    before backward gives the aliases their values back.
+
+    Args:
+        layouts: of the all-gather outputs, as are ``dtypes``.
+        device: of compute.
+        outer: other parallelism, of which what is all-gathered is the local part.
+    """
 
     param: nn.Parameter
+
+    def __init__(
+        self,
+        layouts: Sequence[ShardLayout],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        outer: OuterParallelism | None,
+    ) -> None:
+        self._outer = outer
+        self._outputs = [
+            torch.empty(layout.world * layout.shard_numel, dtype=dtype, device=device)  # 1D, padded
+            for layout, dtype in zip(layouts, dtypes, strict=True)
+        ]
+        self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
+        self._hold(self._outputs)
 
     def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
         """Give the all-gather outputs memory.
 
         Returns:
-            Flat and padded, of the layouts' ``world * shard_numel`` elements each. Writing to them does not count
-            as a modification, because it restores the values that autograd saved.
+            Flat and padded, of the layouts' ``world * shard_numel`` elements each: less than all of the memory over a
+            smaller group. Writing to them does not count as a modification, because it restores the values that
+            autograd saved.
         """
+        for tensor, nbytes in self._nbytes.items():
+            storage = tensor.untyped_storage()
+            if storage.nbytes() != nbytes:  # else resize_ would move it
+                storage.resize_(nbytes)
+        sizes = [layout.world * layout.shard_numel for layout in layouts]
+        return [output.data[:size] for output, size in zip(self._outputs, sizes, strict=True)]
 
     def complete(self) -> None:
-        """Make the parameter of outputs that have been filled."""
+        """Make the parameter of outputs that have been filled, unless it is a view of them."""
 
     def free(self) -> None:
         """Take the memory away, and keep autograd's aliases."""
+        for tensor in self._nbytes:
+            tensor.untyped_storage().resize_(0)
+
+    def _hold(self, tensors: Iterable[Tensor]) -> None:
+        self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in tensors}
+
+    def _parameter(self, local: Tensor) -> nn.Parameter:
+        return nn.Parameter(self._outer.leaf(local) if self._outer else local, requires_grad=False)
 
 
-class UnshardedParam:
-    """A plain parameter, or a DTensor of one, over storage that is resized between all of it and nothing.
-
-    Autograd saves aliases of the parameter in forward; since the storage stays the same object, filling it again
-    before backward gives them their values back.
-
-    Args:
-        layout: of the sharded parameter.
-        dtype: of compute.
-        device: of compute.
-        outer: other parallelism, of which the gathered tensor is the local part.
-    """
+class UnshardedParam(Unsharded):
+    """A plain parameter, or a DTensor of one, that is a view of its one all-gather output."""
 
     def __init__(
         self, layout: ShardLayout, dtype: torch.dtype, device: torch.device, outer: OuterParallelism | None
     ) -> None:
-        self._flat = torch.empty(layout.world * layout.shard_numel, dtype=dtype, device=device)  # 1D, padded
-        self._nbytes = self._flat.untyped_storage().nbytes()
-        local = self._flat[: layout.numel].view(layout.shape)
-        self.param = nn.Parameter(outer.leaf(local) if outer else local, requires_grad=False)
-
-    def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
-        """Give the parameter memory; see :class:`Unsharded`. Over a smaller group there is less padding."""
-        _resize(self._flat, self._nbytes)
-        (layout,) = layouts
-        return [self._flat.data[: layout.world * layout.shard_numel]]
-
-    def complete(self) -> None:
-        """Do nothing: the parameter is a view of the output."""
-
-    def free(self) -> None:
-        """Take the memory away, and keep autograd's aliases."""
-        self._flat.untyped_storage().resize_(0)
+        super().__init__([layout], [dtype], device, outer)
+        (self._flat,) = self._outputs
+        self.param = self._parameter(self._flat[: layout.numel].view(layout.shape))
 
 
-class ExtendedUnsharded:
-    """A parameter that a tensor subclass makes of its all-gather outputs.
-
-    Args:
-        extension: of the parameter.
-        layouts: of the outputs.
-        dtypes: of the outputs.
-        device: of compute.
-        outer: other parallelism, of which what the subclass makes is the local part.
-    """
-
-    param: nn.Parameter
+class ExtendedUnsharded(Unsharded):
+    """A parameter that a tensor subclass, by its ``extension``, makes of the all-gather outputs."""
 
     def __init__(
         self,
@@ -89,43 +93,20 @@ class ExtendedUnsharded:
         device: torch.device,
         outer: OuterParallelism | None,
     ) -> None:
+        super().__init__(layouts, dtypes, device, outer)
         self._extension = extension
-        self._outer = outer
         self._shapes = [layout.shape for layout in layouts]
-        self._outputs = [
-            torch.empty(layout.world * layout.shard_numel, dtype=dtype, device=device)
-            for layout, dtype in zip(layouts, dtypes, strict=True)
-        ]
-        self._inner: tuple[Tensor, ...] = ()  # what holds the parameter's memory, beside the outputs
-        self._nbytes: dict[Tensor, int] = {}
-        self._made = False
-
-    def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
-        """Give the outputs memory; see :class:`Unsharded`."""
-        for tensor in (*self._outputs, *self._inner):
-            _resize(tensor, self._nbytes.setdefault(tensor, tensor.untyped_storage().nbytes()))
-        return [output.data for output in self._outputs]
+        self._is_made = False
 
     def complete(self) -> None:
         """Make the parameter at first, and fill it afterwards."""
         outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
-        if not self._made:
-            unsharded, self._inner = self._extension.finish(outputs)
-            self.param = nn.Parameter(self._outer.leaf(unsharded) if self._outer else unsharded, requires_grad=False)
-            self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in self._inner}
-            self._made = True
+        if self._is_made:
+            local = local_of(self.param)
+            with torch.autograd._unsafe_preserve_version_counter(local):  # type: ignore[attr-defined]
+                self._extension.finish(outputs, out=local)
             return
-        local = local_of(self.param)
-        with torch.autograd._unsafe_preserve_version_counter(local):  # type: ignore[attr-defined]
-            self._extension.finish(outputs, out=local)
-
-    def free(self) -> None:
-        """Take the memory away, and keep autograd's aliases."""
-        for tensor in (*self._outputs, *self._inner):
-            tensor.untyped_storage().resize_(0)
-
-
-def _resize(tensor: Tensor, nbytes: int) -> None:
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != nbytes:  # else resize_ would move it
-        storage.resize_(nbytes)
+        unsharded, inner = self._extension.finish(outputs)
+        self.param = self._parameter(unsharded)
+        self._hold(inner)
+        self._is_made = True

@@ -6,7 +6,7 @@ It must not know process groups or modules.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
@@ -73,6 +73,12 @@ class ShardLayout:
         return self.offset(rank + 1) - self.offset(rank)
 
 
+@lru_cache(maxsize=4096)
+def shard_layout(shape: tuple[int, ...], dim: int, world: int) -> ShardLayout:
+    """Return the layout, the same object for the same arguments: copies ask for it in every step."""
+    return ShardLayout(tuple(shape), dim, world)
+
+
 ALIGNMENT = 16  # elements; in every dtype a multiple of the 16 bytes that a GPU thread and Inductor ask for
 
 
@@ -115,3 +121,9 @@ class PackedLayout:
     def sections(self) -> tuple[int, ...]:
         """Lengths of each shard and its gap, one after the other, as ``torch.split`` takes them."""
         return tuple(length for pair in zip(self.numels, self.gaps, strict=True) for length in pair)
+
+
+@lru_cache(maxsize=4096)
+def packed_layout(numels: tuple[int, ...]) -> PackedLayout:
+    """Return the layout, the same object for the same arguments: copies ask for it in every step."""
+    return PackedLayout(numels)

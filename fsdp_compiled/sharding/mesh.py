@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,20 +13,14 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .spec import Group
 
-# Second groups of the same ranks, and smaller ones, by the process group they belong to. Units share them, because
-# each communicator costs memory and time to create.
-_reduce_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
-_smaller_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+# Groups of all or some ranks of another process group, by that and their size. Units share them, because each
+# communicator costs memory and time to create.
+_more_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class SmallerGroup:
-    """Neighbours among the ranks that share a parameter's shards.
-
-    Args:
-        group: their process group.
-        rank: this rank's index among them.
-    """
+    """The process group of neighbours among the ranks that share a parameter's shards, and this rank's index."""
 
     group: Group
     rank: int
@@ -53,16 +48,12 @@ class DataParallelMeshDims:
     @property
     def shard_names(self) -> tuple[str, ...]:
         """The sharding dimensions' names."""
-        return _names(self.shard)
+        return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
         """The replicating dimensions' names."""
-        return _names(self.replicate)
-
-
-def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return () if given is None else (given,) if isinstance(given, str) else tuple(given)
+        return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,7 @@ class DataParallelMeshInfo:
         spmd_mesh: the full mesh on which the original parameters are DTensors, or None.
 
     Raises:
-        ValueError: both dimensions are None.
+        ValueError: both dimensions are None, or one that the subclass needs is.
     """
 
     mesh: DeviceMesh
@@ -85,10 +76,14 @@ class DataParallelMeshInfo:
     replicate_mesh_dim: int | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
+    _needed: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
             raise ValueError("at least one of shard_mesh_dim and replicate_mesh_dim must be given, got neither")
+        for name in self._needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"{type(self).__name__}: {name} must be given, got None")
 
     @property
     def device(self) -> torch.device:
@@ -145,24 +140,21 @@ class DataParallelMeshInfo:
         """
         if not 1 < size < self.shard_world:
             return None
+        return SmallerGroup(self._another_group(size), self.shard_rank % size)
+
+    def separate_reduce_scatter_group(self) -> Group:
+        """Return a second process group of the ranks that shard; every rank must make the first call."""
+        return Group() if self.shard_world == 1 else self._another_group(self.shard_world)
+
+    def _another_group(self, size: int) -> Group:
+        """Return the group of the ``size`` neighbours that this rank is one of, which the first call makes."""
         shard_group = self.mesh.get_group(self.shard_mesh_dim)
-        made = _smaller_groups.setdefault(shard_group, {})
+        made = _more_groups.setdefault(shard_group, {})
         if size not in made:
             first = self.shard_rank // size * size
             ranks = dist.get_process_group_ranks(shard_group)[first : first + size]
             made[size] = dist.new_group(ranks, use_local_synchronization=True)
-        return SmallerGroup(Group(made[size].group_name, size), self.shard_rank % size)
-
-    def separate_reduce_scatter_group(self) -> Group:
-        """Return a second process group of the ranks that shard; every rank must make the first call."""
-        if self.shard_world == 1:
-            return Group()
-        shard_group = self.mesh.get_group(self.shard_mesh_dim)
-        made = _reduce_groups.get(shard_group)
-        if made is None:
-            ranks = dist.get_process_group_ranks(shard_group)
-            made = _reduce_groups[shard_group] = dist.new_group(ranks, use_local_synchronization=True)
-        return Group(made.group_name, self.shard_world)
+        return Group(made[size].group_name, size)
 
     def _group(self, mesh_dim: int | None) -> Group:
         if mesh_dim is None or self.mesh.size(mesh_dim) == 1:
@@ -172,45 +164,28 @@ class DataParallelMeshInfo:
 
 @dataclass(frozen=True)
 class FSDPMeshInfo(DataParallelMeshInfo):
-    """Parameters are sharded.
+    """Parameters are sharded: ``shard_mesh_dim`` is needed."""
 
-    Raises:
-        ValueError: ``shard_mesh_dim`` is None.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.shard_mesh_dim is None:
-            raise ValueError(f"{type(self).__name__}: shard_mesh_dim must be given, got None")
+    _needed: ClassVar[tuple[str, ...]] = ("shard_mesh_dim",)
 
 
 @dataclass(frozen=True)
 class DDPMeshInfo(DataParallelMeshInfo):
-    """Parameters are replicated.
+    """Parameters are replicated: ``replicate_mesh_dim`` is needed."""
 
-    Raises:
-        ValueError: ``replicate_mesh_dim`` is None.
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.replicate_mesh_dim is None:
-            raise ValueError(f"{type(self).__name__}: replicate_mesh_dim must be given, got None")
+    _needed: ClassVar[tuple[str, ...]] = ("replicate_mesh_dim",)
 
 
 @dataclass(frozen=True)
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
-    """Parameters are sharded over one mesh dimension, and the shards replicated over the other."""
+    """Parameters are sharded over one mesh dimension, and the shards replicated over the other; both are needed."""
+
+    _needed = ("shard_mesh_dim", "replicate_mesh_dim")
 
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
-    """What ``shard_placement_fn`` may return: a dimension, and a mesh other than the unit's.
-
-    Args:
-        placement: the dimension to shard.
-        mesh_info: the parameter's own data-parallel mesh; None for the unit's.
-    """
+    """What ``shard_placement_fn`` may return: the dimension to shard, and the mesh, None for the unit's."""
 
     placement: Shard
     mesh_info: FSDPMeshInfo | None = None
@@ -230,7 +205,10 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | Non
             that the mesh does not have.
     """
     if mesh is None and dims is None:
-        mesh = _default_mesh()
+        if not dist.is_initialized():
+            dist.init_process_group()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        mesh = init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh or None, got {mesh!r} of {type(mesh).__name__}")
     if dims is not None:
@@ -266,14 +244,6 @@ def _named_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMes
 
 
 def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    if mesh.mesh_dim_names == names and len(names) == 1:
-        return mesh
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
-
-
-def _default_mesh() -> DeviceMesh:
-    if not dist.is_initialized():
-        dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    device_type = accelerator.type if accelerator is not None else "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    if len(names) > 1:
+        return mesh[names]._flatten("_".join(names))
+    return mesh if mesh.mesh_dim_names == names else mesh[names[0]]

@@ -9,7 +9,6 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any
 
 import torch
@@ -61,14 +60,10 @@ class OuterParallelism:
             return self._wrap_opaquely(local)
         spec = self.spec
         options: dict[str, Any] = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
-        if self.dp_dims:
-            options["grad_placements"] = self._grad_placements
+        if self.dp_dims:  # each data-parallel rank computes a gradient from its own data
+            partial = [Partial() if dim in self.dp_dims else want for dim, want in enumerate(spec.placements)]
+            options["grad_placements"] = partial
         return DTensor.from_local(local, spec.mesh, spec.placements, **options)
-
-    @property
-    def _grad_placements(self) -> list[Placement]:
-        """Those of the parameter, but for what each data-parallel rank computes from its own data."""
-        return [Partial() if dim in self.dp_dims else want for dim, want in enumerate(self.spec.placements)]
 
     def leaf(self, local: Tensor) -> DTensor:
         """Return a DTensor that shares memory with ``local`` and is no function of it."""
@@ -155,9 +150,9 @@ def _flattened_spec(info: DataParallelMeshInfo, spec: DTensorSpec, dim: int, met
 
 def _strided(dim: int, spec: DTensorSpec, mesh_dims: Iterable[int]) -> Placement:
     """Return the placement of data parallelism whose chunks lie inside those that other mesh dimensions cut."""
-    factor = prod(spec.mesh.size(i) for i in mesh_dims if _shards(spec.placements[i], dim))
+    factor = 1
+    for index in mesh_dims:
+        placement = spec.placements[index]
+        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+            factor *= spec.mesh.size(index)
     return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
-
-
-def _shards(placement: Placement, dim: int) -> bool:
-    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim

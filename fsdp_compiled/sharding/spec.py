@@ -11,14 +11,53 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, lru_cache
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 
 from .layout import PackedLayout, ShardLayout
 
-Record = TypeVar("Record")
 Stage = Literal["all_gather", "reduce_scatter", "all_reduce", "copy_to_host"]
+
+
+class Text:
+    """A frozen record that operators carry as text: JSON of the fields that differ from their defaults."""
+
+    def encode(self) -> str:
+        """Return the text."""
+        return json.dumps(_plain(self), separators=(",", ":"))
+
+    @classmethod
+    @cache
+    def decode(cls, text: str) -> Any:
+        """Read back what :meth:`encode` wrote: the same record for the same text."""
+        return _read(cls, json.loads(text))
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value):
+        shown = ((f.name, getattr(value, f.name), f.default) for f in fields(value))
+        return {name: _plain(each) for name, each, default in shown if each != default}
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return list(map(_plain, value)) if isinstance(value, tuple) else value
+
+
+def _read(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        hints = _hints(kind)  # type: ignore[arg-type]
+        return kind(**{name: _read(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if kind is torch.dtype:
+        return getattr(torch, value)
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], each) for each in value)
+    options = [each for each in get_args(kind) if each is not type(None)]
+    return _read(options[0], value) if options and value is not None else value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 @dataclass(frozen=True)
@@ -147,7 +186,7 @@ class ReductionSpec:
 
 
 @dataclass(frozen=True)
-class CommSpec:
+class CommSpec(Text):
     """Everything that one parameter's traced read decides: the argument of ``unshard`` and ``reduce_grad``.
 
     Args:
@@ -185,16 +224,6 @@ class CommSpec:
         param = replace(self.param, dtype=self.all_gather.dtype)
         return replace(self, param=param, all_gather=all_gather, post_forward=Group())
 
-    def encode(self) -> str:
-        """Return the text that operators carry."""
-        return _encode(self)
-
-    @staticmethod
-    @cache
-    def decode(text: str) -> CommSpec:
-        """Read back what :meth:`encode` wrote."""
-        return _decode(CommSpec, text)
-
 
 @lru_cache(maxsize=4096)
 def _for_input(spec: CommSpec, shape: tuple[int, ...], dtype: torch.dtype) -> CommSpec:
@@ -203,8 +232,35 @@ def _for_input(spec: CommSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Co
     return replace(spec, param=param, all_gather=replace(spec.all_gather, dtype=dtype))
 
 
+class Bucket(Text):
+    """What one collective carries. Where its shards lie is the same for parameters and for gradients."""
+
+    spec: AllGatherSpec | ReductionSpec
+    params: tuple[ParamSpec, ...]
+
+    @property
+    def world(self) -> int:
+        """Ranks that share each parameter."""
+        raise NotImplementedError
+
+    @cached_property
+    def layouts(self) -> tuple[ShardLayout, ...]:
+        """How the ranks share each parameter."""
+        return tuple(param.layout(self.world) for param in self.params)
+
+    @cached_property
+    def packed(self) -> PackedLayout:
+        """Where one rank's shards lie in the packed buffer."""
+        return PackedLayout(tuple(layout.shard_numel for layout in self.layouts))
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each unsharded, padded parameter or gradient, in the dtype that travels."""
+        return tuple(layout.padded_numel * self.spec.dtype.itemsize for layout in self.layouts)
+
+
 @dataclass(frozen=True)
-class AllGatherBucket:
+class AllGatherBucket(Bucket):
     """What one all-gather carries: the argument of its launch and of its wait.
 
     Args:
@@ -220,34 +276,14 @@ class AllGatherBucket:
     into_place: bool = False
     inputs_persist: bool = True
 
-    @cached_property
-    def layouts(self) -> tuple[ShardLayout, ...]:
-        """How the ranks share each parameter."""
-        return tuple(param.layout(self.spec.group.world) for param in self.params)
-
-    @cached_property
-    def packed(self) -> PackedLayout:
-        """Where the shards lie in what one rank sends."""
-        return PackedLayout(tuple(layout.shard_numel for layout in self.layouts))
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each unsharded, padded parameter."""
-        return tuple(layout.padded_numel * self.spec.dtype.itemsize for layout in self.layouts)
-
-    def encode(self) -> str:
-        """Return the text that operators carry."""
-        return _encode(self)
-
-    @staticmethod
-    @cache
-    def decode(text: str) -> AllGatherBucket:
-        """Read back what :meth:`encode` wrote."""
-        return _decode(AllGatherBucket, text)
+    @property
+    def world(self) -> int:
+        """Ranks that hold the shards."""
+        return self.spec.group.world
 
 
 @dataclass(frozen=True)
-class ReductionBucket:
+class ReductionBucket(Bucket):
     """What one reduction carries: the argument of its launches and waits.
 
     Args:
@@ -260,20 +296,10 @@ class ReductionBucket:
     params: tuple[ParamSpec, ...]
     inputs_persist: bool = False
 
-    @cached_property
-    def layouts(self) -> tuple[ShardLayout, ...]:
-        """How the ranks share each parameter."""
-        return tuple(param.layout(self.spec.shards.world) for param in self.params)
-
-    @cached_property
-    def packed(self) -> PackedLayout:
-        """Where the sharded gradients lie in what one rank receives."""
-        return PackedLayout(tuple(layout.shard_numel for layout in self.layouts))
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each unsharded, padded gradient in the dtype of the reduction."""
-        return tuple(layout.padded_numel * self.spec.dtype.itemsize for layout in self.layouts)
+    @property
+    def world(self) -> int:
+        """Ranks that the gradients are scattered over."""
+        return self.spec.shards.world
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
@@ -286,51 +312,3 @@ class ReductionBucket:
         if self.spec.to_host:
             found.append("copy_to_host")
         return tuple(found)
-
-    def encode(self) -> str:
-        """Return the text that operators carry."""
-        return _encode(self)
-
-    @staticmethod
-    @cache
-    def decode(text: str) -> ReductionBucket:
-        """Read back what :meth:`encode` wrote."""
-        return _decode(ReductionBucket, text)
-
-
-# ---- records as text ----
-
-
-def _encode(record: Any) -> str:
-    return json.dumps(_plain(record), separators=(",", ":"))
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON data; of records only the fields that differ from their defaults."""
-    if is_dataclass(value):
-        shown = ((f.name, getattr(value, f.name), f.default) for f in fields(value))
-        return {name: _plain(each) for name, each, default in shown if each != default}
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return list(map(_plain, value)) if isinstance(value, tuple) else value
-
-
-def _decode(kind: type[Record], text: str) -> Record:
-    return _read(kind, json.loads(text))
-
-
-def _read(kind: Any, value: Any) -> Any:
-    if is_dataclass(kind):
-        hints = _hints(kind)  # type: ignore[arg-type]
-        return kind(**{name: _read(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
-    if kind is torch.dtype:
-        return getattr(torch, value)
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], each) for each in value)
-    options = [each for each in get_args(kind) if each is not type(None)]
-    return _read(options[0], value) if options and value is not None else value
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)

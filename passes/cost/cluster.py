@@ -24,7 +24,7 @@ class Link:
         latency_us: of one collective, whatever its size.
         hop_us: added for each rank beyond the first.
         bytes_per_s: that one rank receives.
-        reduce_factor: how much longer a reduced byte takes than a gathered one.
+        reduce_factor: how much longer a byte takes to reduce than to all-gather.
         knee_bytes: beyond this size of the unsharded buffer, a byte takes twice as long; 0 for nowhere.
     """
 
@@ -38,7 +38,7 @@ class Link:
         _positive(self, ("bytes_per_s", "reduce_factor"))
 
     def collective_us(self, size_bytes: int, world: int, reduces: bool = False) -> float:
-        """Return the time to gather or reduce ``size_bytes``, counted unsharded, over ``world`` ranks.
+        """Return the time to all-gather or reduce ``size_bytes``, counted unsharded, over ``world`` ranks.
 
         *Source:* a ring moves ``(world - 1) / world`` of the buffer through each rank (NCCL's performance notes).
         """
@@ -68,7 +68,7 @@ class Cluster:
         compute_blocked_fraction: share of a collective's time during which compute cannot run: 1 where both use the
             same cores, 0 where an engine of its own moves the data.
         piece_us: added to an all-gather by each further buffer that it gathers into.
-        host_bytes_per_s: one way between device and host. *Source* of the default: 16 lanes of PCIe 5.0.
+        host_bytes_per_s: from device to host, or back. *Source* of the default: 16 lanes of PCIe 5.0.
     """
 
     name: str

@@ -69,8 +69,8 @@ def _by_unit(requests: Sequence[Request]) -> tuple[Bucket[Request], ...]:
 def _filled(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = True) -> tuple[Bucket[Request], ...]:
     """Fill buckets up to ``cap`` bytes; the first ``ramp`` of each key are smaller, each half of the next.
 
-    If ``apart``, what is kept until backward shares no bucket with what is not; that would hold its memory until the
-    whole bucket has been read.
+    If ``apart``, what is kept until backward shares no bucket with what is not; it would hold its memory until the
+    last member has been read.
     """
     return _pack(
         requests,

@@ -18,7 +18,7 @@ from fsdp_compiled import (
     fully_shard,
 )
 from fsdp_compiled.hooks.context import states_below
-from fsdp_compiled.param.param import ShardedState
+from fsdp_compiled.param.placement import ShardedState
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.testing import MLPStack
 from tests.graphs import record

@@ -88,9 +88,9 @@ def _traced_only(schedule):
     return aot_autograd(fw_compiler=compiled, bw_compiler=compiled, partition_fn=partition)
 
 
-def _one_step(model, batch, schedule):
+def _one_step(model, batch, schedule, hooks=False):
     torch._dynamo.reset()
-    call = torch.compile(model, backend=_traced_only(schedule), fullgraph=True)
+    call = model if hooks else torch.compile(model, backend=_traced_only(schedule), fullgraph=True)
     loss = square_loss(call, my_part(batch))
     loss.backward()
     grads = full_grads(model)
@@ -104,22 +104,23 @@ def _check_that_no_bit_changes(**kwargs):
     shard(model, "eager", **kwargs)
     batch = batches(1, 8, 10)[0]
     without = _one_step(model, batch, None)
-    for schedule in SCHEDULES.values():
-        found = _one_step(model, batch, schedule)
+    steps = {"hooks": _one_step(model, batch, None, hooks=True)}
+    steps |= {name: _one_step(model, batch, schedule) for name, schedule in SCHEDULES.items()}
+    for step, found in steps.items():
         for name, expected in without.items():
-            assert torch.equal(found[name], expected), f"{schedule}: {name}"
+            assert torch.equal(found[name], expected), f"{step}: {name}"
 
 
 @row("training", mode="full")
 @on_ranks(2)
-def test_the_passes_do_not_change_a_bit_in_fp32():
+def test_hooks_and_graphs_of_any_schedule_agree_bit_by_bit_in_fp32():
     """Two terms add to the same sum in either order, so that on two ranks nothing may differ."""
     _check_that_no_bit_changes()
 
 
 @row("meshes", mode="full")
 @on_ranks(4)
-def test_hsdp_does_not_change_a_bit_in_fp32():
+def test_hooks_and_graphs_over_replicas_agree_bit_by_bit_in_fp32():
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _check_that_no_bit_changes(mesh=mesh)
 

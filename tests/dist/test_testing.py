@@ -221,7 +221,8 @@ class TestModes(RankTest):
             _my_loss(model, self.rank).backward()
         in_graph = model._compiled_call_impl is not None
         seen = {name for name in PATCHES if counts[name]}
-        assert seen == ({"reshard"} if in_graph else PATCHES.keys() - {"all_reduce"}), seen
+        in_graphs = {"reshard", "all_gather", "reduce_scatter"}
+        assert seen == (in_graphs if in_graph else PATCHES.keys() - {"all_reduce"}), seen
 
 
 class Outcomes(FSDPTest):

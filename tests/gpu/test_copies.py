@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fsdp_compiled.collectives import copies, reference
+from fsdp_compiled.sharding.layout import packed_layout
 
 WORLD = 4
 SHAPES = [((1024, 64), 0), ((64, 1024), 1), ((7, 5), 0), ((8, 16, 3), 1), ((4096,), 0), ((13,), 0)]
@@ -19,7 +20,7 @@ def _padded(shape, dim):
 
 
 DIMS = [dim for _, dim in SHAPES]
-NUMEL = reference.packed_layout([torch.Size(_padded(*each)).numel() // WORLD for each in SHAPES]).numel
+NUMEL = packed_layout(tuple(torch.Size(_padded(*each)).numel() // WORLD for each in SHAPES)).numel
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,94 @@
+"""Where one parameter is registered, how it is sharded, and the spec that follows from that and its unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import nn
+
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, resolved
+from ..sharding.layout import ShardLayout
+from ..sharding.mesh import DataParallelMeshInfo
+from ..sharding.spec import AllGatherSpec, CommSpec, Group, ParamSpec, ReductionSpec, scaling_for
+from .unit import UnitConfig
+
+
+class ShardedState(Enum):
+    """Which tensor is registered on the modules, and so which memory a parameter holds.
+
+    SHARDED: the DTensor; only this rank's shard has memory.
+    SHARDED_POST_FORWARD: the DTensor; beside the shard, a larger one over a smaller group has memory.
+    UNSHARDED: the plain tensor used in compute; the shard and the unsharded parameter have memory.
+    """
+
+    SHARDED = auto()
+    SHARDED_POST_FORWARD = auto()
+    UNSHARDED = auto()
+
+
+@dataclass(frozen=True)
+class ParamModuleInfo:
+    """Where a parameter is registered: its first module and name, and every other place that shares it."""
+
+    module: nn.Module
+    name: str
+    shared: tuple[tuple[nn.Module, str], ...] = ()
+
+    def places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Yield every (module, name) under which the parameter is registered."""
+        yield self.module, self.name
+        yield from self.shared
+
+
+@dataclass(frozen=True)
+class ParamPlacement:
+    """How a parameter is to be sharded.
+
+    Args:
+        mesh_info: over which mesh.
+        dim: along which dimension.
+        mp_policy: in which dtypes it travels.
+        device: where compute runs.
+        offload: whether its shard lives on the CPU.
+    """
+
+    mesh_info: DataParallelMeshInfo
+    dim: int
+    mp_policy: MixedPrecisionPolicy
+    device: torch.device
+    offload: CPUOffloadPolicy | None = None
+
+
+def comm_spec(
+    name: str, layout: ShardLayout, dtype: torch.dtype, placement: ParamPlacement, config: UnitConfig
+) -> CommSpec:
+    """Return the spec of a parameter.
+
+    Args:
+        name: full name.
+        layout: of its shards.
+        dtype: of the sharded parameter.
+        placement: how it is sharded.
+        config: of its unit.
+    """
+    info, (param_dtype, reduce_dtype) = placement.mesh_info, resolved(placement.mp_policy, dtype)
+    offloads, world = placement.offload is not None, info.shard_world * info.replicate_world
+    smaller = info.smaller_group(config.post_forward_size if config.reshard_after_forward else 0)
+    return CommSpec(
+        ParamSpec(name, config.name, layout.shape, layout.dim, dtype),
+        AllGatherSpec(info.shards, param_dtype, config.all_gather_comm, placement.device.type if offloads else ""),
+        ReductionSpec(
+            reduce_dtype,
+            info.shards,
+            info.replicas,
+            scaling_for(reduce_dtype, world, config.divide_factor, config.sum_only),
+            config.reduce_scatter_comm,
+            config.reduce_hook,
+            to_host=offloads,
+        ),
+        reshard=config.reshard_after_forward,
+        post_forward=smaller.group if smaller is not None else Group(),
+    )
