@@ -5,27 +5,19 @@ It must not know how models are read, nor what a format looks like.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from .records import CapturedModel, ExplainedModel
+from .render.data import as_json, trace
 from .render.html import html
-from .render.plain import plain
 from .render.png import png
 from .render.text import capture_text, explanation_text
-from .render.trace import trace
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
-
 
 _WRITERS: dict[str, Callable[[CapturedModel], str | bytes]] = {
-    ".trace.json": lambda capture: _json(trace(capture)),  # before .json, which it ends with
-    ".json": lambda capture: _json(plain(capture)),
+    ".trace.json": lambda capture: as_json(trace(capture)),  # before .json, which it ends with
+    ".json": as_json,
     ".html": html,
     ".png": png,
 }
@@ -40,7 +32,7 @@ class Capture(CapturedModel):
     def save(self, path: str | Path) -> Path:
         """Write the capture in the format that the path's suffix names. Equal captures make equal files.
 
-        ``.html`` is one page that needs nothing else, ``.json`` the records as data (see :func:`plain`),
+        ``.html`` is one page that needs nothing else, ``.json`` the records as data (see :func:`as_json`),
         ``.trace.json`` a trace for Perfetto or chrome://tracing, and ``.png`` the timelines.
 
         Args:

@@ -1,4 +1,4 @@
-"""Draws the records of ``inspect``: ``text``, ``html``, ``png``, ``trace`` and, as data, ``plain``.
+"""Draws the records of ``inspect``: ``text``, ``html``, ``png`` and ``data``, which is JSON and a trace.
 
 What formats share is decided once: the words in ``facts``, the timeline in ``timeline`` and its shapes and colours
 in ``drawing``, which ``html`` and ``png`` only paint. It must not know how records are found.

@@ -27,24 +27,29 @@ def about(capture: CapturedModel) -> str:
 
 def schedule(policy: SchedulePolicy) -> dict[str, str]:
     """Return the fields of a policy, without the cluster, which :func:`about` names."""
-    values = {field.name: getattr(policy, field.name) for field in fields(policy) if field.name != "cluster"}
-    return {
-        name.removesuffix("_bytes").replace("_", " "): figures.size(value)
-        if isinstance(value, int) and name != "prefetch"
-        else str(value)
-        for name, value in values.items()
-    }
+    found = {}
+    for field in fields(policy):
+        value, name = getattr(policy, field.name), field.name.removesuffix("_bytes").replace("_", " ")
+        is_size = isinstance(value, int) and field.name != "prefetch"
+        found[name] = figures.size(value) if is_size else str(value)
+    del found["cluster"]
+    return found
 
 
 def titled(graphs: Sequence[CapturedGraph]) -> list[tuple[str, CapturedGraph]]:
     """Return each graph with a name: its kind, numbered from 1 where there are several of a kind."""
-    kinds = [graph.kind for graph in graphs]
-    numbers = [f" {kinds[:end].count(kind)}" if kinds.count(kind) > 1 else "" for end, kind in enumerate(kinds, 1)]
-    return [(f"{graph.kind}{number}", graph) for graph, number in zip(graphs, numbers, strict=True)]
+    kinds, found = [graph.kind for graph in graphs], []
+    for end, graph in enumerate(graphs, start=1):
+        number = f" {kinds[:end].count(graph.kind)}" if kinds.count(graph.kind) > 1 else ""
+        found.append((f"{graph.kind}{number}", graph))
+    return found
 
 
 def graph_facts(graph: CapturedGraph) -> dict[str, str]:
     """Return the figures of a graph."""
+    count = Counter[str](collective.copies for collective in graph.collectives)
+    places = {"compute": "on the compute stream", "side stream": "on a side stream", "none": "not needed"}
+    copies = (f"{count[kind]} {place}" for kind, place in places.items() if count[kind])
     return {
         "collectives": str(len(graph.collectives)),
         "bytes": figures.size(sum(collective.bytes for collective in graph.collectives)),
@@ -54,15 +59,8 @@ def graph_facts(graph: CapturedGraph) -> dict[str, str]:
         "peak unsharded": figures.size(graph.peak_unsharded_bytes),
         "bound": figures.size(graph.bound_bytes),
         "kept unsharded": figures.size(graph.kept_bytes),
-        "copies": _copies(graph),
+        "copies": ", ".join(copies) or "none",
     }
-
-
-def _copies(graph: CapturedGraph) -> str:
-    """Return how many collectives' buffers are packed and unpacked on which stream."""
-    count = Counter[str](collective.copies for collective in graph.collectives)
-    texts = {"compute": "on the compute stream", "side stream": "on a side stream", "none": "not needed"}
-    return ", ".join(f"{count[kind]} {text}" for kind, text in texts.items() if count[kind]) or "none"
 
 
 def words(kind: str) -> str:
@@ -104,11 +102,10 @@ def params(names: Sequence[str], width: int) -> str:
 
 def verdicts(graph: CapturedGraph) -> list[str]:
     """Return why collectives are exposed, for how long, and which these are, the costliest reason first."""
-    costs_us: dict[str, float] = defaultdict(float)
-    found: dict[str, list[int]] = defaultdict(list)
+    found = defaultdict[str, list[int]](list)
     for number, collective in enumerate(graph.collectives):
         if is_exposed(collective):
-            costs_us[collective.verdict] += collective.exposed_us
             found[collective.verdict].append(number)
+    costs_us = {text: sum(graph.collectives[n].exposed_us for n in numbers) for text, numbers in found.items()}
     ordered = sorted(found, key=lambda text: (-costs_us[text], text))
     return [f"{figures.duration(costs_us[text])} {text} ({figures.indices(found[text])})" for text in ordered]

@@ -22,11 +22,8 @@ WIDEST = 8000  # pixels of a timeline
 
 def html(capture: CapturedModel) -> str:
     """Return the page's source."""
-    sections = [
-        line
-        for number, (title, graph) in enumerate(facts.titled(capture.graphs))
-        for line in _section(f"g{number}", title, graph)
-    ]
+    graphs = enumerate(facts.titled(capture.graphs))
+    sections = [line for number, (title, graph) in graphs for line in _section(f"g{number}", title, graph)]
     return _resource("page.html").format(
         title=escape(f"{capture.model}: collectives"),
         style="\n".join([*_colours(), _resource("page.css").rstrip()]),
@@ -81,7 +78,12 @@ def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
     yield _facts(facts.graph_facts(graph))
     yield f"<div class='scroll'>{_svg(graph, f'Timeline of the {title} graph')}</div>"
     if graph.collectives:
-        yield from _collectives(key, graph)
+        labels = facts.collective_facts(0, graph.collectives[0])
+        titles = "".join(_tag("th", label, "" if label in facts.LEFT else "right") for label in labels)
+        lines = (_line(key, number, collective) for number, collective in enumerate(graph.collectives))
+        yield f"<h3>Collectives</h3>{_table(titles + '<th>verdict</th><th>params</th>', lines)}"
+    if reasons := facts.verdicts(graph):
+        yield _list(reasons, "reasons")
     marked = {n for c in graph.collectives for n in (c.launch, c.wait, c.first_use)}
     for summary, content in (
         ("Graph before the passes", _listing(graph.before.graph, {})),
@@ -119,32 +121,18 @@ def _pixels(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-def _collectives(key: str, graph: CapturedGraph) -> Iterator[str]:
-    """Yield a table with a line for each collective; positions lead into the graph's text."""
-    titles = "".join(_tag("th", title, _side(title)) for title in facts.collective_facts(0, graph.collectives[0]))
-    lines = (
-        f"<tr id='{key}-c{number}'>{''.join(_cells(key, number, collective))}</tr>"
-        for number, collective in enumerate(graph.collectives)
-    )
-    yield f"<h3>Collectives</h3>{_table(titles + '<th>verdict</th><th>params</th>', lines)}"
-    if reasons := facts.verdicts(graph):
-        yield _list(reasons, "reasons")
-
-
-def _cells(key: str, number: int, collective: Collective) -> Iterator[str]:
-    for title, text in facts.collective_facts(number, collective).items():
-        link = f"<a href='#{key}-n{text}'>{text}</a>" if title in ("launch", "wait", "use") else escape(text)
-        late = " late" if title == "exposed" and facts.is_exposed(collective) else ""
-        yield _tag("td", link, _side(title) + late)
-    yield _tag("td", escape(collective.verdict.removeprefix("exposed: ")), "wide")
+def _line(key: str, number: int, collective: Collective) -> str:
+    """Return a line of the table of collectives; positions lead into the graph's text."""
+    cells = []
+    for label, text in facts.collective_facts(number, collective).items():
+        link = f"<a href='#{key}-n{text}'>{text}</a>" if label in ("launch", "wait", "use") else escape(text)
+        late = " late" if label == "exposed" and facts.is_exposed(collective) else ""
+        cells.append(_tag("td", link, "" if label in facts.LEFT else f"right{late}"))
+    cells.append(_tag("td", escape(collective.verdict.removeprefix("exposed: ")), "wide"))
     names = escape(facts.params(collective.params, NAMES))
     if len(collective.params) > 1 or "…" in names:
         names = f"<details><summary>{names}</summary>{_list(collective.params)}</details>"
-    yield _tag("td", names, "wide params")
-
-
-def _side(title: str) -> str:
-    return "" if title in facts.LEFT else "right"
+    return f"<tr id='{key}-c{number}'>{''.join(cells)}{_tag('td', names, 'wide params')}</tr>"
 
 
 def _listing(graph: fx.Graph, ids: Mapping[int, str]) -> str:

@@ -6,14 +6,12 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import torch
-
 from ..records import CapturedGraph, CapturedModel, ExplainedModel, UnitExplanation
 from . import facts, figures
 
 WIDTH = 118
 LEAST_NAMES = 16  # characters left for names of parameters or units, however wide the figures are
-LEFT = {*facts.LEFT, "params", "unit", "in", "reduces in", "after forward"}  # columns aligned left, not right
+LEFT = {*facts.LEFT, "unit", "in", "reduces in"}  # columns that are aligned left, as the last one is
 TIED = "\u00a0"  # a space at which no line is broken
 
 
@@ -22,11 +20,11 @@ TIED = "\u00a0"  # a space at which no line is broken
 
 def _table(items: Sequence[Mapping[str, str]]) -> list[str]:
     """Return a line of titles, which are the items' keys, and a line for each item."""
-    columns = []
+    columns, last = [], [*items[0]][-1]
     for title in items[0]:
         cells = [title, *(item[title] for item in items)]
-        width = max(map(len, cells))
-        columns.append([cell.ljust(width) if title in LEFT else cell.rjust(width) for cell in cells])
+        side, width = "<" if title in LEFT or title == last else ">", max(map(len, cells))
+        columns.append([f"{cell:{side}{width}}" for cell in cells])
     return ["  ".join(line) for line in zip(*columns, strict=True)]
 
 
@@ -92,31 +90,29 @@ def _units(units: Sequence[UnitExplanation]) -> list[str]:
     alike = defaultdict[tuple[tuple[str, str], ...], list[str]](list)
     for unit in units:
         alike[tuple(_cells(unit).items())].append(unit.name)
-    space = max(LEAST_NAMES, WIDTH - len(f"{_table([dict(cells) for cells in alike])[0]}  "))
-    return _table([{"unit": _names(names, space), **dict(cells)} for cells, names in alike.items()])
+    width = max(LEAST_NAMES, WIDTH - len(f"{_table([dict(cells) for cells in alike])[0]}  "))
+    items = []
+    for cells, names in alike.items():
+        count = f" (each of {len(names)})" if len(names) > 1 else ""
+        items.append({"unit": figures.abbreviate(names, width - len(count)) + count, **dict(cells)})
+    return _table(items)
 
 
 def _cells(unit: UnitExplanation) -> dict[str, str]:
     ranks = str(unit.shard_world) if unit.replicate_world == 1 else f"{unit.shard_world} x {unit.replicate_world}"
+    gathered, reduced = (
+        ", ".join(map(facts.dtype_name, dtypes)) or "-" for dtypes in (unit.all_gather_dtypes, unit.reduce_dtypes)
+    )
     return {
         "params": str(len(unit.params)),
         "size": figures.size(unit.total_bytes),
         "per rank": figures.size(unit.rank_bytes),
         "ranks": ranks if unit.params else "-",
         "all-gathers": figures.size(unit.all_gather_bytes),
-        "in": _dtypes(unit.all_gather_dtypes),
-        "reduces in": _dtypes(unit.reduce_dtypes),
+        "in": gathered,
+        "reduces in": reduced,
         "after forward": unit.after_forward,
     }
-
-
-def _dtypes(dtypes: Sequence[torch.dtype]) -> str:
-    return ", ".join(map(facts.dtype_name, dtypes)) or "-"
-
-
-def _names(names: Sequence[str], width: int) -> str:
-    count = f" (each of {len(names)})" if len(names) > 1 else ""
-    return figures.abbreviate(names, width - len(count)) + count
 
 
 def _reasons(explanation: ExplainedModel) -> Iterator[str]:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from ..records import CapturedGraph, Collective
 from . import figures
 from .facts import SHORTEST_US, dtype_name, is_exposed, words
-from .plain import plain
 
 NAMES_IN_TIP = 10
 MEMORY = "unsharded bytes in flight"
@@ -106,7 +105,7 @@ def _transfer(number: int, collective: Collective) -> Iterator[Mark]:
     more = [f"and {len(params) - NAMES_IN_TIP} more"] if len(params) > NAMES_IN_TIP else []
     notes = (cost + collective.verdict, *params[:NAMES_IN_TIP], *more)
     tip = _tip(f"{name}: {size} over {collective.world} ranks", start_us, end_us, *notes)
-    yield Mark(kind, name, start_us, end_us, tip, plain(collective), f"#{number}", params)
+    yield Mark(kind, name, start_us, end_us, tip, vars(collective), f"#{number}", params)
     if is_exposed(collective):
         yield Mark("exposed", name, max(start_us, end_us - collective.exposed_us), end_us)
 
