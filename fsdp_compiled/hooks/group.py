@@ -133,14 +133,24 @@ class FSDPParamGroup:
 
     def wait_unshard(self) -> None:
         """Finish the all-gathers and register the unsharded parameters."""
-        if not self._all_gathers:
-            return
+        if self._finish_all_gathers():
+            with torch.inference_mode(False), torch.no_grad():
+                for param in self.params:
+                    param.to_unsharded()
+
+    def drop_unshard(self) -> None:
+        """Wait for an all-gather under way and free its results."""
+        if self._finish_all_gathers():
+            for param in self.params:
+                param.free_unsharded()
+
+    def _finish_all_gathers(self) -> bool:
+        """Wait for the all-gathers under way and tell whether there were any."""
         all_gathers, self._all_gathers = self._all_gathers, []
         with torch.inference_mode(False), torch.no_grad():
             for all_gather in all_gathers:
                 all_gather.wait()
-            for param in self.params:
-                param.to_unsharded()
+        return bool(all_gathers)
 
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
@@ -150,17 +160,6 @@ class FSDPParamGroup:
         for param in self.params:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
-
-    def drop_unshard(self) -> None:
-        """Wait for an all-gather under way and free its results."""
-        if not self._all_gathers:
-            return
-        all_gathers, self._all_gathers = self._all_gathers, []
-        with torch.inference_mode(False), torch.no_grad():
-            for all_gather in all_gathers:
-                all_gather.wait()
-        for param in self.params:
-            param.free_unsharded()
 
     @torch.no_grad()
     def reshard_post_forward(self) -> None:
