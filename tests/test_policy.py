@@ -4,8 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed.fsdp as fsdp2
+from torch.torch_version import TorchVersion
 
-from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.policy import resolved
 
 
@@ -49,9 +51,13 @@ def test_wrong_fields_are_refused(make, error, message):
         make()
 
 
+# What gradients of fp32 parameters under bf16 compute are reduced in, if nothing is said.
+REDUCED_IN = torch.float32 if TorchVersion(torch.__version__) >= "2.15" else torch.bfloat16
+
+
 def test_a_dtype_of_one_parameters_own():
     bf16, fp32, param = torch.bfloat16, torch.float32, torch.nn.Parameter(torch.ones(1))
-    for returned, dtypes in ((None, (bf16, bf16)), (bf16, (bf16, bf16)), (fp32, (fp32, fp32))):
+    for returned, dtypes in ((None, (bf16, REDUCED_IN)), (bf16, (bf16, REDUCED_IN)), (fp32, (fp32, fp32))):
         policy = MixedPrecisionPolicy(bf16, param_dtype_override_fn=lambda param, returned=returned: returned)
         assert resolved(policy.for_param("w", param), fp32) == dtypes
     for returned, error in ((torch.float16, ValueError), ("bf16", TypeError)):
@@ -65,6 +71,18 @@ def test_a_dtype_of_one_parameters_own():
 def test_dtypes_a_parameter_travels_in():
     bf16, fp32 = torch.bfloat16, torch.float32
     assert resolved(MixedPrecisionPolicy(), fp32) == (fp32, fp32)
-    assert resolved(MixedPrecisionPolicy(param_dtype=bf16), fp32) == (bf16, bf16)
+    assert resolved(MixedPrecisionPolicy(param_dtype=bf16), fp32) == (bf16, REDUCED_IN)
     assert resolved(MixedPrecisionPolicy(bf16, fp32), fp32) == (bf16, fp32)
     assert resolved(MixedPrecisionPolicy(bf16, fp32), torch.int64) == (torch.int64, torch.int64)
+    assert resolved(MixedPrecisionPolicy(bf16, bf16), fp32) == (bf16, bf16)
+
+
+def test_the_reduce_dtype_is_that_of_the_installed_torch(fake_group):
+    """Against FSDP2 itself: the dtype in which each hands gradients to the reduction's hook."""
+    found = []
+    for shard, policy in ((fsdp2.fully_shard, fsdp2.MixedPrecisionPolicy), (fully_shard, MixedPrecisionPolicy)):
+        model = torch.nn.Linear(4, 4)
+        shard(model, mp_policy=policy(param_dtype=torch.bfloat16))
+        model.set_all_reduce_hook(lambda grad: found.append(grad.dtype))
+        model(torch.ones(2, 4)).sum().backward()
+    assert found == [REDUCED_IN] * 2
