@@ -178,11 +178,11 @@ class FSDPModule:
             state.set_separate_reduce_group(enable)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
-        """All-gather this unit's parameters by ``comm``, in graphs too, where it is an opaque node."""
+        """All-gather this unit's parameters by ``comm``, in graphs too."""
         unit_state(self).custom.use(AllGather, comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """Reduce this unit's gradients over shards by ``comm``, in graphs too, where it is an opaque node."""
+        """Reduce this unit's gradients over shards by ``comm``, in graphs too."""
         unit_state(self).custom.use(ReduceScatter, comm)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._inductor import config
 
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from fsdp_compiled.inspect import capture
@@ -101,6 +102,20 @@ def test_the_code_of_inductor_keeps_the_order():
     for schedule in (SchedulePolicy(bucket="unit", prefetch=1), SchedulePolicy(bucket="none", prefetch=2)):
         for graph in capture(model, torch.randn(4, 16), schedule=schedule).graphs:
             assert in_code(graph.code) == in_graph(graph.module.graph)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_inductors_own_reordering_of_collectives_moves_none_of_ours():
+    model = Layers(3)
+    shard(model, "eager", reshard_after_forward=True)
+    moves = {
+        "reorder_for_compute_comm_overlap": True,
+        "reorder_for_compute_comm_overlap_passes": ["reorder_compute_for_overlap", "sink_waits", "raise_comms"],
+    }
+    with config.patch(moves):
+        graphs = capture(model, torch.randn(4, 16), schedule=SchedulePolicy(bucket="unit", prefetch=1)).graphs
+    for graph in graphs:
+        assert in_code(graph.code) == in_graph(graph.module.graph)
 
 
 def in_graph(graph):
