@@ -36,9 +36,9 @@ def launch_all_gather(shards: Sequence[Tensor], bucket: AllGatherBucket, allocat
     Args:
         shards: padded, of this rank, in any dtype and on any device.
         bucket: what they are.
-        allocate: returns flat tensors of ``padded_numel`` elements each, in the bucket's dtype and on the device of
-            compute, whose first ``numel`` become the parameter in row-major order. It is called when their memory is
-            needed: now, or in ``wait`` where the output is unpacked then.
+        allocate: returns contiguous tensors, flat or of ``padded_shape``, in the bucket's dtype and on the device of
+            compute, whose first ``numel`` elements become the parameter in row-major order. It is called when their
+            memory is needed: now, or in ``wait`` where the output is unpacked then.
     """
     device = compute_device(shards, bucket)
     if not bucket.inputs_persist:
@@ -48,7 +48,7 @@ def launch_all_gather(shards: Sequence[Tensor], bucket: AllGatherBucket, allocat
     def begin() -> _Started:
         sent = [shard.to(device, non_blocking=True) for shard in shards]
         if bucket.spec.group.world == 1:
-            torch._foreach_copy_(list(outs or allocate()), [shard.reshape(-1) for shard in sent])
+            torch._foreach_copy_(_flat(outs or allocate()), _flat(sent))
             return _Started(None, None, sent)
         return _start_into_place(sent, outs, bucket) if bucket.into_place else _start_packed(sent, bucket)
 
@@ -69,11 +69,7 @@ def _packed_copies(shards: Sequence[Tensor], bucket: AllGatherBucket, device: to
     """Return copies of the shards in one packed buffer, made by the compute stream."""
     packed = torch.empty(bucket.packed.numel, dtype=bucket.spec.dtype, device=device)
     copies.pack_shards([shard.to(device) for shard in shards], packed)
-    return _pieces(packed, bucket)
-
-
-def _pieces(packed: Tensor, bucket: AllGatherBucket) -> list[Tensor]:
-    return list(packed.split(list(bucket.packed.sections))[::2])
+    return bucket.packed.pieces(packed)
 
 
 def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:
@@ -97,23 +93,30 @@ def _output(numel: int, bucket: AllGatherBucket, device: torch.device) -> Tensor
     return gather.allocate([numel], dtype=bucket.spec.dtype, device=device)
 
 
+def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.reshape(-1) for tensor in tensors]
+
+
 def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:
-    group = backend.process_group(bucket.spec.group.name)
+    group, outs = backend.process_group(bucket.spec.group.name), _flat(outs)
     if all(shard.dtype == bucket.spec.dtype for shard in shards):
-        sent = [shard.reshape(-1) for shard in shards]
+        sent = _flat(shards)
     elif len(outs) == 1:
         sent = [outs[0].view(bucket.spec.group.world, -1)[group.rank()]]
         copies.pack_shards(shards, sent[0])
     else:
         packed = outs[0].new_empty(bucket.packed.numel)
         copies.pack_shards(shards, packed)
-        sent = _pieces(packed, bucket)
+        sent = bucket.packed.pieces(packed)
     if len(outs) == 1:
         return _Started(backend.all_gather(outs[0], sent[0], group), None, sent)
     return _Started(backend.all_gather_coalesced(outs, sent, group), None, sent)
 
 
 def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> None:
-    padded = [out.view(layout.padded_shape) for out, layout in zip(outs, bucket.layouts, strict=True)]
+    padded = [
+        out if out.dim() > 1 else out.view(layout.padded_shape)
+        for out, layout in zip(outs, bucket.layouts, strict=True)
+    ]
     dims = [layout.dim for layout in bucket.layouts]
     copies.unpack_parameters(output.view(bucket.spec.group.world, -1), padded, dims)

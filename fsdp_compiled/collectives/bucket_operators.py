@@ -55,7 +55,7 @@ def _launch_all_gather(shards: Sequence[Tensor], text: str) -> Tensor:
 
     def allocate() -> Sequence[Tensor]:
         outs.extend(
-            torch.empty(layout.padded_numel, dtype=bucket.spec.dtype, device=device) for layout in bucket.layouts
+            torch.empty(layout.padded_shape, dtype=bucket.spec.dtype, device=device) for layout in bucket.layouts
         )
         return outs
 
@@ -70,7 +70,10 @@ def _wait_all_gather(handle: Tensor, text: str) -> list[Tensor]:
     pending, outs = _take(handle)
     pending.wait()
     layouts = AllGatherBucket.decode(text).layouts
-    return [out[: layout.numel].view(layout.shape) for out, layout in zip(outs, layouts, strict=True)]
+    return [
+        out if layout.is_even else out.narrow(layout.dim, 0, layout.shape[layout.dim])  # only dimension 0 is uneven
+        for out, layout in zip(outs, layouts, strict=True)
+    ]
 
 
 def _wait_all_gather_fake(handle: Tensor, text: str) -> list[Tensor]:

@@ -169,7 +169,7 @@ def _scaled(packed: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
 
 
 def _pieces(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
-    pieces = packed.split(list(bucket.packed.sections))[::2]
+    pieces = bucket.packed.pieces(packed)
     return [piece.view(layout.shard_shape) for piece, layout in zip(pieces, bucket.layouts, strict=True)]
 
 

@@ -37,7 +37,9 @@ def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
         packed: 1-D, as long as their :class:`PackedLayout`; overwritten.
     """
     layout = packed_layout(tuple(shard.numel() for shard in shards))
-    flat = [shard.reshape(-1).to(packed.dtype) for shard in shards]
+    flat = [shard.reshape(-1) for shard in shards]
+    if any(shard.dtype != packed.dtype for shard in shards):
+        flat = [shard.to(packed.dtype) for shard in flat]
     torch.cat(list(_with_gaps(flat, layout, packed.new_zeros(max(layout.gaps)))), out=packed)
 
 
@@ -52,7 +54,7 @@ def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int
     world = output.shape[0]
     layout = packed_layout(tuple(out.numel() // world for out in outs))
     targets, sources = [], []
-    for piece, out, dim in zip(_pieces(output, layout), outs, dims, strict=True):
+    for piece, out, dim in zip(layout.pieces(output), outs, dims, strict=True):
         if dim != 0:
             chunk = (*out.shape[:dim], out.shape[dim] // world, *out.shape[dim + 1 :])
             piece = piece.reshape(world, *chunk).movedim(0, dim)
@@ -90,7 +92,7 @@ def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> 
         divisor: 1 for none.
     """
     packed = packed if divisor == 1.0 else packed / divisor
-    pieces = _pieces(packed, packed_layout(tuple(out.numel() for out in outs)))
+    pieces = packed_layout(tuple(out.numel() for out in outs)).pieces(packed)
     torch._foreach_copy_(list(outs), [piece.view(out.shape) for piece, out in zip(pieces, outs, strict=True)])
 
 
@@ -99,10 +101,6 @@ def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, zeros: Tensor) ->
         yield piece
         if gap:
             yield zeros.narrow(-1, 0, gap)
-
-
-def _pieces(packed: Tensor, layout: PackedLayout) -> Sequence[Tensor]:
-    return packed.split(list(layout.sections), dim=-1)[::2]
 
 
 def _chunked(grad: Tensor, layout: ShardLayout) -> Tensor:

@@ -10,6 +10,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from math import prod
 
+import torch
+
 
 @dataclass(frozen=True)
 class ShardLayout:
@@ -103,7 +105,7 @@ class PackedLayout:
     @cached_property
     def numel(self) -> int:
         """Elements that one rank contributes, gaps included."""
-        return sum(self.sections)
+        return sum(self.numels) + sum(self.gaps)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
@@ -118,9 +120,19 @@ class PackedLayout:
         return tuple(aligned(numel) - numel for numel in self.numels)
 
     @cached_property
-    def sections(self) -> tuple[int, ...]:
-        """Lengths of each shard and its gap, one after the other, as ``torch.split`` takes them."""
-        return tuple(length for pair in zip(self.numels, self.gaps, strict=True) for length in pair)
+    def _sections(self) -> tuple[list[int], list[int]]:
+        """Lengths of each shard and of each gap that is there, one after the other; and which of them are shards."""
+        lengths, shards = list[int](), list[int]()
+        for numel, gap in zip(self.numels, self.gaps, strict=True):
+            shards.append(len(lengths))
+            lengths += [numel, gap] if gap else [numel]
+        return lengths, shards
+
+    def pieces(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return the shards of a packed buffer, views along its last dimension."""
+        lengths, shards = self._sections
+        pieces = torch.split_with_sizes(packed, lengths, -1)
+        return list(pieces) if len(shards) == len(pieces) else [pieces[index] for index in shards]
 
 
 @lru_cache(maxsize=4096)
