@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..sharding.spec import ReductionBucket
@@ -45,7 +46,9 @@ def launch_reduction(
         return launch_reduce_scatter(packed, bucket, finish)
 
     def all_reduce(output: Tensor) -> list[Tensor]:
-        return finish_reduction(_all_reduced(_plus_partial(output, partial, bucket), bucket), bucket)
+        packed = _plus_partial(output, partial, bucket)
+        backend.wait(_start_all_reduce(packed, bucket))
+        return finish_reduction(packed, bucket)
 
     scattered = launch_reduce_scatter(packed, bucket, lambda output: output)
     return scattered.then(ALL_REDUCES, packed.device, all_reduce)
@@ -55,12 +58,7 @@ def launch_replica_reduction(partial: Sequence[Tensor], bucket: ReductionBucket)
     """Start reducing over replicas what the shard group has reduced already: padded shards in the bucket's dtype."""
     packed = partial[0].new_empty(bucket.packed.numel)
     copies.pack_shards(partial, packed)
-    return streams.launch(
-        ALL_REDUCES,
-        packed.device,
-        lambda: packed,
-        lambda packed: finish_reduction(_all_reduced(packed, bucket), bucket),
-    )
+    return launch_all_reduce(packed, bucket, lambda packed: finish_reduction(packed, bucket))
 
 
 def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
@@ -117,21 +115,17 @@ def _start_reduce_scatter(packed: Tensor, bucket: ReductionBucket) -> tuple[Tens
 
 def launch_all_reduce(packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]) -> Pending[Result]:
     """Start the all-reduce over replicas of packed gradients, in place; ``finish`` continues with them."""
-    spec = bucket.spec
-    group, op = backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op]
 
-    def end(work: object) -> Result:
-        backend.wait(work)  # type: ignore[arg-type]
+    def end(work: dist.Work) -> Result:
+        backend.wait(work)
         return finish(packed)
 
-    return streams.launch(ALL_REDUCES, packed.device, lambda: backend.all_reduce(packed, group, op), end)
+    return streams.launch(ALL_REDUCES, packed.device, lambda: _start_all_reduce(packed, bucket), end)
 
 
-def _all_reduced(packed: Tensor, bucket: ReductionBucket) -> Tensor:
+def _start_all_reduce(packed: Tensor, bucket: ReductionBucket) -> dist.Work:
     spec = bucket.spec
-    group, op = backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op]
-    backend.wait(backend.all_reduce(packed, group, op))
-    return packed
+    return backend.all_reduce(packed, backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op])
 
 
 def launch_copy_to_host(packed: Tensor, bucket: ReductionBucket) -> Pending[list[Tensor]]:

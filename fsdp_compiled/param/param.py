@@ -262,11 +262,6 @@ class FSDPParam:
             self.partial_grad.prepare(self.placement.device)
 
     @property
-    def has_accumulated_grad(self) -> bool:
-        """Whether a gradient of any backward waits to be reduced, completely or over replicas."""
-        return self.unsharded_grad.grad is not None or self.has_eager_grad or self.partial_grad.grad is not None
-
-    @property
     def has_eager_grad(self) -> bool:
         """Whether eager autograd has left an unsharded gradient that no reduction has taken."""
         return getattr(getattr(self._unsharded, "param", None), "grad", None) is not None
