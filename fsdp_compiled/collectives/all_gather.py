@@ -7,12 +7,14 @@ tensors and buckets; it must not know units, or when anything waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..sharding.layout import ShardLayout
 from ..sharding.spec import AllGatherBucket
 from . import backend, copies, streams
 from .interfaces import AllGather, registered
@@ -30,7 +32,9 @@ class _Started(NamedTuple):
     inputs: Sequence[Tensor]
 
 
-def launch_all_gather(shards: Sequence[Tensor], bucket: AllGatherBucket, allocate: Allocate) -> Pending[None]:
+def launch_all_gather(
+    shards: Sequence[Tensor], bucket: AllGatherBucket, allocate: Allocate | None = None
+) -> Pending[Sequence[Tensor]]:
     """Start the all-gather of a bucket.
 
     Args:
@@ -38,31 +42,45 @@ def launch_all_gather(shards: Sequence[Tensor], bucket: AllGatherBucket, allocat
         bucket: what they are.
         allocate: returns contiguous tensors, flat or of ``padded_shape``, in the bucket's dtype and on the device of
             compute, whose first ``numel`` elements become the parameter in row-major order. It is called when their
-            memory is needed: now, or in ``wait`` where the output is unpacked then.
+            memory is needed: now, or in ``wait`` where the output is unpacked then. None for new tensors.
+
+    Returns:
+        Work that ends in those tensors; new ones have ``padded_shape``.
     """
-    device = compute_device(shards, bucket)
+    device, world = compute_device(shards, bucket), bucket.spec.group.world
     if not bucket.inputs_persist:
         shards = _packed_copies(shards, bucket, device)
-    outs = list(allocate()) if bucket.into_place or streams.streams_of(device) else []
+    is_filled_now = bucket.into_place or world == 1 or streams.streams_of(device) is not None
+    outs = (allocate or partial(_new_parameters, bucket, device))() if is_filled_now else ()
 
     def begin() -> _Started:
         sent = [shard.to(device, non_blocking=True) for shard in shards]
-        if bucket.spec.group.world == 1:
-            torch._foreach_copy_(_flat(outs or allocate()), _flat(sent))
+        if world == 1:
+            torch._foreach_copy_(_flat(outs), _flat(sent))
             return _Started(None, None, sent)
         return _start_into_place(sent, outs, bucket) if bucket.into_place else _start_packed(sent, bucket)
 
-    def finish(started: _Started) -> None:
+    def finish(started: _Started) -> Sequence[Tensor]:
         backend.wait(started.work)
-        if started.output is not None:
-            _unpack(started.output, outs or allocate(), bucket)
+        if started.output is None:
+            return outs
+        return _unpack(started.output, outs or (allocate() if allocate else ()), bucket)
 
     return streams.launch(ALL_GATHERS, device, begin, finish)
+
+
+def unpadded(parameter: Tensor, layout: ShardLayout) -> Tensor:
+    """Return the parameter of ``layout.shape`` from a padded one."""
+    return parameter if layout.is_even else parameter.narrow(layout.dim, 0, layout.shape[layout.dim])
 
 
 def compute_device(shards: Sequence[Tensor], bucket: AllGatherBucket) -> torch.device:
     """Return the device of the unsharded parameters."""
     return torch.device(bucket.spec.device) if bucket.spec.device else shards[0].device
+
+
+def _new_parameters(bucket: AllGatherBucket, device: torch.device) -> list[Tensor]:
+    return [torch.empty(layout.padded_shape, dtype=bucket.spec.dtype, device=device) for layout in bucket.layouts]
 
 
 def _packed_copies(shards: Sequence[Tensor], bucket: AllGatherBucket, device: torch.device) -> list[Tensor]:
@@ -113,10 +131,13 @@ def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: 
     return _Started(backend.all_gather_coalesced(outs, sent, group), None, sent)
 
 
-def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> None:
+def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> Sequence[Tensor]:
+    output = output.view(bucket.spec.group.world, -1)
+    if not outs:
+        return copies.unpacked_parameters(output, bucket.layouts)
     padded = [
         out if out.dim() > 1 else out.view(layout.padded_shape)
         for out, layout in zip(outs, bucket.layouts, strict=True)
     ]
-    dims = [layout.dim for layout in bucket.layouts]
-    copies.unpack_parameters(output.view(bucket.spec.group.world, -1), padded, dims)
+    copies.unpack_parameters(output, padded, [layout.dim for layout in bucket.layouts])
+    return outs

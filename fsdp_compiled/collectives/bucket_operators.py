@@ -18,7 +18,7 @@ from ..errors import FSDPError
 from ..passes.graph import nodes
 from ..sharding.spec import AllGatherBucket, ReductionBucket
 from . import reduction
-from .all_gather import compute_device, launch_all_gather
+from .all_gather import compute_device, launch_all_gather, unpadded
 from .library import define
 from .streams import Pending
 
@@ -51,15 +51,7 @@ def _fake_handle(inputs: Sequence[Tensor], text: str) -> Tensor:
 
 def _launch_all_gather(shards: Sequence[Tensor], text: str) -> Tensor:
     bucket = AllGatherBucket.decode(text)
-    device, outs = compute_device(shards, bucket), list[Tensor]()
-
-    def allocate() -> Sequence[Tensor]:
-        outs.extend(
-            torch.empty(layout.padded_shape, dtype=bucket.spec.dtype, device=device) for layout in bucket.layouts
-        )
-        return outs
-
-    return _handle(device, (launch_all_gather(shards, bucket, allocate), outs))
+    return _handle(compute_device(shards, bucket), launch_all_gather(shards, bucket))
 
 
 def _launch_all_gather_fake(shards: Sequence[Tensor], text: str) -> Tensor:
@@ -67,13 +59,8 @@ def _launch_all_gather_fake(shards: Sequence[Tensor], text: str) -> Tensor:
 
 
 def _wait_all_gather(handle: Tensor, text: str) -> list[Tensor]:
-    pending, outs = _take(handle)
-    pending.wait()
-    layouts = AllGatherBucket.decode(text).layouts
-    return [
-        out if layout.is_even else out.narrow(layout.dim, 0, layout.shape[layout.dim])  # only dimension 0 is uneven
-        for out, layout in zip(outs, layouts, strict=True)
-    ]
+    padded = _take(handle).wait()
+    return [unpadded(*each) for each in zip(padded, AllGatherBucket.decode(text).layouts, strict=True)]
 
 
 def _wait_all_gather_fake(handle: Tensor, text: str) -> list[Tensor]:

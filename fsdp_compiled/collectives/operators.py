@@ -18,7 +18,7 @@ from ..passes.graph import nodes
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
 from . import reference
-from .all_gather import launch_all_gather
+from .all_gather import launch_all_gather, unpadded
 from .backend import process_group
 from .library import define, differentiate
 from .reduction import launch_reduction
@@ -97,11 +97,10 @@ def _spec_for(shard: Tensor, text: str) -> CommSpec:
 
 def _unshard(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, text: str) -> Tensor:
     spec = _spec_for(shard, text)
-    layout, device = spec.layout, spec.all_gather.device or shard.device
+    layout = spec.layout
     bucket = AllGatherBucket(spec.all_gather, (spec.param,), into_place=layout.dim == 0 and not spec.all_gather.comm)
-    flat = torch.empty(layout.padded_numel, dtype=spec.all_gather.dtype, device=device)
-    launch_all_gather([shard], bucket, lambda: [flat]).wait()
-    return flat[: layout.numel].view(layout.shape)
+    (padded,) = launch_all_gather([shard], bucket).wait()
+    return unpadded(padded, layout)
 
 
 def _unshard_fake(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, text: str) -> Tensor:

@@ -6,7 +6,7 @@ all-gather output and its reduce-scatter input are ``[world, packed numel]``. No
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,10 +37,11 @@ def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
         packed: 1-D, as long as their :class:`PackedLayout`; overwritten.
     """
     layout = packed_layout(tuple(shard.numel() for shard in shards))
-    flat = [shard.reshape(-1) for shard in shards]
-    if any(shard.dtype != packed.dtype for shard in shards):
-        flat = [shard.to(packed.dtype) for shard in flat]
-    torch.cat(list(_with_gaps(flat, layout, packed.new_zeros(max(layout.gaps)))), out=packed)
+    pieces = _with_gaps([shard.reshape(-1) for shard in shards], layout)
+    if {shard.dtype for shard in shards} == {packed.dtype}:
+        torch.cat(pieces, out=packed)
+    else:
+        packed.copy_(torch.cat(pieces))
 
 
 def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
@@ -53,14 +54,20 @@ def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int
     """
     world = output.shape[0]
     layout = packed_layout(tuple(out.numel() // world for out in outs))
-    targets, sources = [], []
-    for piece, out, dim in zip(layout.pieces(output), outs, dims, strict=True):
-        if dim != 0:
-            chunk = (*out.shape[:dim], out.shape[dim] // world, *out.shape[dim + 1 :])
-            piece = piece.reshape(world, *chunk).movedim(0, dim)
-        targets.append(out.view(piece.shape))
-        sources.append(piece)
-    torch._foreach_copy_(targets, sources)
+    chunks = [_chunks(out, dim, world) for out, dim in zip(outs, dims, strict=True)]
+    pieces = [piece.view(chunk.shape) for piece, chunk in zip(layout.pieces(output), chunks, strict=True)]
+    torch._foreach_copy_(chunks, pieces)
+
+
+def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
+    """Return the unsharded parameters, padded, each in new memory of its own; see :func:`unpack_parameters`."""
+    pieces = packed_layout(tuple(layout.shard_numel for layout in layouts)).copied_pieces(output)
+    return [
+        piece.view(layout.padded_shape)
+        if layout.dim == 0
+        else piece.view(layout.world, *layout.shard_shape).movedim(0, layout.dim).reshape(layout.padded_shape)
+        for piece, layout in zip(pieces, layouts, strict=True)
+    ]
 
 
 def pack_gradients(
@@ -76,10 +83,14 @@ def pack_gradients(
         divisor: 1 for none.
     """
     layouts = [shard_layout(grad.shape, dim, world) for grad, dim in zip(grads, dims, strict=True)]
-    chunks = [_chunked(grad.to(dtype), layout) for grad, layout in zip(grads, layouts, strict=True)]
+    chunks = [
+        grad if dim == 0 else _chunks(grad, dim, world).reshape(world, -1)
+        for grad, dim in zip(grads, dims, strict=True)
+    ]
+    if len({chunk.dtype for chunk in chunks}) > 1:
+        chunks = [chunk.to(dtype) for chunk in chunks]
     packed = packed_layout(tuple(layout.shard_numel for layout in layouts))
-    zeros = chunks[0].new_zeros(world, max(packed.gaps))
-    input = torch.cat(list(_with_gaps(chunks, packed, zeros)), dim=1)
+    input = torch._chunk_cat(_with_gaps(chunks, packed, world), 0, world).to(dtype)
     return input if divisor == 1.0 else input.div_(divisor)
 
 
@@ -96,20 +107,18 @@ def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> 
     torch._foreach_copy_(list(outs), [piece.view(out.shape) for piece, out in zip(pieces, outs, strict=True)])
 
 
-def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, zeros: Tensor) -> Iterator[Tensor]:
-    for piece, gap in zip(pieces, layout.gaps, strict=True):
-        yield piece
-        if gap:
-            yield zeros.narrow(-1, 0, gap)
+def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, world: int = 1) -> list[Tensor]:
+    """Return the pieces with zeros in between where the layout has gaps, which every rank's part has."""
+    if not any(layout.gaps):
+        return list(pieces)
+    zeros = pieces[0].new_zeros(world * max(layout.gaps))
+    return [
+        each
+        for piece, gap in zip(pieces, layout.gaps, strict=True)
+        for each in ((piece, zeros[: world * gap]) if gap else (piece,))
+    ]
 
 
-def _chunked(grad: Tensor, layout: ShardLayout) -> Tensor:
-    """Return ``[world, shard_numel]``."""
-    if layout.dim != 0:
-        cut = grad.unflatten(layout.dim, (layout.world, layout.chunk)).movedim(layout.dim, 0)
-        return cut.reshape(layout.world, -1)
-    if layout.is_even:
-        return grad.reshape(layout.world, -1)
-    padded = grad.new_zeros(layout.padded_numel)
-    padded[: layout.numel].copy_(grad.reshape(-1))
-    return padded.view(layout.world, -1)
+def _chunks(tensor: Tensor, dim: int, world: int) -> Tensor:
+    """Return a view of a tensor, even along ``dim``, with the chunk of each rank first: ``[world, *chunk]``."""
+    return tensor.unflatten(dim, (world, -1)).movedim(dim, 0)

@@ -31,7 +31,7 @@ class _AllGather:
     bucket: AllGatherBucket
     members: list[_Member]
     inputs: list[Tensor]
-    pending: Pending[None] | None = None
+    pending: Pending[Sequence[Tensor]] | None = None
 
     def launch(self, outputs: Callable[[], dict[FSDPParam, Sequence[Tensor]]]) -> None:
         inputs, self.inputs = self.inputs, []

@@ -357,6 +357,23 @@ class FSDPState:
             self._context = context
         return self._context
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin_call(self) -> None:
+        """Let the leaves of all units require gradients as their parameters do, see :class:`Unit`."""
+        for state in self._lazy_init().states:
+            state.unit.leaves_mirror = True
+            for param in state.params:
+                param.leaf.requires_grad = param.sharded_param.requires_grad
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end_call(self) -> None:
+        """Let them require gradients again whatever users freeze."""
+        if self._context is not None:
+            for state in self._context.states:
+                state.unit.leaves_mirror = False
+                for param in state.params:
+                    param.restore_leaf()
+
     def reset_iteration(self, drop_accumulated: bool) -> None:
         """Return all units to the state between two steps, after an exception in forward or backward."""
         if self._context is not None:

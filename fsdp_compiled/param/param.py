@@ -101,12 +101,12 @@ class FSDPParam:
         self.shard = padded
         self._local = local_of(sharded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
-        differentiable = padded.is_floating_point() or padded.is_complex()
+        self.is_differentiable = padded.is_floating_point() or padded.is_complex()
         self.extension = self._new_extension() if is_extended(padded) else None
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
         plain = padded if self.extension is None else _without_memory(padded)
-        self.leaf = nn.Parameter(plain, requires_grad=differentiable)
-        if differentiable:
+        self.leaf = nn.Parameter(plain, requires_grad=self.is_differentiable)
+        if self.is_differentiable:
             call_after_accumulation(self.leaf, self._accumulate_leaf_grad)
         self._unsharded = None
         self.unsharded_grad = AccumulatedGrad(self.layout.shape, self.dtypes[1], self._on_compiled_gradient)
@@ -217,12 +217,21 @@ class FSDPParam:
 
     # ---- traced reads ----
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the user trains the parameter."""
+        return self.leaf.requires_grad if self.unit.leaves_mirror else self.sharded_param.requires_grad
+
+    def restore_leaf(self) -> None:
+        """Let the leaf require a gradient if it can, whether or not the parameter does."""
+        self.leaf.requires_grad = self.is_differentiable
+
     def traced(self) -> Tensor:
         """Return the unsharded parameter as a function of the shard; Dynamo traces this.
 
         Every attribute read here is a guard of every step, so the common case reads few.
         """
-        if self.reads_plainly and self.sharded_param.requires_grad:
+        if self.reads_plainly and self.requires_grad:
             return collectives.unshard(self.leaf, None, None, self.spec_text)
         if self.extension is not None:
             local = self._traced_extension(self.extension)
@@ -241,7 +250,7 @@ class FSDPParam:
     def _leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the leaf, and the one that takes its gradient instead: unsharded, or partially reduced."""
         config = self.unit.config
-        if not self.sharded_param.requires_grad:
+        if not self.requires_grad:
             return self.leaf.detach(), None, None
         if not config.reduce_grads and self.unsharded_grad.leaf is not None:
             return self.leaf, self.unsharded_grad.leaf, None

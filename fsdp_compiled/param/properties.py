@@ -29,6 +29,8 @@ class UnitState(Protocol):
 
     def reshard(self) -> None: ...
     def regroup(self) -> None: ...
+    def begin_call(self) -> None: ...
+    def end_call(self) -> None: ...
     def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
@@ -105,20 +107,31 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> Non
 class TracedCall:
     """Mixin of the outermost unit: ``torch.compile(model)`` traces its hooks and not only its forward.
 
-    Dynamo begins at the first frame outside torch's own module code. For a plain module that is ``forward``, after
-    its hooks; for this one it is ``__call__`` below. Units inside are traced with their caller.
+    Dynamo begins at the first frame that it does not skip. For a plain module that is ``forward``, after its hooks;
+    for this one it is ``_fsdp_call``, and ``__call__`` runs before guards are evaluated. Units inside are traced with
+    their caller.
     """
 
     _fsdp_state: UnitState
+    _fsdp_call: Callable[..., Any]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            self._fsdp_state.begin_call()
+            return self._fsdp_call(*args, **kwargs)
         except BaseException:
             self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise
+        finally:
+            self._fsdp_state.end_call()
+
+    def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+
+skip_code(TracedCall.__call__.__code__)
 
 
 def rebase(
@@ -142,7 +155,7 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
     body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy}
     if TracedCall in mixins:
-        body["__call__"] = with_code_of_its_own(TracedCall.__call__)
+        body["_fsdp_call"] = with_code_of_its_own(TracedCall._fsdp_traced)
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
 
 

@@ -54,9 +54,12 @@ class Unit:
     Args:
         config: the user's; read it here, since it is replaced.
         hooked: eager hooks have all-gathered the unit for the module call or backward under way; they alone write it.
+        leaves_mirror: the leaves require gradients as their parameters do, while the outermost module is called: a
+            guard on a leaf is far cheaper than one on a DTensor.
         on_compiled_gradient: called whenever a compiled backward leaves a gradient of the unit.
     """
 
     config: UnitConfig
     hooked: bool = False
+    leaves_mirror: bool = False
     on_compiled_gradient: Callable[[], None] = field(default=_ignore, repr=False)

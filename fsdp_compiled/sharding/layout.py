@@ -5,6 +5,7 @@ It must not know process groups or modules.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -130,8 +131,14 @@ class PackedLayout:
 
     def pieces(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the shards of a packed buffer, views along its last dimension."""
-        lengths, shards = self._sections
-        pieces = torch.split_with_sizes(packed, lengths, -1)
+        return self._shards_of(torch.split_with_sizes(packed, self._sections[0], -1))
+
+    def copied_pieces(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return the shards of a packed buffer, contiguous copies."""
+        return self._shards_of(torch.ops.aten.split_with_sizes_copy(packed, self._sections[0], -1))
+
+    def _shards_of(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        shards = self._sections[1]
         return list(pieces) if len(shards) == len(pieces) else [pieces[index] for index in shards]
 
 
