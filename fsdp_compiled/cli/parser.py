@@ -51,8 +51,6 @@ _DOCTOR = """\
 Check versions, compilers, devices, torch's settings and Inductor's custom-pass slots. Each line begins with ok, with
 note for what works but is worth knowing, or with problem for what fails or hangs."""
 
-_DOCTOR_EXAMPLES = "exit status: 0, or 1 if there is any problem."
-
 _EXAMPLES = """\
 examples:
   fsdp-compiled doctor
@@ -76,21 +74,18 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; ``command`` of what it returns is the one that was given."""
     parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_inspect(
-        commands.add_parser(
-            "inspect",
-            usage="%(prog)s MODULE:BUILD [options]",
-            help="compile a model and print its schedule",
-            description=_INSPECT,
-            epilog=_INSPECT_EXAMPLES,
-        )
-    )
+    about = "compile a model and print its schedule"
+    inspect = commands.add_parser("inspect", help=about, description=_INSPECT, epilog=_INSPECT_EXAMPLES)
+    inspect.usage = "%(prog)s MODULE:BUILD [options]"
+    _add_options(inspect)
     about = "check what on this machine fails or slows training down"
-    commands.add_parser("doctor", help=about, description=_DOCTOR, epilog=_DOCTOR_EXAMPLES)
+    commands.add_parser(
+        "doctor", help=about, description=_DOCTOR, epilog="exit status: 0, or 1 if there is any problem."
+    )
     return parser
 
 
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
     add("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
@@ -112,20 +107,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
 
 
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
 def byte_size(text: str) -> int:
-    """Return the bytes that ``65536``, ``64MiB``, ``1.5GiB`` or ``10 MB`` mean.
-
-    Raises:
-        ValueError: ``text`` is no such number.
-    """
+    """Return the bytes that ``65536``, ``64MiB``, ``1.5GiB`` or ``10 MB`` mean."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(?:([KMGT])(I?))?B)?\s*", text.upper())
     if match is None:
         raise ValueError(f"expected a number of bytes such as 65536, 64MiB or 1GiB, got {text!r}")
     number, prefix, is_binary = match.groups(default="")
-    size = float(number) * (1024 if is_binary else 1000) ** _POWERS[prefix]
+    size = float(number) * (1024 if is_binary else 1000) ** ("", "K", "M", "G", "T").index(prefix)
     if not size.is_integer():
         raise ValueError(f"expected an integer number of bytes, got {text!r}, which is {size}")
     return int(size)
