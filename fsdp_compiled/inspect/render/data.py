@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields
+from inspect import getmembers
 from typing import Any
 
 import torch
@@ -25,11 +26,8 @@ NANOSECONDS = 3  # decimals of a microsecond that are kept
 def as_json(data: Any) -> str:
     """Return records, and lists and dicts of them, as JSON with a newline at its end.
 
-    A record becomes an object of its fields, a dtype its name, an FX module its graph's text. Two records have more:
-
-    - :class:`CapturedModel`: ``peak_unsharded_bytes``.
-    - :class:`CapturedGraph`: ``compute_us``, ``communication_us``, ``exposed_us`` and ``total_us``; its ``module``
-      is called ``after``.
+    A record becomes an object of its fields and properties, a dtype its name, an FX module its graph's text; the
+    ``module`` of a :class:`CapturedGraph` is called ``after``.
     """
     return json.dumps(data, indent=1, ensure_ascii=False, default=_plain) + "\n"
 
@@ -39,10 +37,8 @@ def _plain(value: Any) -> str | dict[str, Any]:
         return str(value.graph)
     if isinstance(value, torch.dtype):
         return facts.dtype_name(value)
-    more = ["peak_unsharded_bytes"] if isinstance(value, CapturedModel) else []
-    if isinstance(value, CapturedGraph):
-        more = ["compute_us", "communication_us", "exposed_us", "total_us"]
-    names = [*(field.name for field in fields(value)), *more]
+    properties = (name for name, _ in getmembers(type(value), lambda member: isinstance(member, property)))
+    names = [*(field.name for field in fields(value)), *properties]
     return {"after" if name == "module" else name: getattr(value, name) for name in names}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import fields
 
 import torch
 
@@ -16,7 +15,6 @@ from ..records import CapturedGraph, CapturedModel, Collective
 from . import figures
 
 SHORTEST_US = 0.01  # less is not shown; rounding leaves less between two spans
-LEFT = {"kind", "dtype"}  # of the figures of a collective, those that are words
 
 
 def about(capture: CapturedModel) -> str:
@@ -27,13 +25,16 @@ def about(capture: CapturedModel) -> str:
 
 def schedule(policy: SchedulePolicy) -> dict[str, str]:
     """Return the fields of a policy, without the cluster, which :func:`about` names."""
-    found = {}
-    for field in fields(policy):
-        value, name = getattr(policy, field.name), field.name.removesuffix("_bytes").replace("_", " ")
-        is_size = isinstance(value, int) and field.name != "prefetch"
-        found[name] = figures.size(value) if is_size else str(value)
-    del found["cluster"]
-    return found
+
+    def size(value: int | str) -> str:
+        return value if isinstance(value, str) else figures.size(value)
+
+    return {
+        "bucket": size(policy.bucket),
+        "prefetch": str(policy.prefetch),
+        "in flight": size(policy.in_flight_bytes),
+        "keep unsharded": size(policy.keep_unsharded_bytes),
+    }
 
 
 def titled(graphs: Sequence[CapturedGraph]) -> list[tuple[str, CapturedGraph]]:
@@ -64,12 +65,10 @@ def graph_facts(graph: CapturedGraph) -> dict[str, str]:
 
 
 def words(kind: str) -> str:
-    """Return ``all-gather`` for ``all_gather``."""
     return kind.replace("_", "-")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return for example ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -9,9 +9,6 @@ from math import floor, log10
 LISTED_WIDTH = 48  # characters that a list of names may take in a sentence
 
 
-# ---- numbers ----
-
-
 def size(count_bytes: int) -> str:
     """Return for example ``1.5 MiB``."""
     return _scaled(count_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
@@ -48,9 +45,6 @@ def ticks(end: float, most: int) -> list[float]:
     power = 10.0 ** floor(log10(end / most))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= end / most)
     return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]
-
-
-# ---- names of parameters or units ----
 
 
 def abbreviate(names: Sequence[str], width: int) -> str:

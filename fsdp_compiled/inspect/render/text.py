@@ -11,7 +11,7 @@ from . import facts, figures
 
 WIDTH = 118
 LEAST_NAMES = 16  # characters left for names of parameters or units, however wide the figures are
-LEFT = {*facts.LEFT, "unit", "in", "reduces in"}  # columns that are aligned left, as the last one is
+LEFT = {"kind", "dtype", "unit", "in", "reduces in"}  # columns that are aligned left, as the last one is
 TIED = "\u00a0"  # a space at which no line is broken
 
 
@@ -100,17 +100,14 @@ def _units(units: Sequence[UnitExplanation]) -> list[str]:
 
 def _cells(unit: UnitExplanation) -> dict[str, str]:
     ranks = str(unit.shard_world) if unit.replicate_world == 1 else f"{unit.shard_world} x {unit.replicate_world}"
-    gathered, reduced = (
-        ", ".join(map(facts.dtype_name, dtypes)) or "-" for dtypes in (unit.all_gather_dtypes, unit.reduce_dtypes)
-    )
     return {
         "params": str(len(unit.params)),
         "size": figures.size(unit.total_bytes),
         "per rank": figures.size(unit.rank_bytes),
         "ranks": ranks if unit.params else "-",
         "all-gathers": figures.size(unit.all_gather_bytes),
-        "in": gathered,
-        "reduces in": reduced,
+        "in": ", ".join(map(facts.dtype_name, unit.all_gather_dtypes)) or "-",
+        "reduces in": ", ".join(map(facts.dtype_name, unit.reduce_dtypes)) or "-",
         "after forward": unit.after_forward,
     }
 
@@ -122,14 +119,12 @@ def _reasons(explanation: ExplainedModel) -> Iterator[str]:
             said[text].append(unit.name)
     for text, names in said.items():
         is_every = len(names) == len(explanation.units) > 1
-        yield from _wrapped(
-            f"{'every unit' if is_every else figures.abbreviate(names, figures.LISTED_WIDTH)}: {text}"
-        )
+        who = "every unit" if is_every else figures.abbreviate(names, figures.LISTED_WIDTH)
+        yield from _wrapped(f"{who}: {text}")
     if explanation.outside:
-        yield from _wrapped(
-            f"in no unit: {figures.listed('parameter', explanation.outside)}: unsharded on every rank, gradients not "
-            "averaged; given as ignored_params, or fully_shard was not called on a module above"
-        )
+        who = figures.listed("parameter", explanation.outside)
+        why = "given as ignored_params, or fully_shard was not called on a module above"
+        yield from _wrapped(f"in no unit: {who}: unsharded on every rank, gradients not averaged; {why}")
 
 
 def _buckets(bucket: str | int) -> str:
