@@ -35,9 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-# ---- inspect ----
-
-
 def _inspect(args: argparse.Namespace) -> int:
     from ..inspect import capture, explain  # only here, so that doctor also runs where inspect cannot be imported
 
@@ -104,9 +101,6 @@ def _mistake_in_schedule(error: BaseException | None) -> str | None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-# ---- doctor ----
 
 
 def _doctor() -> int:

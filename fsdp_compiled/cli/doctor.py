@@ -30,6 +30,7 @@ from ..passes import cost, inductor
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # supported versions of torch
 OLDEST_PYTHON = (3, 11)
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 class Finding(NamedTuple):
@@ -54,6 +55,7 @@ class Gpu(NamedTuple):
 def diagnose() -> list[Finding]:
     """Return a finding for every property of this machine and process. It changes nothing and starts nothing."""
     gpus = [_gpu(torch.device("cuda", n)) for n in range(torch.cuda.device_count() * torch.cuda.is_available())]
+    backends = [name for name in BACKENDS if getattr(dist, f"is_{name}_available", lambda: False)()]
     compilers = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     omp_threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
@@ -69,7 +71,7 @@ def diagnose() -> list[Finding]:
             Path(sysconfig.get_path("include"), "Python.h").exists(),
         ),
         *judge_gpus(gpus, torch.version.cuda),
-        judge_backends(_backends(), bool(gpus)),
+        judge_backends(backends, bool(gpus)),
         judge_threads(torch.get_num_threads(), cpus, omp_threads, ranks or None),
         *(judge_slot(slot, pipeline, getattr(config, slot)) for slot, pipeline in slots.items()),
         *judge_settings(read_settings()),
@@ -91,11 +93,6 @@ def _triton_version() -> str | None:
         return importlib.import_module("triton").__version__
     except ImportError:
         return None
-
-
-def _backends() -> list[str]:
-    names = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
-    return [name for name in names if getattr(dist, f"is_{name}_available")()]
 
 
 def read_settings() -> dict[str, Any]:
@@ -120,8 +117,8 @@ def judge_torch(version: str) -> Finding:
     oldest, newest, excluded = ("{}.{}".format(*each) for each in (OLDEST, NEWEST, (NEWEST[0], NEWEST[1] + 1)))
     if OLDEST <= _release(version) <= NEWEST:
         return Finding("ok", "torch", f"{version}; {oldest} to {newest} are supported")
-    advice = f"pip install 'torch>={oldest},<{excluded}'"
-    return Finding("problem", "torch", f"expected {oldest} to {newest}, got {version}; {advice}")
+    text = f"expected {oldest} to {newest}, got {version}; pip install 'torch>={oldest},<{excluded}'"
+    return Finding("problem", "torch", text)
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -51,12 +51,7 @@ _DOCTOR = """\
 Check versions, compilers, devices, torch's settings and Inductor's custom-pass slots. Each line begins with ok, with
 note for what works but is worth knowing, or with problem for what fails or hangs."""
 
-_EXAMPLES = """\
-examples:
-  fsdp-compiled doctor
-  fsdp-compiled inspect train.py:build --save report.html
-
-fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"""
+_MORE = "fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -72,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; ``command`` of what it returns is the one that was given."""
-    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_MORE)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     about = "compile a model and print its schedule"
     inspect = commands.add_parser("inspect", help=about, description=_INSPECT, epilog=_INSPECT_EXAMPLES)

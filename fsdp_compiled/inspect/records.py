@@ -129,7 +129,6 @@ class CapturedModel:
         model: the class name.
         parameters: number of elements of all parameters, unsharded.
         world: ranks that the model is sharded over.
-        torch_version: that compiled the graphs.
         cluster: that times are estimated for.
         schedule: the user's policy.
         graph_breaks: a reason for each.

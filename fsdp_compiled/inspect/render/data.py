@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..records import CapturedGraph, CapturedModel
-from . import facts
+from . import figures
 from .timeline import lay_out
 
 NANOSECONDS = 3  # decimals of a microsecond that are kept
@@ -36,7 +36,7 @@ def _plain(value: Any) -> str | dict[str, Any]:
     if isinstance(value, fx.GraphModule):
         return str(value.graph)
     if isinstance(value, torch.dtype):
-        return facts.dtype_name(value)
+        return figures.dtype_name(value)
     properties = (name for name, _ in getmembers(type(value), lambda member: isinstance(member, property)))
     names = [*(field.name for field in fields(value)), *properties]
     return {"after" if name == "module" else name: getattr(value, name) for name in names}
@@ -44,10 +44,10 @@ def _plain(value: Any) -> str | dict[str, Any]:
 
 def trace(capture: CapturedModel) -> dict[str, Any]:
     """Return the JSON object format: ``traceEvents``, ``displayTimeUnit`` and, as ``otherData``, the headline."""
-    graphs = enumerate(facts.titled(capture.graphs), start=1)
+    graphs = enumerate(figures.titled(capture.graphs), start=1)
     return {
         "displayTimeUnit": "ms",
-        "otherData": {"capture": f"{capture.model}: {facts.about(capture)}"},
+        "otherData": {"capture": f"{capture.model}: {figures.about(capture)}"},
         "traceEvents": [event for pid, (title, graph) in graphs for event in _process(pid, title, graph)],
     }
 

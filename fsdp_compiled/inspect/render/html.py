@@ -13,7 +13,7 @@ from importlib.resources import files
 from torch import fx
 
 from ..records import CapturedGraph, CapturedModel, Collective
-from . import facts
+from . import figures
 from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
 
 NAMES = 30  # characters of a table cell's names; they unfold
@@ -22,15 +22,17 @@ WIDEST = 8000  # pixels of a timeline
 
 def html(capture: CapturedModel) -> str:
     """Return the page's source."""
-    graphs = [(f"g{index}", title, graph) for index, (title, graph) in enumerate(facts.titled(capture.graphs))]
-    summary = [{"graph": f"<a href='#{key}'>{title}</a>", **facts.graph_facts(graph)} for key, title, graph in graphs]
+    graphs = [(f"g{index}", title, graph) for index, (title, graph) in enumerate(figures.titled(capture.graphs))]
+    summary = [
+        {"graph": f"<a href='#{key}'>{title}</a>", **figures.graph_facts(graph)} for key, title, graph in graphs
+    ]
     return _resource("page.html").format(
         model=escape(capture.model),
-        about=escape(facts.about(capture)),
+        about=escape(figures.about(capture)),
         style="\n".join([*_colours(), _resource("page.css").rstrip()]),
         script=_resource("page.js").rstrip(),
         summary=_table(summary) or "<p>No graph was compiled.</p>",
-        schedule=_facts(facts.schedule(capture.schedule)),
+        schedule=_facts(figures.schedule(capture.schedule)),
         breaks=len(capture.graph_breaks) or "none",
         reasons=_list(capture.graph_breaks),
         graphs="\n".join(line for each in graphs for line in _section(*each)),
@@ -48,12 +50,9 @@ def _colours() -> Iterator[str]:
     yield from (f"svg .{kind} {{ --paint: var(--{colour}); }}" for kind, colour in COLOUR_OF.items())
 
 
-# ---- one graph ----
-
-
 def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
     yield f"<section id='{key}'><h2>{title}</h2>"
-    yield _facts(facts.graph_facts(graph))
+    yield _facts(figures.graph_facts(graph))
     width, height, shapes = draw(graph, WIDEST)
     label = f'role="img" aria-label="Timeline of the {title} graph"'
     yield f'<div class="scroll"><svg class="timeline" {label} width="{width:g}" height="{height:g}">'
@@ -61,7 +60,7 @@ def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
     yield "</svg></div>"
     yield f"<h3>Collectives: {len(graph.collectives) or 'none'}</h3>"
     yield _table([_cells(key, number, collective) for number, collective in enumerate(graph.collectives)])
-    yield _list(facts.verdicts(graph))
+    yield _list(figures.verdicts(graph))
     marked = {position for c in graph.collectives for position in (c.launch, c.wait, c.first_use)}
     for summary, content in (
         ("Graph before the passes", _listing("", graph.before.graph, set())),
@@ -86,13 +85,13 @@ def _element(shape: Shape) -> str:
 
 def _cells(key: str, number: int, collective: Collective) -> dict[str, str]:
     """Return a line of the table of collectives; positions lead into the graph's text."""
-    cells = facts.collective_facts(number, collective)
+    cells = figures.collective_facts(number, collective)
     cells["#"] = f"<span id='{key}-c{number}'>{number}</span>"
     for column in ("launch", "wait", "use"):
         cells[column] = f"<a href='#{key}-n{cells[column]}'>{cells[column]}</a>"
-    if facts.is_exposed(collective):
+    if figures.is_exposed(collective):
         cells["exposed"] = f"<b>{cells['exposed']}</b>"
-    names = escape(facts.params(collective.params, NAMES))
+    names = escape(figures.params(collective.params, NAMES))
     if len(collective.params) > 1 or "…" in names:
         names = f"<details><summary>{names}</summary>{_list(collective.params)}</details>"
     return cells | {"verdict": escape(collective.verdict.removeprefix("exposed: ")), "params": names}
@@ -102,9 +101,6 @@ def _listing(key: str, graph: fx.Graph, marked: set[int]) -> str:
     """Return a line for each node with its position; those at ``marked`` positions can be linked to."""
     lines = enumerate(escape(f"{position:>5}  {node.format_node()}") for position, node in enumerate(graph.nodes))
     return "\n".join(f"<b id='{key}-n{n}'>{line}</b>" if n in marked else line for n, line in lines)
-
-
-# ---- elements ----
 
 
 def _facts(values: Mapping[str, str]) -> str:

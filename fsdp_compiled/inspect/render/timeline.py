@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..records import CapturedGraph, Collective
 from . import figures
-from .facts import SHORTEST_US, dtype_name, is_exposed, words
+from .figures import SHORTEST_US, dtype_name, is_exposed, words
 
 NAMES_IN_TIP = 10
 MEMORY = "unsharded bytes in flight"
