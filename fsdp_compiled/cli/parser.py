@@ -49,7 +49,9 @@ exit status: 0, or 2 for a mistake in the command or in what BUILD returns."""
 
 _DOCTOR = """\
 Check versions, compilers, devices, torch's settings and Inductor's custom-pass slots. Each line begins with ok, with
-note for what works but is worth knowing, or with problem for what fails or hangs."""
+note for what works but is worth knowing, or with problem for what fails or hangs.
+
+exit status: 0, or 1 if there is any problem."""
 
 _MORE = "fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"
 
@@ -74,9 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     inspect.usage = "%(prog)s MODULE:BUILD [options]"
     _add_options(inspect)
     about = "check what on this machine fails or slows training down"
-    commands.add_parser(
-        "doctor", help=about, description=_DOCTOR, epilog="exit status: 0, or 1 if there is any problem."
-    )
+    commands.add_parser("doctor", help=about, description=_DOCTOR)
     return parser
 
 
@@ -88,9 +88,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--explain", action="store_true", help="first say what each unit does, and why")
     about = f"also save the capture as {_SUFFIXES}"
     add("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=about)
-    add = parser.add_argument_group(
-        "schedule", "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
-    ).add_argument
+    about = "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
+    add = parser.add_argument_group("schedule", about).add_argument
     about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"
     add("--bucket", type=_or(byte_size, "auto", "unit", "none"), metavar="auto|unit|none|BYTES", help=about)
     add("--prefetch", type=_or(_count, "auto"), metavar="auto|N", help="all-gathers launched ahead of use")

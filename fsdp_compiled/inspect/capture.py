@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,13 +60,19 @@ def capture(
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    before = counters["graph_break"].copy()
-    with _gradients_put_back(model), torch.random.fork_rng():
-        # nothing of this capture remains where Dynamo would find it for another
-        output = torch.compile(with_code_of_its_own(call), backend=recorder)(*args, **kwargs)
-        total = (loss or _sum)(output)
-        if total.requires_grad:
-            total.backward()
+    breaks = counters["graph_break"].copy()
+    grads = {param: param.grad for param in model.parameters()}
+    model.zero_grad()
+    try:
+        with torch.random.fork_rng():
+            # nothing of this capture remains where Dynamo would find it for another
+            output = torch.compile(with_code_of_its_own(call), backend=recorder)(*args, **kwargs)
+            total = (loss or _sum)(output)
+            if total.requires_grad:
+                total.backward()
+    finally:
+        for param, grad in grads.items():
+            param.grad = grad
     meshes = [param.placement.mesh_info for state in states for param in state.params]
     return Capture(
         model=getattr(type(model), "_fsdp_user_class", type(model)).__name__,
@@ -76,7 +81,7 @@ def capture(
         torch_version=torch.__version__,
         cluster=policy.cluster or cost.detect(states[0].device),
         schedule=policy,
-        graph_breaks=tuple(counters["graph_break"] - before),
+        graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),
     )
 
@@ -84,18 +89,6 @@ def capture(
 def _sum(output: Any) -> Tensor:
     terms = (tensor.float().sum() for tensor in tensors_in(output) if tensor.is_floating_point())
     return sum(terms, torch.zeros(()))
-
-
-@contextmanager
-def _gradients_put_back(model: nn.Module) -> Iterator[None]:
-    grads = {param: param.grad for param in model.parameters()}
-    for param in grads:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, grad in grads.items():
-            param.grad = grad
 
 
 class _Recorder:

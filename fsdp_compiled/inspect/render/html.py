@@ -24,7 +24,7 @@ def html(capture: CapturedModel) -> str:
     """Return the page's source."""
     graphs = [(f"g{index}", title, graph) for index, (title, graph) in enumerate(figures.titled(capture.graphs))]
     summary = [
-        {"graph": f"<a href='#{key}'>{title}</a>", **figures.graph_facts(graph)} for key, title, graph in graphs
+        {"graph": f"<a href='#{key}'>{title}</a>"} | figures.graph_facts(graph) for key, title, graph in graphs
     ]
     return _resource("page.html").format(
         model=escape(capture.model),

@@ -8,7 +8,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ..records import CapturedGraph, Collective
@@ -30,15 +29,10 @@ class Mark(NamedTuple):
     name: str
     start_us: float
     end_us: float
-    tip: str = ""  # the explanation, in lines
-    data: Mapping[str, object] = MappingProxyType({})  # what a trace says about it
+    tip: str  # the explanation, in lines
+    data: Mapping[str, object]  # what a trace says about it
     label: str = ""  # a collective's index
     params: Sequence[str] = ()  # names of the parameters in a collective's bucket
-
-
-def _tip(title: str, start_us: float, end_us: float, *notes: str) -> str:
-    times = map(figures.duration, (max(end_us - start_us, 0.0), start_us, end_us))
-    return "\n".join([title, "{}, from {} to {}".format(*times), *notes])
 
 
 def lay_out(graph: CapturedGraph) -> dict[str, list[Mark]]:
@@ -52,16 +46,23 @@ def _compute(graph: CapturedGraph) -> list[Mark]:
     """Return spans of compute; the gaps between them are stalls where compute waits for a collective, else copies."""
     marks = []
     for span in graph.compute:
-        at = span.start_us, span.end_us
-        tip = _tip(f"compute: {figures.counted(span.nodes, 'node')} from {span.first}", *at)
-        marks.append(Mark("compute", span.first, *at, tip, {"nodes": span.nodes}))
+        title = f"compute: {figures.counted(span.nodes, 'node')} from {span.first}"
+        marks.append(_mark("compute", span.first, (span.start_us, span.end_us), title, nodes=span.nodes))
     for number, collective in sorted(enumerate(graph.collectives), key=lambda item: item[1].end_us):
         name, verdict = f"waits for #{number}", collective.verdict
         for at in _free(marks, max(collective.end_us - collective.exposed_us, 0.0), collective.end_us):
-            tip = _tip(f"stall: {name} {words(collective.kind)}", *at, verdict)
-            insort(marks, Mark("stall", name, *at, tip, {"verdict": verdict}), key=attrgetter("start_us"))
+            stall = _mark("stall", name, at, f"stall: {name} {words(collective.kind)}", verdict, verdict=verdict)
+            insort(marks, stall, key=attrgetter("start_us"))
     free = _free(marks, 0.0, graph.total_us)
-    return marks + [Mark("copy", "packs or unpacks", *at, _tip("packs or unpacks a bucket", *at)) for at in free]
+    return marks + [_mark("copy", "packs or unpacks", at, "packs or unpacks a bucket") for at in free]
+
+
+def _mark(kind: str, name: str, at: tuple[float, float], title: str, /, *notes: str, **data: object) -> Mark:
+    """Return a mark from ``at[0]`` to ``at[1]`` microseconds; its tip has a title, its times and notes."""
+    start_us, end_us = at
+    times = map(figures.duration, (max(end_us - start_us, 0.0), start_us, end_us))
+    tip = "\n".join([title, "{}, from {} to {}".format(*times), *notes])
+    return Mark(kind, name, start_us, end_us, tip, data)
 
 
 def _free(marks: Sequence[Mark], start_us: float, end_us: float) -> list[tuple[float, float]]:
@@ -82,17 +83,17 @@ def _links(graph: CapturedGraph) -> list[list[Mark]]:
 
 
 def _transfer(number: int, collective: Collective) -> Iterator[Mark]:
-    (start_us, end_us), params = (collective.start_us, collective.end_us), collective.params
-    kind = words(collective.kind)
-    name = f"#{number} {kind}"
+    kind, params, at = words(collective.kind), collective.params, (collective.start_us, collective.end_us)
     size = f"{figures.size(collective.bytes)} of {dtype_name(collective.dtype)}"
+    title = f"#{number} {kind}: {size} over {collective.world} ranks"
     cost = f"{figures.duration(collective.exposed_us)} " if is_exposed(collective) else ""
     more = [f"and {len(params) - NAMES_IN_TIP} more"] if len(params) > NAMES_IN_TIP else []
     notes = (cost + collective.verdict, *params[:NAMES_IN_TIP], *more)
-    tip = _tip(f"{name}: {size} over {collective.world} ranks", start_us, end_us, *notes)
-    yield Mark(kind, name, start_us, end_us, tip, vars(collective), f"#{number}", params)
+    mark = _mark(kind, f"#{number} {kind}", at, title, *notes, **vars(collective))
+    yield mark._replace(label=f"#{number}", params=params)
     if is_exposed(collective):
-        yield Mark("exposed", name, max(start_us, end_us - collective.exposed_us), end_us)
+        start_us = max(mark.start_us, mark.end_us - collective.exposed_us)
+        yield mark._replace(kind="exposed", start_us=start_us, tip="")
 
 
 def _memory(graph: CapturedGraph) -> Iterator[Mark]:
@@ -100,4 +101,4 @@ def _memory(graph: CapturedGraph) -> Iterator[Mark]:
     ends = [*starts[1:], max([graph.total_us, *starts])]
     for step, end_us in zip(graph.memory, ends, strict=False):
         size = figures.size(step.bytes)
-        yield Mark("memory", size, step.start_us, end_us, _tip(size, step.start_us, end_us), {"bytes": step.bytes})
+        yield _mark("memory", size, (step.start_us, end_us), size, bytes=step.bytes)
