@@ -83,7 +83,7 @@ def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]
             timed = scheduled.timeline.collectives[part.kind, index]
             launch, wait = by_name[part.stage.launch.name], by_name[part.stage.wait.name]
             made = Collective(
-                kind=nodes.stage_of(part.stage.launch),  # type: ignore[arg-type]  # no copy to host
+                kind=nodes.stage_of(part.stage.launch),  # type: ignore[arg-type]  # no copy to the host
                 params=tuple(param.name for param in lowered.bucket.params),
                 dtype=lowered.bucket.spec.dtype,
                 bytes=part.bytes,
@@ -145,8 +145,7 @@ def _verdict(scheduled: Scheduled, kind: Kind, index: int, timed: Timed) -> str:
         return "exposed: the link is busy with earlier collectives"
     if kind != "all_gather":
         return "exposed: too little compute follows it"
-    task = load.all_gathers[index]
-    key = ("launch", kind, index)
+    task, key = load.all_gathers[index], ("launch", kind, index)
     launch = next(a.position for a in scheduled.actions if (a.verb, a.kind, a.index) == key)
     if not sum(load.compute_us[: task.first]):
         return "exposed: nothing before it to hide behind"

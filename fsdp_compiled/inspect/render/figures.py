@@ -124,7 +124,6 @@ def titled(graphs: Sequence[CapturedGraph]) -> list[tuple[str, CapturedGraph]]:
 
 
 def graph_facts(graph: CapturedGraph) -> dict[str, str]:
-    """Return the figures of a graph."""
     count = Counter[str](collective.copies for collective in graph.collectives)
     places = {"compute": "on the compute stream", "side stream": "on a side stream", "none": "not needed"}
     copies = (f"{count[kind]} {place}" for kind, place in places.items() if count[kind])

@@ -45,8 +45,9 @@ def _resource(name: str) -> str:
 
 def _colours() -> Iterator[str]:
     """Yield CSS: colours for both surroundings, and for each kind of shape the one that it is painted in."""
-    pairs = (f"--{name}: light-dark({light}, {dark});" for name, (light, dark) in COLOURS.items())
-    yield f":root {{ color-scheme: light dark; {' '.join(pairs)} }}"
+    light, dark = (" ".join(f"--{name}: {pair[i]};" for name, pair in COLOURS.items()) for i in (0, 1))
+    yield f":root {{ color-scheme: light dark; {light} }}"
+    yield f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
     yield from (f"svg .{kind} {{ --paint: var(--{colour}); }}" for kind, colour in COLOUR_OF.items())
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WIDTH, GRAPH, HEAD, MARGIN, DPI = 1440, 360, 96, 24, 120  # pixels
 TITLE = 28  # of a graph, in the drawing's pixels
 FONT = 8  # points
-OUTLINED = 2  # pixels of width from which a box has a line around it
+VISIBLE = 2  # pixels of a box's width of which a line around it leaves something
 PAPER, INK = COLOURS["paper"][0], COLOURS["ink"][0]
 ALIGNMENT = {"start": "left", "middle": "center", "end": "right"}
 
@@ -64,10 +64,9 @@ def _paint(axes: Axes, shape: Shape, order: int) -> None:
             dashes = "--" if kind == "bound" else "-"
             axes.plot(*zip(*points, strict=True), color=colour, linewidth=0.8, linestyle=dashes, zorder=order)
         case Box(kind, x, y, width, height):
+            corners = (x, x + width, x + width, x), (y, y, y + height, y + height)
             fill, edge, hatch = (PAPER, colour, "/////") if kind == "stall" else (colour, PAPER, "")
-            (bar,) = axes.bar(
-                x, height, width, y, align="edge", color=fill, edgecolor=edge, hatch=hatch, zorder=order
-            )
-            bar.set(linewidth=0.5 if width > OUTLINED else 0.0)
+            (patch,) = axes.fill(*corners, facecolor=fill, edgecolor=edge, hatch=hatch, zorder=order)
+            patch.set_linewidth(0.5 if width > VISIBLE else 0.0)
             if kind == "memory":
-                bar.set(alpha=0.25, linewidth=0.0, antialiased=False)
+                patch.set(alpha=0.25, linewidth=0.0, antialiased=False)
