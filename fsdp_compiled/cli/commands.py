@@ -35,9 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-# ---- inspect ----
-
-
 def _inspect(args: argparse.Namespace) -> int:
     from ..inspect import capture, explain  # only here, so that doctor also runs where inspect cannot be imported
 
@@ -54,11 +51,11 @@ def _inspect(args: argparse.Namespace) -> int:
                 raise UsageError(mistake) from error
             raise
         print(captured)
-        for path in args.save:
-            try:
+        try:
+            for path in args.save:
                 _say(f"saved {captured.save(path)}")
-            except (ImportError, OSError, ValueError) as error:
-                raise UsageError(str(error)) from error
+        except (ImportError, OSError, ValueError) as error:
+            raise UsageError(str(error)) from error
     return 0
 
 
@@ -75,8 +72,8 @@ def _schedule(args: argparse.Namespace) -> SchedulePolicy:
 def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
     """Start a fake process group unless the user's module has started one."""
     if dist.is_initialized():
-        ignored = "" if world is rank is None else "; --world and --rank are ignored"
         place = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        ignored = "" if world is rank is None else "; --world and --rank are ignored"
         _say(f"process group: the one that MODULE started, {place}{ignored}")
         yield
         return
@@ -106,17 +103,13 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-# ---- doctor ----
-
-
 def _doctor() -> int:
     findings = doctor.diagnose()
     width = max(len(found.subject) for found in findings)
     for level, subject, text in findings:
         head = f"{level:<7}  {subject:<{width}}  "
-        print(
-            textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False)
-        )
+        lines = textwrap.wrap(text, WIDTH - len(head), break_on_hyphens=False)
+        print(head + f"\n{' ' * len(head)}".join(lines))
     problems = sum(found.level == "problem" for found in findings)
     print(f"\n{problems or 'no'} problem{'' if problems == 1 else 's'}")
     return 1 if problems else 0

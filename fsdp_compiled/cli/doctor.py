@@ -1,6 +1,6 @@
 """Judges whether this machine can run the library, and what would slow it down or break it.
 
-Each judgement is a function of what was read; ``diagnose`` reads. It must run where the extras are not installed.
+Each judgement is a function of what ``diagnose`` reads. It must run where the extras are not installed.
 """
 
 from __future__ import annotations
@@ -30,28 +30,23 @@ from ..passes import cost, inductor
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # supported versions of torch
 OLDEST_PYTHON = (3, 11)
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 
 
 class Finding(NamedTuple):
-    """The judgement on one property of the machine.
-
-    Args:
-        level: ok; note: works, but worth knowing; problem: something fails or hangs.
-        subject: what it is about, in a word or two.
-        text: what was found, and what to do about it.
-    """
+    """The judgement on one property of the machine. A note is worth knowing; a problem: something fails or hangs."""
 
     level: Literal["ok", "note", "problem"]
     subject: str
-    text: str
+    text: str  # what was found, and what to do about it
 
 
 class Gpu(NamedTuple):
-    """One GPU: its name, its memory, and the name of the cluster whose constants estimate its times."""
+    """One GPU."""
 
     name: str
     memory_bytes: int
-    cluster: str
+    cluster: str  # name of the one whose constants estimate its times
 
 
 # ---- reading ----
@@ -60,14 +55,14 @@ class Gpu(NamedTuple):
 def diagnose() -> list[Finding]:
     """Return a finding for every property of this machine and process. It changes nothing and starts nothing."""
     gpus = [_gpu(torch.device("cuda", n)) for n in range(torch.cuda.device_count() * torch.cuda.is_available())]
+    backends = [name for name in BACKENDS if getattr(dist, f"is_{name}_available", lambda: False)()]
     compilers = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     omp_threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
-    policy = passes.SchedulePolicy()
+    version, folder = _version("fsdp-compiled") or "not installed", Path(__file__).parents[1]
+    slots = passes.slots(passes.SchedulePolicy())
     return [
-        Finding(
-            "ok", "fsdp-compiled", f"{_version('fsdp-compiled') or 'not installed'} in {Path(__file__).parents[1]}"
-        ),
+        Finding("ok", "fsdp-compiled", f"{version} in {folder}"),
         judge_python(platform.python_version()),
         judge_torch(torch.__version__),
         judge_triton(_triton_version(), bool(gpus)),
@@ -76,9 +71,9 @@ def diagnose() -> list[Finding]:
             Path(sysconfig.get_path("include"), "Python.h").exists(),
         ),
         *judge_gpus(gpus, torch.version.cuda),
-        judge_backends(_backends(), bool(gpus)),
+        judge_backends(backends, bool(gpus)),
         judge_threads(torch.get_num_threads(), cpus, omp_threads, ranks or None),
-        *(judge_slot(slot, pipeline, getattr(config, slot)) for slot, pipeline in passes.slots(policy).items()),
+        *(judge_slot(slot, pipeline, getattr(config, slot)) for slot, pipeline in slots.items()),
         *judge_settings(read_settings()),
         judge_matplotlib(_version("matplotlib")),
     ]
@@ -100,13 +95,8 @@ def _triton_version() -> str | None:
         return None
 
 
-def _backends() -> list[str]:
-    names = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
-    return [name for name in names if getattr(dist, f"is_{name}_available")()]
-
-
 def read_settings() -> dict[str, Any]:
-    """Return the values of the settings that ``RULES`` name, as far as this torch has them."""
+    """Return the values of those settings in ``RULES`` that this torch has."""
     found = {}
     for rule in RULES:
         with suppress(AttributeError):
@@ -118,19 +108,17 @@ def read_settings() -> dict[str, Any]:
 
 
 def judge_python(version: str) -> Finding:
-    """Judge the version of Python."""
     if _release(version) < OLDEST_PYTHON:
         return Finding("problem", "Python", f"expected 3.11 or later, got {version}; make a new environment")
     return Finding("ok", "Python", version)
 
 
 def judge_torch(version: str) -> Finding:
-    """Judge the version of torch."""
     oldest, newest, excluded = ("{}.{}".format(*each) for each in (OLDEST, NEWEST, (NEWEST[0], NEWEST[1] + 1)))
     if OLDEST <= _release(version) <= NEWEST:
         return Finding("ok", "torch", f"{version}; {oldest} to {newest} are supported")
-    advice = f"pip install 'torch>={oldest},<{excluded}'"
-    return Finding("problem", "torch", f"expected {oldest} to {newest}, got {version}; {advice}")
+    text = f"expected {oldest} to {newest}, got {version}; pip install 'torch>={oldest},<{excluded}'"
+    return Finding("problem", "torch", text)
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -139,7 +127,6 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def judge_triton(version: str | None, has_gpus: bool) -> Finding:
-    """Judge whether Triton is there where it is needed."""
     if version is None and has_gpus:
         return Finding("problem", "triton", "missing, and Inductor cannot compile for GPUs without it; install it")
     text = f"{version or 'missing'}; needed to compile for GPUs only"
@@ -156,7 +143,7 @@ def judge_compiler(path: str | None, has_python_headers: bool) -> Finding:
 
 
 def judge_gpus(gpus: Sequence[Gpu], cuda_build: str | None) -> Iterator[Finding]:
-    """Judge the GPUs, for a torch built for this version of CUDA, and say which constants estimate their times."""
+    """Judge the GPUs, for a torch built for this version of CUDA."""
     if not gpus:
         built = f"; torch is built for CUDA {cuda_build}, so check the driver and CUDA_VISIBLE_DEVICES"
         text = f"none: ranks run on the CPU; times are estimated for cluster CPU{built if cuda_build else ''}"
@@ -172,7 +159,6 @@ def judge_gpus(gpus: Sequence[Gpu], cuda_build: str | None) -> Iterator[Finding]
 
 
 def judge_backends(names: Sequence[str], has_gpus: bool) -> Finding:
-    """Judge whether torch.distributed can run the collectives on this machine's devices."""
     needed, device = ("nccl", "GPUs") if has_gpus else ("gloo", "the CPU")
     found = ", ".join(names) or "none"
     if needed in names:
@@ -182,14 +168,7 @@ def judge_backends(names: Sequence[str], has_gpus: bool) -> Finding:
 
 
 def judge_threads(threads: int, cpus: int, omp_threads: str | None, ranks: int | None) -> Finding:
-    """Judge whether the ranks on this machine would use more threads than it has processors.
-
-    Args:
-        threads: that torch computes with in each process.
-        cpus: processors that this process may use.
-        omp_threads: ``OMP_NUM_THREADS``, or None.
-        ranks: on this machine as ``torchrun`` says, or None.
-    """
+    """Judge whether ``ranks`` processes (None: unknown), each with ``threads``, have enough of the ``cpus``."""
     text = f"{threads} in each process on {cpus} processors (OMP_NUM_THREADS {omp_threads or 'unset'})"
     best = max(cpus // (ranks or 1), 1)
     if threads > best:
@@ -203,40 +182,24 @@ def judge_threads(threads: int, cpus: int, omp_threads: str | None, ranks: int |
 
 
 def judge_slot(slot: str, pipeline: inductor.Pipeline, value: Any) -> Finding:
-    """Judge ``value``, which one of Inductor's custom-pass slots holds.
-
-    Args:
-        slot: name of the field of ``torch._inductor.config``.
-        pipeline: of ours, which belongs there; the first ``fully_shard`` of a process installs it.
-        value: our pipeline, the user's passes, both or None.
-    """
+    """Judge what one of Inductor's custom-pass slots holds: our ``pipeline``, the user's passes, both or None."""
     entries = (value.pipeline, value.user) if isinstance(value, inductor.Chain) else value
     entries = entries if isinstance(entries, (list, tuple)) else (entries,)
     users = [entry for entry in entries if entry is not None and not isinstance(entry, inductor.Pipeline)]
+    names = [getattr(user, "__name__", type(user).__name__) for user in users]
+    uncached = [name for name, user in zip(names, users, strict=True) if not getattr(user, "uuid", lambda: None)()]
     text = ", ".join(type(one).__name__ for one in pipeline.passes)
     if not any(isinstance(entry, inductor.Pipeline) for entry in entries):
         text = f"empty until the first fully_shard adds {text}"
     if users:
-        text += f"; after ours: {', '.join(map(_pass_name, users))}"
-    if uncached := [_pass_name(user) for user in users if not getattr(user, "uuid", lambda: None)()]:
-        advice = f"{' and '.join(uncached)} without uuid(): graphs are not cached; derive from CustomGraphPass"
-        return Finding("note", slot, f"{text}; {advice}")
-    return Finding("ok", slot, text)
-
-
-def _pass_name(user: Any) -> str:
-    return getattr(user, "__name__", type(user).__name__)
+        text += f"; after ours: {', '.join(names)}"
+    if uncached:
+        text += f"; {' and '.join(uncached)} without uuid(): graphs are not cached; derive from CustomGraphPass"
+    return Finding("note" if uncached else "ok", slot, text)
 
 
 class Rule(NamedTuple):
-    """A setting of torch that conflicts with graphs scheduled by our passes.
-
-    Args:
-        setting: its full name.
-        conflicts: when it does: where it is on, or where it is off.
-        level: of the finding.
-        consequence: of the conflict.
-    """
+    """A setting of torch that conflicts with graphs scheduled by our passes where it is on, or where it is off."""
 
     setting: str
     conflicts: Literal["on", "off"]
@@ -244,7 +207,6 @@ class Rule(NamedTuple):
     consequence: str
 
     def is_broken(self, value: Any) -> bool:
-        """Tell whether the setting conflicts with this value."""
         return ("off" if value in (None, False, "none") else "on") == self.conflicts
 
 
@@ -273,15 +235,14 @@ RULES = (
 
 def judge_settings(values: Mapping[str, Any]) -> list[Finding]:
     """Judge settings of torch, given by full name, by ``RULES``."""
-    broken = [rule for rule in RULES if rule.setting in values and rule.is_broken(values[rule.setting])]
     ok = Finding("ok", "settings", f"none of the {len(values)} that were checked conflicts with our schedules")
     return [
         Finding(rule.level, "setting", f"{rule.setting}={values[rule.setting]!r}: {rule.consequence}")
-        for rule in broken
+        for rule in RULES
+        if rule.setting in values and rule.is_broken(values[rule.setting])
     ] or [ok]
 
 
 def judge_matplotlib(version: str | None) -> Finding:
-    """Judge whether captures can be saved as pictures."""
     text = "missing: a capture cannot be saved as .png; pip install 'fsdp-compiled[inspect]'"
     return Finding("ok" if version else "note", "matplotlib", version or text)

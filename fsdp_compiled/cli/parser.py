@@ -49,16 +49,11 @@ exit status: 0, or 2 for a mistake in the command or in what BUILD returns."""
 
 _DOCTOR = """\
 Check versions, compilers, devices, torch's settings and Inductor's custom-pass slots. Each line begins with ok, with
-note for what works but is worth knowing, or with problem for what fails or hangs."""
+note for what works but is worth knowing, or with problem for what fails or hangs.
 
-_DOCTOR_EXAMPLES = "exit status: 0, or 1 if there is any problem."
+exit status: 0, or 1 if there is any problem."""
 
-_EXAMPLES = """\
-examples:
-  fsdp-compiled doctor
-  fsdp-compiled inspect train.py:build --save report.html
-
-fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"""
+_MORE = "fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,23 +69,18 @@ class _Parser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; ``command`` of what it returns is the one that was given."""
-    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_MORE)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_inspect(
-        commands.add_parser(
-            "inspect",
-            usage="%(prog)s MODULE:BUILD [options]",
-            help="compile a model and print its schedule",
-            description=_INSPECT,
-            epilog=_INSPECT_EXAMPLES,
-        )
-    )
+    about = "compile a model and print its schedule"
+    inspect = commands.add_parser("inspect", help=about, description=_INSPECT, epilog=_INSPECT_EXAMPLES)
+    inspect.usage = "%(prog)s MODULE:BUILD [options]"
+    _add_options(inspect)
     about = "check what on this machine fails or slows training down"
-    commands.add_parser("doctor", help=about, description=_DOCTOR, epilog=_DOCTOR_EXAMPLES)
+    commands.add_parser("doctor", help=about, description=_DOCTOR)
     return parser
 
 
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
+def _add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
     add("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
@@ -98,9 +88,8 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add("--explain", action="store_true", help="first say what each unit does, and why")
     about = f"also save the capture as {_SUFFIXES}"
     add("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=about)
-    add = parser.add_argument_group(
-        "schedule", "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
-    ).add_argument
+    about = "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
+    add = parser.add_argument_group("schedule", about).add_argument
     about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"
     add("--bucket", type=_or(byte_size, "auto", "unit", "none"), metavar="auto|unit|none|BYTES", help=about)
     add("--prefetch", type=_or(_count, "auto"), metavar="auto|N", help="all-gathers launched ahead of use")
@@ -112,20 +101,13 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
 
 
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-
-
 def byte_size(text: str) -> int:
-    """Return the bytes that ``65536``, ``64MiB``, ``1.5GiB`` or ``10 MB`` mean.
-
-    Raises:
-        ValueError: ``text`` is no such number.
-    """
+    """Return the bytes that ``65536``, ``64MiB``, ``1.5GiB`` or ``10 MB`` mean."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(?:([KMGT])(I?))?B)?\s*", text.upper())
     if match is None:
         raise ValueError(f"expected a number of bytes such as 65536, 64MiB or 1GiB, got {text!r}")
     number, prefix, is_binary = match.groups(default="")
-    size = float(number) * (1024 if is_binary else 1000) ** _POWERS[prefix]
+    size = float(number) * (1024 if is_binary else 1000) ** ("", "K", "M", "G", "T").index(prefix)
     if not size.is_integer():
         raise ValueError(f"expected an integer number of bytes, got {text!r}, which is {size}")
     return int(size)

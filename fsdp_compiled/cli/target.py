@@ -23,13 +23,9 @@ class UsageError(Exception):
 
 
 def find(target: str) -> Callable[[], Any]:
-    """Import MODULE and return BUILD. The working directory, and a file's folder, come first on ``sys.path``.
+    """Import MODULE, a dotted name or a path to a .py file, and return BUILD, a function without arguments.
 
-    Args:
-        target: a dotted module or a path to a .py file, a colon, and the name of a function without arguments.
-
-    Raises:
-        UsageError: there is no such module, or no such function in it.
+    The working directory, and a file's folder, come first on ``sys.path``.
     """
     name, _, attribute = target.rpartition(":")
     if not name or not attribute:
@@ -38,12 +34,10 @@ def find(target: str) -> Callable[[], Any]:
     module = _from_file(Path(name)) if name.endswith(".py") else _from_path(name)
     found = getattr(module, attribute, None)
     if not callable(found):
-        own = (
-            key for key, value in vars(module).items() if isfunction(value) and value.__module__ == module.__name__
-        )
-        raise UsageError(
-            f"{name}: expected a function {attribute!r}, found none; it defines {', '.join(own) or 'none'}"
-        )
+        functions = filter(isfunction, vars(module).values())
+        own = [function.__name__ for function in functions if function.__module__ == module.__name__]
+        advice = f"it defines {', '.join(own) or 'none'}"
+        raise UsageError(f"{name}: expected a function {attribute!r}, found none; {advice}")
     try:
         signature(found).bind()
     except TypeError as error:
@@ -72,20 +66,12 @@ def _from_path(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, but a module that it imports does not
-        raise UsageError(
-            f"{name}: found no module {error.name!r} in {Path.cwd()} nor among installed ones"
-        ) from error
+        place = f"in {Path.cwd()} nor among installed ones"
+        raise UsageError(f"{name}: found no module {error.name!r} {place}") from error
 
 
 def build(target: str, function: Callable[[], Any]) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
-    """Call BUILD and check what it returns.
-
-    Returns:
-        A sharded model, and the positional and keyword arguments of its forward.
-
-    Raises:
-        UsageError: it is no sharded model with example inputs.
-    """
+    """Call BUILD and return its results: a sharded model, and the positional and keyword arguments of its forward."""
     result = function()
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         got = f"a tuple of {len(result)}" if isinstance(result, tuple) else _named(result)

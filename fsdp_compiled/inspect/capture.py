@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,11 +14,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from .. import passes
-from ..api import core_hash
+from ..api import options
 from ..hooks.casts import tensors_in
 from ..hooks.context import states_below
 from ..param.properties import with_code_of_its_own
-from ..passes import cost, inductor
+from ..passes import cost
 from ..policy import SchedulePolicy
 from .reading import Scheduled, collectives
 from .records import CapturedGraph, GraphKind
@@ -56,20 +55,24 @@ def capture(
     if not states:
         raise ValueError(f"{type(model).__name__}: expected a sharded model, found no unit; call fully_shard first")
     policy = schedule or SchedulePolicy()
-    if not isinstance(policy, SchedulePolicy):
-        raise TypeError(f"schedule: expected a SchedulePolicy or None, got {type(schedule).__name__}")
+    recorder = _Recorder(policy)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    recorder = _Recorder(policy)
-    before = dict(counters["graph_break"])
-    with _gradients_put_back(model), torch.random.fork_rng():
-        # nothing of this capture remains where Dynamo would find it for another
-        output = torch.compile(with_code_of_its_own(call), backend=recorder)(*args, **kwargs)
-        total = _sum(output) if loss is None else loss(output)
-        if total is not None and total.requires_grad:
-            total.backward()
+    breaks = counters["graph_break"].copy()
+    grads = {param: param.grad for param in model.parameters()}
+    model.zero_grad()
+    try:
+        with torch.random.fork_rng():
+            # nothing of this capture remains where Dynamo would find it for another
+            output = torch.compile(with_code_of_its_own(call), backend=recorder)(*args, **kwargs)
+            total = (loss or _sum)(output)
+            if total.requires_grad:
+                total.backward()
+    finally:
+        for param, grad in grads.items():
+            param.grad = grad
     meshes = [param.placement.mesh_info for state in states for param in state.params]
     return Capture(
         model=getattr(type(model), "_fsdp_user_class", type(model)).__name__,
@@ -78,43 +81,29 @@ def capture(
         torch_version=torch.__version__,
         cluster=policy.cluster or cost.detect(states[0].device),
         schedule=policy,
-        graph_breaks=tuple(why for why, count in counters["graph_break"].items() if count > before.get(why, 0)),
+        graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),
     )
 
 
-def _sum(output: Any) -> Tensor | None:
-    terms = [tensor.float().sum() for tensor in tensors_in(output) if tensor.is_floating_point()]
-    return torch.stack(terms).sum() if terms else None
-
-
-@contextmanager
-def _gradients_put_back(model: nn.Module) -> Iterator[None]:
-    grads = {param: param.grad for param in model.parameters()}
-    for param in grads:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, grad in grads.items():
-            param.grad = grad
+def _sum(output: Any) -> Tensor:
+    terms = (tensor.float().sum() for tensor in tensors_in(output) if tensor.is_floating_point())
+    return sum(terms, torch.zeros(()))
 
 
 class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
     def __init__(self, policy: SchedulePolicy) -> None:
+        slot, observed = "post_grad_custom_pre_pass", passes.Pipeline((*passes.post_grad(policy), self._observe))
         self.graphs = list[CapturedGraph]()
         self._policy = policy
         self._scheduled: fx.Graph | None = None
+        self._config = options(policy) | {slot: passes.beside_users_passes(slot, observed)}
+        self._config["force_disable_caches"] = True  # on a hit no pass would run
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-        runs = passes.slots(self._policy, core_hash())
-        observed = inductor.Pipeline((*passes.post_grad(self._policy), self._observe), core_hash())
-        runs["post_grad_custom_pre_pass"] = observed
-        patches = {slot: inductor.beside_users_passes(slot, run) for slot, run in runs.items()}
-        patches["force_disable_caches"] = True  # on a hit no pass would run
-        return compile_fx(module, inputs, inner_compile=self._compile, config_patches=patches)
+        return compile_fx(module, inputs, inner_compile=self._compile, config_patches=self._config)
 
     def _observe(self, graph: fx.Graph) -> None:
         """Run as the last pass before Inductor's own."""
@@ -126,9 +115,9 @@ class _Recorder:
         compiled = compile_fx_inner(module, inputs, **kwargs)
         after = fx.GraphModule(module, copy.deepcopy(module.graph))
         read = Scheduled(self._scheduled or after.graph, self._policy)
-        forward: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
+        kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
         graph = CapturedGraph(
-            kind="backward" if kwargs.get("is_backward") else forward,
+            kind="backward" if kwargs.get("is_backward") else kind,
             module=after,
             before=before,
             collectives=collectives(read, after.graph),

@@ -58,9 +58,6 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
     return Explanation(class_name, tuple(_unit(state, names, kept) for state in states), outside, schedule)
 
 
-# ---- reading states ----
-
-
 def _kept(states: Sequence[FSDPState], schedule: SchedulePolicy) -> set[Hashable]:
     """Return the parameters that the reshard pass would keep in a graph that reads all of them."""
     cluster = schedule.cluster or cost.detect(states[0].device)

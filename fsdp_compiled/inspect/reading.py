@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from torch import fx
 
@@ -26,7 +27,7 @@ from ..passes.planning.requests import load_of
 from ..passes.planning.simulate import Timed, simulate
 from ..passes.planning.tasks import Kind, bytes_in_flight
 from ..passes.policy import SchedulePolicy
-from ..sharding.spec import AllGatherBucket, AllGatherSpec, Group, ReductionBucket
+from ..sharding.spec import AllGatherBucket, Group, ReductionBucket
 from .records import Collective, ComputeSpan, Copies, MemoryStep
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
@@ -78,16 +79,16 @@ def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]
     found = []
     all_buckets = (each for kind in (AllGatherBucket, ReductionBucket) for each in numbered(scheduled.buckets, kind))
     for index, lowered in all_buckets:
-        for kind, stage, group in _parts(lowered):
-            timed = scheduled.timeline.collectives[kind, index]
-            launch, wait = by_name[stage.launch.name], by_name[stage.wait.name]
+        for part in _parts(lowered):
+            timed = scheduled.timeline.collectives[part.kind, index]
+            launch, wait = by_name[part.stage.launch.name], by_name[part.stage.wait.name]
             made = Collective(
-                kind=nodes.stage_of(stage.launch),  # type: ignore[arg-type]  # no copy to the host is among the parts
+                kind=nodes.stage_of(part.stage.launch),  # type: ignore[arg-type]  # no copy to the host
                 params=tuple(param.name for param in lowered.bucket.params),
                 dtype=lowered.bucket.spec.dtype,
-                bytes=_bytes(lowered, stage),
-                group=group.name,
-                world=group.world,
+                bytes=part.bytes,
+                group=part.group.name,
+                world=part.group.world,
                 launch=place[launch],
                 wait=place[wait],
                 first_use=_first_use(wait, place),
@@ -95,45 +96,39 @@ def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]
                 exposed_us=timed.exposed_us,
                 start_us=timed.start_us,
                 end_us=timed.end_us,
-                copies=_copies(lowered, stage),
-                verdict=_verdict(scheduled, kind, index, timed),
+                copies=part.copies,
+                verdict=_verdict(scheduled, part.kind, index, timed),
             )
             found.append(made)
     return tuple(sorted(found, key=lambda collective: collective.launch))
 
 
-def _parts(lowered: LoweredBucket) -> list[tuple[Kind, Stage, Group]]:
-    """Return each collective that communicates: its kind in the schedule, its nodes and its group."""
-    spec = lowered.bucket.spec
-    if isinstance(spec, AllGatherSpec):
-        parts: list[tuple[Kind, Stage, Group]] = [("all_gather", lowered.collectives[0], spec.group)]
-    else:
-        groups = [group for group in (spec.shards, spec.replicas) if group.world > 1]
-        kinds: tuple[Kind, ...] = ("reduction", "all_reduce")
-        parts = list(zip(kinds, lowered.collectives, groups, strict=False))
-    return [part for part in parts if part[2].world > 1]
+class _Part(NamedTuple):
+    """A collective of a bucket; ``kind`` is its name in the schedule."""
+
+    kind: Kind
+    stage: Stage
+    group: Group
+    bytes: int
+    copies: Copies
 
 
-def _bytes(lowered: LoweredBucket, stage: Stage) -> int:
-    """Return the unsharded size, of an all-reduce after a reduce-scatter the scattered one."""
-    size = sum(lowered.bucket.sizes)
-    if isinstance(lowered.bucket, ReductionBucket) and nodes.stage_of(stage.launch) == "all_reduce":
-        return size // lowered.bucket.spec.shards.world
-    return size
-
-
-def _copies(lowered: LoweredBucket, stage: Stage) -> Copies:
-    if isinstance(lowered.bucket, ReductionBucket):
-        return "compute" if stage is lowered.collectives[0] else "none"
-    if lowered.bucket.into_place:
-        return "none"
-    return "side stream" if nodes.value_of(stage.launch).device.type == "cuda" else "compute"
+def _parts(lowered: LoweredBucket) -> list[_Part]:
+    """Return the collectives that communicate."""
+    bucket, stages, size = lowered.bucket, lowered.collectives, sum(lowered.bucket.sizes)
+    if isinstance(bucket, AllGatherBucket):
+        on_gpu = nodes.value_of(stages[0].launch).device.type == "cuda"
+        copies: Copies = "none" if bucket.into_place else "side stream" if on_gpu else "compute"
+        return [_Part("all_gather", stages[0], bucket.spec.group, size, copies)] if bucket.world > 1 else []
+    shards, replicas = bucket.spec.shards, bucket.spec.replicas
+    first = _Part("reduction", stages[0], shards if shards.world > 1 else replicas, size, "compute")
+    second = [_Part("all_reduce", stage, replicas, size // shards.world, "none") for stage in stages[1:]]
+    return [first, *second] if first.group.world > 1 else []
 
 
 def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:
     """Return the position of the first node that reads a result of ``wait``; the output's where none does."""
-    results = [item for item in wait.users if nodes.is_getitem(item)]
-    uses = ((user, item) for item in results for user in item.users)
+    uses = ((user, item) for item in wait.users if nodes.is_getitem(item) for user in item.users)
     # the first arguments of a node with control dependencies are these and what it calls
     readers = (user for user, item in uses if "control_deps" not in str(user.target) or item in user.args[2:])
     return min(map(place.__getitem__, readers), default=len(place) - 1)
@@ -150,8 +145,7 @@ def _verdict(scheduled: Scheduled, kind: Kind, index: int, timed: Timed) -> str:
         return "exposed: the link is busy with earlier collectives"
     if kind != "all_gather":
         return "exposed: too little compute follows it"
-    task = load.all_gathers[index]
-    key = ("launch", kind, index)
+    task, key = load.all_gathers[index], ("launch", kind, index)
     launch = next(a.position for a in scheduled.actions if (a.verb, a.kind, a.index) == key)
     if not sum(load.compute_us[: task.first]):
         return "exposed: nothing before it to hide behind"

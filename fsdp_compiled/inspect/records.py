@@ -24,19 +24,15 @@ class Collective:
     """One collective of a graph. Positions count the nodes of :attr:`CapturedGraph.module`'s graph from 0.
 
     Args:
-        kind: which collective.
         params: full names of the parameters in its bucket.
         dtype: of the data that it transfers.
         bytes: of the unsharded side: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor.
         group: name of the process group.
         world: ranks in that group.
-        launch: position of the node that launches it.
-        wait: position of the node that waits for it.
+        launch, wait: positions of the nodes that launch it and wait for it.
         first_use: position of the first node that computes with the result; the output node's where none does.
-        estimate_us: how long the link is busy with it.
+        estimate_us: how long the link is busy with it: on the graph's timeline from ``start_us`` to ``end_us``.
         exposed_us: how long compute waits for it.
-        start_us: on the graph's timeline, when the link begins with it.
-        end_us: when the link is done.
         copies: the stream that packs and unpacks its buffers; "none" where each parameter is all-gathered into its
             own memory. Shards that the graph itself computes are always packed on the compute stream.
         verdict: "hidden", or "exposed: " and the reason.
@@ -82,14 +78,12 @@ class CapturedGraph:
     """One graph that Inductor compiled.
 
     Args:
-        kind: forward, backward or inference.
         module: the graph after our passes.
         before: the graph as traced, with one operator per parameter read.
         collectives: in order of launch.
         compute: the compute lane of the timeline.
         memory: unsharded bytes in flight over the timeline, a step function.
-        peak_unsharded_bytes: the largest value of ``memory``.
-        bound_bytes: the limit on ``peak_unsharded_bytes``.
+        peak_unsharded_bytes: the largest value of ``memory``; ``bound_bytes`` is the limit on it.
         kept_bytes: of parameters that the user keeps unsharded until backward; not part of the peak.
         code: what Inductor generated.
     """
@@ -135,7 +129,6 @@ class CapturedModel:
         model: the class name.
         parameters: number of elements of all parameters, unsharded.
         world: ranks that the model is sharded over.
-        torch_version: that compiled the graphs.
         cluster: that times are estimated for.
         schedule: the user's policy.
         graph_breaks: a reason for each.

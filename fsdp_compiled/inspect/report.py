@@ -35,21 +35,16 @@ class Capture(CapturedModel):
         ``.html`` is one page that needs nothing else, ``.json`` the records as data (see :func:`as_json`),
         ``.trace.json`` a trace for Perfetto or chrome://tracing, and ``.png`` the timelines.
 
-        Args:
-            path: of the file; it is replaced if it exists, and left as it was if anything fails.
-
-        Returns:
-            The path.
+        A file that exists is replaced, or left as it was if anything fails. Returns the path.
 
         Raises:
             ValueError: the suffix is none of these.
             ImportError: matplotlib is missing and the suffix is ``.png``.
             OSError: the file cannot be written.
         """
-        path = Path(path)
+        path, expected = Path(path), ", ".join(_WRITERS)
         writer = next((writer for suffix, writer in _WRITERS.items() if path.name.endswith(suffix)), None)
         if writer is None:
-            expected = ", ".join(_WRITERS)
             raise ValueError(f"{path}: a capture is saved as {expected}, not as {path.suffix!r}; rename the file")
         content = writer(self)
         partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import fields
+from inspect import getmembers
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..records import CapturedGraph, CapturedModel
-from . import facts
+from . import figures
 from .timeline import lay_out
 
 NANOSECONDS = 3  # decimals of a microsecond that are kept
@@ -25,11 +26,8 @@ NANOSECONDS = 3  # decimals of a microsecond that are kept
 def as_json(data: Any) -> str:
     """Return records, and lists and dicts of them, as JSON with a newline at its end.
 
-    A record becomes an object of its fields, a dtype its name, an FX module its graph's text. Two records have more:
-
-    - :class:`CapturedModel`: ``peak_unsharded_bytes``.
-    - :class:`CapturedGraph`: ``compute_us``, ``communication_us``, ``exposed_us`` and ``total_us``; its ``module``
-      is called ``after``.
+    A record becomes an object of its fields and properties, a dtype its name, an FX module its graph's text; the
+    ``module`` of a :class:`CapturedGraph` is called ``after``.
     """
     return json.dumps(data, indent=1, ensure_ascii=False, default=_plain) + "\n"
 
@@ -38,20 +36,18 @@ def _plain(value: Any) -> str | dict[str, Any]:
     if isinstance(value, fx.GraphModule):
         return str(value.graph)
     if isinstance(value, torch.dtype):
-        return facts.dtype_name(value)
-    more = ["peak_unsharded_bytes"] if isinstance(value, CapturedModel) else []
-    if isinstance(value, CapturedGraph):
-        more = ["compute_us", "communication_us", "exposed_us", "total_us"]
-    names = [*(field.name for field in fields(value)), *more]
+        return figures.dtype_name(value)
+    properties = (name for name, _ in getmembers(type(value), lambda member: isinstance(member, property)))
+    names = [*(field.name for field in fields(value)), *properties]
     return {"after" if name == "module" else name: getattr(value, name) for name in names}
 
 
 def trace(capture: CapturedModel) -> dict[str, Any]:
     """Return the JSON object format: ``traceEvents``, ``displayTimeUnit`` and, as ``otherData``, the headline."""
-    graphs = enumerate(facts.titled(capture.graphs), start=1)
+    graphs = enumerate(figures.titled(capture.graphs), start=1)
     return {
         "displayTimeUnit": "ms",
-        "otherData": {"capture": f"{capture.model}: {facts.about(capture)}"},
+        "otherData": {"capture": f"{capture.model}: {figures.about(capture)}"},
         "traceEvents": [event for pid, (title, graph) in graphs for event in _process(pid, title, graph)],
     }
 

@@ -35,8 +35,8 @@ COLOURS = {  # for light and for dark surroundings
     "on-bar": ("#ffffff", "#10131a"),
 }
 LEGEND = ("compute", "copy", "all-gather", "reduce-scatter", "all-reduce", "exposed", "stall")  # kinds of bars
-_OTHER = {"stall": "exposed", "curve": "memory", "bound": "ink", "note": "ink", "grid": "rule", "caption": "muted"}
-COLOUR_OF = {kind: kind for kind in (*LEGEND, "memory", "on-bar")} | _OTHER  # of each kind of shape
+_SHARED = {"stall": "exposed", "curve": "memory", "bound": "ink", "note": "ink", "grid": "rule", "caption": "muted"}
+COLOUR_OF = {kind: kind for kind in COLOURS} | _SHARED  # of each kind of shape
 
 Anchor = Literal["start", "middle", "end"]
 
@@ -53,13 +53,13 @@ class Box(NamedTuple):
 
 
 class Text(NamedTuple):
-    """A line of text; ``y`` is its baseline, ``x`` where ``anchor`` says."""
+    """A line of text on the baseline ``y``."""
 
     kind: str
     x: float
     y: float
     text: str
-    anchor: Anchor = "start"
+    anchor: Anchor = "start"  # the part of the text that is at ``x``
 
 
 class Line(NamedTuple):
@@ -99,31 +99,27 @@ def draw(graph: CapturedGraph, widest: int = WIDTH) -> Drawing:
     scale = _Scale(graph.total_us or 1.0, max(WIDTH, min(widest, PER_BAR * len(graph.collectives))))
     *lanes, (memory, levels) = lay_out(graph).items()
     shapes = list[Shape]()
-    for index, (name, marks) in enumerate(lanes):
-        top = CAPTION + index * (CAPTION + LANE)
-        bars = [_bar(mark, scale, top) for mark in marks]
-        labels = [label for mark, bar in zip(marks, bars, strict=True) for label in _label(mark, bar, top + LANE - 8)]
-        shapes += [Text("caption", EDGE, top - 6, name), *bars, *labels]
-    top = CAPTION + len(lanes) * (CAPTION + LANE)
+    top = CAPTION
+    for name, marks in lanes:
+        shapes += [Text("caption", EDGE, top - 6, name), *_bars(marks, scale, top)]
+        top += LANE + CAPTION
     bottom = top + CURVE
     shapes += [Text("caption", EDGE, top - 6, memory), *_memory(levels, graph, scale, bottom)]
     legend = _legend({shape.kind for shape in shapes}, bottom + AXIS)
     return Drawing(scale.width, bottom + AXIS + BOX_HEIGHT, (*_grid(scale, bottom), *shapes, *legend))
 
 
-def _bar(mark: Mark, scale: _Scale, y: float) -> Box:
-    if mark.kind == "stall":  # has an outline
-        return scale.box(mark, y + 0.5, LANE - 1)
-    strip = STRIP if mark.kind == "exposed" else 0
-    return scale.box(mark, y + strip, LANE - strip)
-
-
-def _label(mark: Mark, bar: Box, y: float) -> Iterator[Text]:
-    """Yield a collective's index, and its parameters, as far as there is room."""
-    room = int((bar.width - 10) / CHARACTER) - len(mark.label)
-    if mark.label and room >= 0:
-        names = f" {figures.abbreviate(mark.params, room - 1)}" if room > 12 else ""
-        yield Text("on-bar", bar.x + 5, y, mark.label + names)
+def _bars(marks: Sequence[Mark], scale: _Scale, y: float) -> list[Shape]:
+    """Return a bar for each mark and, where there is room, a collective's index and parameters."""
+    bars, labels = [], []
+    for mark in marks:
+        strip = STRIP if mark.kind == "exposed" else 0
+        bars.append(bar := scale.box(mark, y + strip, LANE - strip))
+        room = int((bar.width - 10) / CHARACTER) - len(mark.label)
+        if mark.label and room >= 0:
+            names = f" {figures.abbreviate(mark.params, room - 1)}" if room > 12 else ""
+            labels.append(Text("on-bar", bar.x + 5, y + LANE - 8, mark.label + names))
+    return [*bars, *labels]
 
 
 def _memory(marks: Sequence[Mark], graph: CapturedGraph, scale: _Scale, base: float) -> Iterator[Shape]:

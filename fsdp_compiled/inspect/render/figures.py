@@ -1,15 +1,22 @@
-"""How bytes, times, indices and names are written for people: three digits and a unit, and names in little space."""
+"""What a capture says in words and figures, which every format prints.
+
+Bytes and times have three digits and a unit; names of parameters or units are abbreviated to the space there is.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby, takewhile
 from math import floor, log10
 
+import torch
+
+from ...passes.policy import SchedulePolicy
+from ..records import CapturedGraph, CapturedModel, Collective
+
 LISTED_WIDTH = 48  # characters that a list of names may take in a sentence
-
-
-# ---- numbers ----
+SHORTEST_US = 0.01  # less is not shown; rounding leaves less between two spans
 
 
 def size(count_bytes: int) -> str:
@@ -50,9 +57,6 @@ def ticks(end: float, most: int) -> list[float]:
     return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]
 
 
-# ---- names of parameters or units ----
-
-
 def abbreviate(names: Sequence[str], width: int) -> str:
     """Return at most ``width`` characters that tell which parameters these are.
 
@@ -91,3 +95,92 @@ def _elide(text: str, width: int) -> str:
 def listed(noun: str, names: Sequence[str]) -> str:
     """Return how many there are and, in little space, which: ``2 parameters, {up,down}.weight``."""
     return f"{counted(len(names), noun)}, {abbreviate(names, LISTED_WIDTH)}"
+
+
+def about(capture: CapturedModel) -> str:
+    """Return how large the captured model is, and on what it runs, in a line."""
+    count = f"{capture.parameters:,} parameters on {counted(capture.world, 'rank')}"
+    return f"{count}, torch {capture.torch_version}, cluster {capture.cluster.name}"
+
+
+def schedule(policy: SchedulePolicy) -> dict[str, str]:
+    """Return the fields of a policy, without the cluster, which :func:`about` names."""
+    bucket, bound = policy.bucket, policy.in_flight_bytes
+    return {
+        "bucket": bucket if isinstance(bucket, str) else size(bucket),
+        "prefetch": str(policy.prefetch),
+        "in flight": bound if isinstance(bound, str) else size(bound),
+        "keep unsharded": size(policy.keep_unsharded_bytes),
+    }
+
+
+def titled(graphs: Sequence[CapturedGraph]) -> list[tuple[str, CapturedGraph]]:
+    """Return each graph with a name: its kind, numbered from 1 where there are several of a kind."""
+    kinds, found = [graph.kind for graph in graphs], []
+    for end, graph in enumerate(graphs, start=1):
+        number = f" {kinds[:end].count(graph.kind)}" if kinds.count(graph.kind) > 1 else ""
+        found.append((f"{graph.kind}{number}", graph))
+    return found
+
+
+def graph_facts(graph: CapturedGraph) -> dict[str, str]:
+    count = Counter[str](collective.copies for collective in graph.collectives)
+    places = {"compute": "on the compute stream", "side stream": "on a side stream", "none": "not needed"}
+    copies = (f"{count[kind]} {place}" for kind, place in places.items() if count[kind])
+    return {
+        "collectives": str(len(graph.collectives)),
+        "bytes": size(sum(collective.bytes for collective in graph.collectives)),
+        "compute": duration(graph.compute_us),
+        "communication": duration(graph.communication_us),
+        "exposed": duration(graph.exposed_us),
+        "peak unsharded": size(graph.peak_unsharded_bytes),
+        "bound": size(graph.bound_bytes),
+        "kept unsharded": size(graph.kept_bytes),
+        "copies": ", ".join(copies) or "none",
+    }
+
+
+def words(kind: str) -> str:
+    return kind.replace("_", "-")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def is_exposed(collective: Collective) -> bool:
+    """Tell whether compute waits for it long enough to show."""
+    return collective.exposed_us >= SHORTEST_US
+
+
+def collective_facts(number: int, collective: Collective) -> dict[str, str]:
+    """Return the figures of a collective, without its parameters."""
+    return {
+        "#": str(number),
+        "kind": words(collective.kind),
+        "dtype": dtype_name(collective.dtype),
+        "size": size(collective.bytes),
+        "ranks": str(collective.world),
+        "launch": str(collective.launch),
+        "wait": str(collective.wait),
+        "use": str(collective.first_use),
+        "estimate": duration(collective.estimate_us),
+        "exposed": duration(collective.exposed_us) if is_exposed(collective) else "hidden",
+    }
+
+
+def params(names: Sequence[str], width: int) -> str:
+    """Return how many parameters there are and, in at most ``width`` characters, which."""
+    count = f"{len(names)}: "
+    return count + abbreviate(names, width - len(count))
+
+
+def verdicts(graph: CapturedGraph) -> list[str]:
+    """Return why collectives are exposed, for how long, and which these are, the costliest reason first."""
+    found = defaultdict[str, list[int]](list)
+    for number, collective in enumerate(graph.collectives):
+        if is_exposed(collective):
+            found[collective.verdict].append(number)
+    costs_us = {text: sum(graph.collectives[n].exposed_us for n in numbers) for text, numbers in found.items()}
+    ordered = sorted(found, key=lambda text: (-costs_us[text], text))
+    return [f"{duration(costs_us[text])} {text} ({indices(found[text])})" for text in ordered]

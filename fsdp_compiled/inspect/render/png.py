@@ -7,7 +7,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from ..records import CapturedModel
-from . import facts
+from . import figures
 from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
 
 if TYPE_CHECKING:
@@ -37,15 +37,15 @@ def png(capture: CapturedModel) -> bytes:
         ) from error
     height = HEAD + GRAPH * len(capture.graphs)
     figure = Figure((WIDTH / DPI, height / DPI), DPI, facecolor=PAPER)
-    head = f"{capture.model}: {facts.about(capture)}"
+    head = f"{capture.model}: {figures.about(capture)}"
     figure.text(0.5, 1 - 0.4 * HEAD / height, head, size=11, color=INK, ha="center", parse_math=False)
-    for index, (title, graph) in enumerate(facts.titled(capture.graphs), start=1):
+    for index, (title, graph) in enumerate(figures.titled(capture.graphs), start=1):
         drawing = draw(graph)
         bottom = 1 - (0.7 * HEAD + GRAPH * index) / height
         axes = figure.add_axes((MARGIN / WIDTH, bottom, 1 - 2 * MARGIN / WIDTH, GRAPH / height))
         axes.set(xlim=(0, drawing.width), ylim=(drawing.height, -TITLE))
         axes.axis("off")
-        words = ", ".join(f"{label} {value}" for label, value in facts.graph_facts(graph).items())
+        words = ", ".join(f"{label} {value}" for label, value in figures.graph_facts(graph).items())
         for order, shape in enumerate((Text("note", 0, -6, f"{title}: {words}"), *drawing.shapes)):
             _paint(axes, shape, order)
     file = BytesIO()

@@ -7,15 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ..records import CapturedGraph, CapturedModel, ExplainedModel, UnitExplanation
-from . import facts, figures
+from . import figures
 
 WIDTH = 118
 LEAST_NAMES = 16  # characters left for names of parameters or units, however wide the figures are
-LEFT = {*facts.LEFT, "unit", "in", "reduces in"}  # columns that are aligned left, as the last one is
+LEFT = {"kind", "dtype", "unit", "in", "reduces in"}  # columns that are aligned left, as the last one is
 TIED = "\u00a0"  # a space at which no line is broken
-
-
-# ---- layout ----
 
 
 def _table(items: Sequence[Mapping[str, str]]) -> list[str]:
@@ -37,40 +34,34 @@ def _joined(*blocks: Iterable[str]) -> str:
     return "\n\n".join("\n".join(line.rstrip() for line in block) for block in blocks)
 
 
-# ---- a capture ----
-
-
 def capture_text(capture: CapturedModel) -> str:
     """Return the text without a newline at its end."""
-    return _joined(_head(capture), *(_graph(title, graph) for title, graph in facts.titled(capture.graphs)))
+    return _joined(_head(capture), *(_graph(title, graph) for title, graph in figures.titled(capture.graphs)))
 
 
 def _head(capture: CapturedModel) -> Iterator[str]:
-    yield from _wrapped(f"{capture.model}: {facts.about(capture)}", rest="")
-    yield from _facts("schedule", facts.schedule(capture.schedule))
+    yield from _wrapped(f"{capture.model}: {figures.about(capture)}", rest="")
+    yield from _facts("schedule", figures.schedule(capture.schedule))
     yield f"graph breaks: {len(capture.graph_breaks) or 'none'}"
     for reason in capture.graph_breaks:
         yield from _wrapped(" ".join(reason.split()), "  - ", "    ")
 
 
 def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
-    yield from _facts(title, facts.graph_facts(graph))
+    yield from _facts(title, figures.graph_facts(graph))
     if graph.collectives:
-        cells = [facts.collective_facts(number, collective) for number, collective in enumerate(graph.collectives)]
+        cells = [figures.collective_facts(number, collective) for number, collective in enumerate(graph.collectives)]
         space = max(LEAST_NAMES, WIDTH - len(f"  {_table(cells)[0]}  "))
         for cell, collective in zip(cells, graph.collectives, strict=True):
-            cell["params"] = facts.params(collective.params, space)
+            cell["params"] = figures.params(collective.params, space)
         yield from (f"  {line}" for line in _table(cells))
-    for verdict in facts.verdicts(graph):
+    for verdict in figures.verdicts(graph):
         yield from _wrapped(verdict, "  ", "    ")
 
 
 def _facts(title: str, values: Mapping[str, str]) -> list[str]:
     tied = (f"{label} {value}".replace(" ", TIED) for label, value in values.items())
     return _wrapped(f"{title}: {', '.join(tied)}")
-
-
-# ---- an explanation ----
 
 
 def explanation_text(explanation: ExplainedModel) -> str:
@@ -80,7 +71,7 @@ def explanation_text(explanation: ExplainedModel) -> str:
     size, per_rank = figures.size(explanation.total_bytes), figures.size(explanation.rank_bytes)
     count = figures.counted(len(units), "unit")
     head = f"{explanation.model}: {count}, {params} of {size}, of which each rank holds {per_rank}"
-    decisions = ", ".join(f"{label} {value}" for label, value in facts.schedule(schedule).items())
+    decisions = ", ".join(f"{label} {value}" for label, value in figures.schedule(schedule).items())
     graph = f"one full graph is scheduled with {decisions}: {_buckets(schedule.bucket)}"
     return _joined(_wrapped(head), _units(units), _reasons(explanation), _wrapped(graph))
 
@@ -100,17 +91,14 @@ def _units(units: Sequence[UnitExplanation]) -> list[str]:
 
 def _cells(unit: UnitExplanation) -> dict[str, str]:
     ranks = str(unit.shard_world) if unit.replicate_world == 1 else f"{unit.shard_world} x {unit.replicate_world}"
-    gathered, reduced = (
-        ", ".join(map(facts.dtype_name, dtypes)) or "-" for dtypes in (unit.all_gather_dtypes, unit.reduce_dtypes)
-    )
     return {
         "params": str(len(unit.params)),
         "size": figures.size(unit.total_bytes),
         "per rank": figures.size(unit.rank_bytes),
         "ranks": ranks if unit.params else "-",
         "all-gathers": figures.size(unit.all_gather_bytes),
-        "in": gathered,
-        "reduces in": reduced,
+        "in": ", ".join(map(figures.dtype_name, unit.all_gather_dtypes)) or "-",
+        "reduces in": ", ".join(map(figures.dtype_name, unit.reduce_dtypes)) or "-",
         "after forward": unit.after_forward,
     }
 
@@ -122,14 +110,12 @@ def _reasons(explanation: ExplainedModel) -> Iterator[str]:
             said[text].append(unit.name)
     for text, names in said.items():
         is_every = len(names) == len(explanation.units) > 1
-        yield from _wrapped(
-            f"{'every unit' if is_every else figures.abbreviate(names, figures.LISTED_WIDTH)}: {text}"
-        )
+        who = "every unit" if is_every else figures.abbreviate(names, figures.LISTED_WIDTH)
+        yield from _wrapped(f"{who}: {text}")
     if explanation.outside:
-        yield from _wrapped(
-            f"in no unit: {figures.listed('parameter', explanation.outside)}: unsharded on every rank, gradients not "
-            "averaged; given as ignored_params, or fully_shard was not called on a module above"
-        )
+        who = figures.listed("parameter", explanation.outside)
+        why = "given as ignored_params, or fully_shard was not called on a module above"
+        yield from _wrapped(f"in no unit: {who}: unsharded on every rank, gradients not averaged; {why}")
 
 
 def _buckets(bucket: str | int) -> str:

@@ -5,50 +5,34 @@ It must not know pixels, colours or formats.
 
 from __future__ import annotations
 
-from bisect import bisect, insort
+from bisect import insort
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from operator import attrgetter
-from types import MappingProxyType
 from typing import NamedTuple
 
 from ..records import CapturedGraph, Collective
 from . import figures
-from .facts import SHORTEST_US, dtype_name, is_exposed, words
+from .figures import SHORTEST_US, dtype_name, is_exposed, words
 
 NAMES_IN_TIP = 10
 MEMORY = "unsharded bytes in flight"
-_start_us = attrgetter("start_us")
 
 
 class Mark(NamedTuple):
     """Something that takes an interval of a lane.
 
-    Args:
-        kind: "compute"; "copy": packing and unpacking; "stall": compute waits for a collective; a collective's kind;
-            "exposed": the part of a collective for which compute waits, on top of it; "memory".
-        name: what it is, in a few words.
-        start_us: when it begins.
-        end_us: when it ends.
-        tip: the explanation, in lines; empty for none.
-        data: what a trace says about it.
-        label: a collective's index.
-        params: names of the parameters in a collective's bucket.
+    Its kind is "compute"; "copy": packing and unpacking; "stall": compute waits for a collective; that of a
+    collective; "exposed": the part of a collective for which compute waits, on top of it; or "memory".
     """
 
     kind: str
     name: str
     start_us: float
     end_us: float
-    tip: str = ""
-    data: Mapping[str, object] = MappingProxyType({})
-    label: str = ""
-    params: Sequence[str] = ()
-
-
-def _tip(title: str, start_us: float, end_us: float, *notes: str) -> str:
-    times = map(figures.duration, (max(end_us - start_us, 0.0), start_us, end_us))
-    return "\n".join([title, "{}, from {} to {}".format(*times), *notes])
+    tip: str  # the explanation, in lines
+    data: Mapping[str, object]  # what a trace says about it
+    label: str = ""  # a collective's index
+    params: Sequence[str] = ()  # names of the parameters in a collective's bucket
 
 
 def lay_out(graph: CapturedGraph) -> dict[str, list[Mark]]:
@@ -61,29 +45,31 @@ def lay_out(graph: CapturedGraph) -> dict[str, list[Mark]]:
 def _compute(graph: CapturedGraph) -> list[Mark]:
     """Return spans of compute; the gaps between them are stalls where compute waits for a collective, else copies."""
     marks = []
-    for span in sorted(graph.compute, key=_start_us):
-        at = span.start_us, span.end_us
-        tip = _tip(f"compute: {figures.counted(span.nodes, 'node')} from {span.first}", *at)
-        marks.append(Mark("compute", span.first, *at, tip, {"nodes": span.nodes}))
+    for span in graph.compute:
+        title = f"compute: {figures.counted(span.nodes, 'node')} from {span.first}"
+        marks.append(_mark("compute", span.first, (span.start_us, span.end_us), title, nodes=span.nodes))
     for number, collective in sorted(enumerate(graph.collectives), key=lambda item: item[1].end_us):
         name, verdict = f"waits for #{number}", collective.verdict
-        exposed_from_us = max(collective.end_us - collective.exposed_us, 0.0)
-        for at in _free(marks, exposed_from_us, collective.end_us):
-            tip = _tip(f"stall: {name} {words(collective.kind)}", *at, verdict)
-            insort(marks, Mark("stall", name, *at, tip, {"verdict": verdict}), key=_start_us)
+        for at in _free(marks, max(collective.end_us - collective.exposed_us, 0.0), collective.end_us):
+            stall = _mark("stall", name, at, f"stall: {name} {words(collective.kind)}", verdict, verdict=verdict)
+            insort(marks, stall, key=attrgetter("start_us"))
     free = _free(marks, 0.0, graph.total_us)
-    return marks + [Mark("copy", "packs or unpacks", *at, _tip("packs or unpacks a bucket", *at)) for at in free]
+    return marks + [_mark("copy", "packs or unpacks", at, "packs or unpacks a bucket") for at in free]
 
 
-def _free(marks: Sequence[Mark], start_us: float, end_us: float) -> Iterator[tuple[float, float]]:
-    """Yield the parts from ``start_us`` to ``end_us`` that no mark covers; ``marks`` are in order and disjoint."""
-    first = max(bisect(marks, start_us, key=_start_us) - 1, 0)
-    for mark in takewhile(lambda mark: mark.start_us < end_us, marks[first:]):
-        if mark.start_us - start_us >= SHORTEST_US:
-            yield start_us, mark.start_us
-        start_us = max(start_us, mark.end_us)
-    if end_us - start_us >= SHORTEST_US:
-        yield start_us, end_us
+def _mark(kind: str, name: str, at: tuple[float, float], title: str, /, *notes: str, **data: object) -> Mark:
+    """Return a mark from ``at[0]`` to ``at[1]`` microseconds; its tip has a title, its times and notes."""
+    start_us, end_us = at
+    times = map(figures.duration, (max(end_us - start_us, 0.0), start_us, end_us))
+    tip = "\n".join([title, "{}, from {} to {}".format(*times), *notes])
+    return Mark(kind, name, start_us, end_us, tip, data)
+
+
+def _free(marks: Sequence[Mark], start_us: float, end_us: float) -> list[tuple[float, float]]:
+    """Return the parts from ``start_us`` to ``end_us`` that no mark covers; ``marks`` are in order and disjoint."""
+    inside = [mark for mark in marks if start_us < mark.end_us and mark.start_us < end_us]
+    starts, ends = [start_us, *(mark.end_us for mark in inside)], [*(mark.start_us for mark in inside), end_us]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if end - start >= SHORTEST_US]
 
 
 def _links(graph: CapturedGraph) -> list[list[Mark]]:
@@ -97,17 +83,17 @@ def _links(graph: CapturedGraph) -> list[list[Mark]]:
 
 
 def _transfer(number: int, collective: Collective) -> Iterator[Mark]:
-    (start_us, end_us), params = (collective.start_us, collective.end_us), collective.params
-    kind = words(collective.kind)
-    name = f"#{number} {kind}"
+    kind, params, at = words(collective.kind), collective.params, (collective.start_us, collective.end_us)
     size = f"{figures.size(collective.bytes)} of {dtype_name(collective.dtype)}"
+    title = f"#{number} {kind}: {size} over {collective.world} ranks"
     cost = f"{figures.duration(collective.exposed_us)} " if is_exposed(collective) else ""
     more = [f"and {len(params) - NAMES_IN_TIP} more"] if len(params) > NAMES_IN_TIP else []
     notes = (cost + collective.verdict, *params[:NAMES_IN_TIP], *more)
-    tip = _tip(f"{name}: {size} over {collective.world} ranks", start_us, end_us, *notes)
-    yield Mark(kind, name, start_us, end_us, tip, vars(collective), f"#{number}", params)
+    mark = _mark(kind, f"#{number} {kind}", at, title, *notes, **vars(collective))
+    yield mark._replace(label=f"#{number}", params=params)
     if is_exposed(collective):
-        yield Mark("exposed", name, max(start_us, end_us - collective.exposed_us), end_us)
+        start_us = max(mark.start_us, mark.end_us - collective.exposed_us)
+        yield mark._replace(kind="exposed", start_us=start_us, tip="")
 
 
 def _memory(graph: CapturedGraph) -> Iterator[Mark]:
@@ -115,5 +101,4 @@ def _memory(graph: CapturedGraph) -> Iterator[Mark]:
     ends = [*starts[1:], max([graph.total_us, *starts])]
     for step, end_us in zip(graph.memory, ends, strict=False):
         size = figures.size(step.bytes)
-        tip = _tip(size, step.start_us, end_us)
-        yield Mark("memory", size, step.start_us, end_us, tip, {"bytes": step.bytes})
+        yield _mark("memory", size, (step.start_us, end_us), size, bytes=step.bytes)
