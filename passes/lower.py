@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._inductor import config  # see inductor.py
 
-from ..sharding.spec import AllGatherBucket, CommSpec, ParamSpec, ReductionBucket
+from ..sharding.spec import AllGatherBucket, ParamSpec, ReductionBucket
 from .cost.cluster import gathers_into_place
 from .graph import emit, nodes
 from .graph.emit import Emitter
@@ -36,14 +36,24 @@ class Lower:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
+        _require_no_cuda_graphs(graph)
         for node in list(graph.nodes):
             if (nodes.is_unshard(node) or nodes.is_reduce_grad(node)) and not nodes.travels(node):
                 _lower_local(node)
         units = _units_by_order(graph)
-        for bucket in _assigned(graph, nodes.is_unshard):
-            _lower_all_gather(bucket, units)
-        for bucket in _assigned(graph, nodes.is_reduce_grad):
-            _lower_reduction(bucket, units)
+        for opaque in _assigned(graph, nodes.is_unshard):
+            _lower_all_gather(opaque, units)
+        for opaque in _assigned(graph, nodes.is_reduce_grad):
+            _lower_reduction(opaque, units)
+
+
+def _require_no_cuda_graphs(graph: fx.Graph) -> None:
+    on_gpu = (nodes.computes_on(node).type == "cuda" for node in graph.nodes if nodes.travels(node))
+    if config.triton.cudagraphs and any(on_gpu):
+        raise NotImplementedError(
+            "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
+            "compile with mode='max-autotune-no-cudagraphs' or the default"
+        )
 
 
 def _units_by_order(graph: fx.Graph) -> dict[str, str]:
@@ -57,37 +67,31 @@ def _units_by_order(graph: fx.Graph) -> dict[str, str]:
     return names
 
 
-def _params(specs: Sequence[CommSpec], units: Mapping[str, str]) -> tuple[ParamSpec, ...]:
-    return tuple(replace(spec.param, unit=units[spec.param.unit]) for spec in specs)
-
-
 def _assigned(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> Iterable[list[fx.Node]]:
     """Return nodes of equal buckets together, ordered by the first of each."""
     found: dict[int | fx.Node, list[fx.Node]] = {}
     for node in filter(is_kind, graph.nodes):
-        number = nodes.assigned_bucket(node)
-        found.setdefault(node if number is None else number, []).append(node)
+        found.setdefault(node.meta.get(nodes.BUCKET, node), []).append(node)
     return found.values()
 
 
+def _params(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> tuple[ParamSpec, ...]:
+    params = (nodes.spec_of(node).param for node in opaque)
+    return tuple(replace(param, unit=units[param.unit]) for param in params)
+
+
 def _lower_all_gather(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> None:
-    _require_no_cuda_graphs(opaque[0])
-    specs, shards = [nodes.spec_of(node) for node in opaque], [nodes.source_of(node) for node in opaque]
-    bucket = AllGatherBucket(
-        specs[0].all_gather,
-        _params(specs, units),
-        inputs_persist=all(map(nodes.is_parameter, shards)),
-    )
-    dims, device = [param.dim for param in bucket.params], nodes.computes_on(opaque[0])
-    bucket = replace(bucket, into_place=gathers_into_place(bucket.spec, dims, bucket.sizes, device))
+    spec, params = nodes.spec_of(opaque[0]).all_gather, _params(opaque, units)
+    shards = list(map(nodes.source_of, opaque))
+    bucket = AllGatherBucket(spec, params, inputs_persist=all(map(nodes.is_parameter, shards)))
+    dims, device = [param.dim for param in params], nodes.computes_on(opaque[0])
+    bucket = replace(bucket, into_place=gathers_into_place(spec, dims, bucket.sizes, device))
     _replace(opaque, emit.stage(Emitter(opaque[0]), "all_gather", shards, bucket))
 
 
 def _lower_reduction(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> None:
-    _require_no_cuda_graphs(opaque[0])
-    specs, results = [nodes.spec_of(node) for node in opaque], [nodes.source_of(node) for node in opaque]
-    bucket = ReductionBucket(specs[0].reduction, _params(specs, units))
-    emitter = Emitter(opaque[-1].next)
+    bucket = ReductionBucket(nodes.spec_of(opaque[0]).reduction, _params(opaque, units))
+    emitter, results = Emitter(opaque[-1].next), list(map(nodes.source_of, opaque))
     for stage in bucket.stages:
         results = emit.stage(emitter, stage, results, bucket)
     _replace(opaque, results)
@@ -109,11 +113,3 @@ def _replace(opaque: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
     for node, result in zip(opaque, results, strict=True):
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
-
-
-def _require_no_cuda_graphs(opaque: fx.Node) -> None:
-    if config.triton.cudagraphs and nodes.computes_on(opaque).type == "cuda":
-        raise NotImplementedError(
-            "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
-            "compile with mode='max-autotune-no-cudagraphs' or the default"
-        )

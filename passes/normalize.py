@@ -42,12 +42,11 @@ class Normalize:
 
 def _drop_all_gathers_of_unsharded(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
-        if nodes.is_unshard(node) and nodes.is_take_shard(nodes.source_of(node)):
-            node.replace_all_uses_with(nodes.source_of(nodes.source_of(node)))
+        if nodes.is_unshard(node) and nodes.is_take_shard(shard := nodes.source_of(node)):
+            node.replace_all_uses_with(nodes.source_of(shard))
             graph.erase_node(node)
-    for node in list(graph.nodes):
-        if nodes.is_take_shard(node) and not node.users:
-            graph.erase_node(node)
+            if not shard.users:
+                graph.erase_node(shard)
 
 
 def _merge_all_gathers(graph: fx.Graph) -> None:
@@ -61,17 +60,13 @@ def _merge_all_gathers(graph: fx.Graph) -> None:
 
 
 def _adds_two_reductions(node: fx.Node) -> bool:
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return False
-    left, right = node.args
+    terms = node.all_input_nodes  # each once
     return (
-        isinstance(left, fx.Node)
-        and isinstance(right, fx.Node)
-        and left is not right
-        and nodes.is_reduce_grad(left)
-        and nodes.is_reduce_grad(right)
-        and len(left.users) == len(right.users) == 1
-        and nodes.spec_of(left) == nodes.spec_of(right)
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and len(terms) == 2
+        and all(nodes.is_reduce_grad(term) and len(term.users) == 1 for term in terms)
+        and nodes.spec_of(terms[0]) == nodes.spec_of(terms[1])
     )
 
 

@@ -137,34 +137,21 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Lane:
-    """The link that a collective queues for.
-
-    Args:
-        link: how fast it is.
-        world: ranks of the collective.
-        name: collectives of equal names run one after the other.
-    """
+    """The link that a collective queues for."""
 
     link: Link
-    world: int
-    name: str = ""
+    world: int  # ranks of the collective
+    name: str = ""  # collectives of equal names run one after the other
 
 
 @dataclass(frozen=True)
 class AllGatherKind:
-    """What happens around an all-gather.
+    """What happens around an all-gather."""
 
-    Args:
-        into_place: each parameter is gathered straight into its own memory.
-        beside: copies run on a side stream.
-        inputs_persist: the shards keep their memory until the wait; others are copied first, by compute.
-        from_host: the shards live there.
-    """
-
-    into_place: bool = False
-    beside: bool = False
-    inputs_persist: bool = True
-    from_host: bool = False
+    into_place: bool = False  # each parameter is gathered straight into its own memory
+    beside: bool = False  # copies run on a side stream
+    inputs_persist: bool = True  # the shards keep their memory until the wait; others are copied first, by compute
+    from_host: bool = False  # the shards live there
 
 
 class AllGatherTimes(NamedTuple):
@@ -227,17 +214,11 @@ CLUSTERS: Mapping[str, Cluster] = {
         kernel_us=2.0,
         intra=Link(400.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
         inter=Link(600.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
-        ranks_per_node=8,
         compute_blocked_fraction=1.0,
         piece_us=10.0,
         host_bytes_per_s=25e9,  # its own memory
     ),
 }
-
-
-def of_kind(device: torch.device) -> Cluster:
-    """Return one cluster for all devices of a type, for decisions that ranks on unequal machines must make alike."""
-    return CLUSTERS["CPU" if device.type == "cpu" else "H100"]
 
 
 def gathers_into_place(spec: AllGatherSpec, dims: Sequence[int], sizes: Sequence[int], device: torch.device) -> bool:
@@ -254,7 +235,9 @@ def gathers_into_place(spec: AllGatherSpec, dims: Sequence[int], sizes: Sequence
     """
     if spec.group.world == 1 or spec.comm or any(dims):
         return False
-    return (len(sizes) == 1 or all(sizes)) and of_kind(device).saves_by_gathering_into_place(sizes)
+    # One cluster for all devices of a type, because ranks on unequal machines must decide alike.
+    cluster = CLUSTERS["CPU" if device.type == "cpu" else "H100"]
+    return (len(sizes) == 1 or all(sizes)) and cluster.saves_by_gathering_into_place(sizes)
 
 
 def detect(device: torch.device) -> Cluster:
@@ -264,7 +247,9 @@ def detect(device: torch.device) -> Cluster:
     is ``torchrun``'s ``LOCAL_WORLD_SIZE``, else the number of this machine's GPUs. Ranks on machines of different
     kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there.
     """
-    return _detect(*description(device))
+    name, ranks_per_node = description(device)
+    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
+    return replace(known, ranks_per_node=ranks_per_node)
 
 
 def description(device: torch.device) -> tuple[str, int]:
@@ -273,8 +258,3 @@ def description(device: torch.device) -> tuple[str, int]:
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU" if device.type == "cpu" else device.type
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return name, local or (torch.cuda.device_count() if is_gpu else 0) or CLUSTERS["CPU"].ranks_per_node
-
-
-def _detect(name: str, ranks_per_node: int) -> Cluster:
-    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
-    return replace(known, ranks_per_node=ranks_per_node)

@@ -6,7 +6,7 @@ Beside :mod:`nodes`, which reads them, it is the only file of the passes that kn
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ class Emitter:
     """Appends ``call_function`` nodes at one place of a graph and gives each its fake value."""
 
     def __init__(self, before: fx.Node) -> None:
-        self._graph = before.graph
         self._before = before
 
-    def __call__(self, op: torch._ops.OpOverload, *args: Any) -> fx.Node:
+    def __call__(self, op: Callable[..., Any], *args: Any) -> fx.Node:
         """Insert ``op(*args)`` and return its node; ``args`` may hold nodes at any depth."""
-        with self._graph.inserting_before(self._before):
-            node = self._graph.call_function(op, args)
+        graph = self._before.graph
+        with graph.inserting_before(self._before):
+            node = graph.call_function(op, args)
         node.meta["val"] = op(*fx.map_arg(args, nodes.value_of))
         return node
 
@@ -35,13 +35,6 @@ class Emitter:
         if nodes.value_of(node).dtype == dtype:
             return node
         return self(torch.ops.prims.convert_element_type.default, node, dtype)
-
-    def getitem(self, node: fx.Node, index: int) -> fx.Node:
-        """Insert ``node[index]`` for an operator that returns a list."""
-        with self._graph.inserting_before(self._before):
-            item = self._graph.call_function(operator.getitem, (node, index))
-        item.meta["val"] = node.meta["val"][index]
-        return item
 
 
 def reduce_grad(emit: Emitter, grad: fx.Node, spec: CommSpec) -> fx.Node:
@@ -67,4 +60,4 @@ def stage(
     ops, text = torch.ops.fsdp_compiled, bucket.encode()
     launch = emit(getattr(ops, f"launch_{name}").default, list(inputs), text)
     wait = emit(getattr(ops, f"wait_{name}").default, launch, text)
-    return [emit.getitem(wait, index) for index in range(len(wait.meta["val"]))]
+    return [emit(operator.getitem, wait, index) for index in range(len(wait.meta["val"]))]

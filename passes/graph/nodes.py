@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 
 import torch
 from torch import fx
@@ -24,7 +25,8 @@ WITH_GRADIENT_SCHEMA = (
 TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
 
 Half = Literal["launch", "wait"]
-STAGES: tuple[Stage, ...] = ("all_gather", "reduce_scatter", "all_reduce", "copy_to_host")
+STAGES: tuple[Stage, ...] = get_args(Stage)
+BUCKET = "fsdp_compiled_bucket"  # key in the meta of an opaque node: the number of the bucket that it joins
 
 
 def launch_schema(stage: str) -> str:
@@ -37,23 +39,14 @@ def wait_schema(stage: str) -> str:
     return f"wait_{stage}(Tensor handle, str bucket) -> Tensor[]"
 
 
-def _is_op(node: fx.Node, name: str) -> bool:
+def _is_op(name: str, node: fx.Node) -> bool:
     return node.op == "call_function" and str(node.target) == f"{NAMESPACE}.{name}.default"
 
 
-_HALVES: dict[str, tuple[Half, Stage]] = {
-    f"{NAMESPACE}.{half}_{stage}.default": (half, stage) for half in ("launch", "wait") for stage in STAGES
-}
-
-
-def is_unshard(node: fx.Node) -> bool:
-    """Tell whether ``node`` all-gathers one parameter."""
-    return _is_op(node, "unshard")
-
-
-def is_reduce_grad(node: fx.Node) -> bool:
-    """Tell whether ``node`` reduces one gradient."""
-    return _is_op(node, "reduce_grad")
+is_unshard = partial(_is_op, "unshard")  # tells whether a node all-gathers one parameter
+is_reduce_grad = partial(_is_op, "reduce_grad")  # reduces one gradient
+is_with_gradient = partial(_is_op, "with_gradient")  # the identity, which was there for the gradient of its input
+is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for a smaller group
 
 
 def travels(node: fx.Node) -> bool:
@@ -63,29 +56,18 @@ def travels(node: fx.Node) -> bool:
     return is_reduce_grad(node) and not spec_of(node).reduction.is_local
 
 
-def is_with_gradient(node: fx.Node) -> bool:
-    """Tell whether ``node`` is the identity on an unsharded parameter that was there for its gradient."""
-    return _is_op(node, "with_gradient")
+_HALVES: dict[str, tuple[Half, Stage]] = {
+    f"{NAMESPACE}.{half}_{stage}.default": (half, stage) for half in ("launch", "wait") for stage in STAGES
+}
 
 
-def is_take_shard(node: fx.Node) -> bool:
-    """Tell whether ``node`` cuts an unsharded parameter for a smaller group."""
-    return _is_op(node, "take_shard")
-
-
-def _half_of(node: fx.Node) -> Half | None:
+def _is_half(wanted: Half, node: fx.Node) -> bool:
     half, _ = _HALVES.get(str(node.target), (None, None))
-    return half
+    return half == wanted
 
 
-def is_launch(node: fx.Node) -> bool:
-    """Tell whether ``node`` starts a stage of a bucket."""
-    return _half_of(node) == "launch"
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Tell whether ``node`` waits for a stage of a bucket."""
-    return _half_of(node) == "wait"
+is_launch = partial(_is_half, "launch")  # tells whether a node starts a stage of a bucket
+is_wait = partial(_is_half, "wait")  # waits for one
 
 
 def stage_of(node: fx.Node) -> Stage:
@@ -138,33 +120,6 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
-# ---- which bucket an opaque node joins; needed no longer than one compilation ----
-
-_BUCKET = "fsdp_compiled_bucket"
-
-
-def assign_bucket(node: fx.Node, number: int) -> None:
-    """Say which bucket an opaque node joins."""
-    node.meta[_BUCKET] = number
-
-
-def assigned_bucket(node: fx.Node) -> int | None:
-    """Return what :func:`assign_bucket` said, or None."""
-    return node.meta.get(_BUCKET)
-
-
-# ---- order ----
-
-
-def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
-    """Move the nodes, which are all of the graph's, into this order."""
-    last = graph._root
-    for node in order:
-        if last.next is not node:
-            last.append(node)
-        last = node
-
-
 # ---- tensors ----
 
 
@@ -182,9 +137,18 @@ def is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
 
 
+_HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "_scaled_dot_product")
+
+
 def is_heavy(node: fx.Node) -> bool:
     """Tell whether ``node`` is compute that Inductor runs as a kernel of its own, at a place of its own."""
     return node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
 
 
-_HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "_scaled_dot_product")
+def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
+    """Move the nodes, which are all of the graph's, into this order."""
+    last = graph._root
+    for node in order:
+        if last.next is not node:
+            last.append(node)
+        last = node
