@@ -30,15 +30,10 @@ class Pass(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline(custom_graph_pass.CustomGraphPass):
-    """Passes that run in order on a graph that holds our operators, and leave every other graph alone.
+    """Passes that run in order on a graph that holds our operators, and leave every other graph alone."""
 
-    Args:
-        passes: frozen records, so that ``repr`` is their configuration.
-        core: what the operators in the graphs compute, as a hash: the caches do not look into operators.
-    """
-
-    passes: tuple[Pass, ...]
-    core: str = ""
+    passes: tuple[Pass, ...]  # frozen records, so that ``repr`` is their configuration
+    core: str = ""  # a hash of what the operators in the graphs compute: the caches do not look into operators
 
     def __call__(self, graph: fx.Graph) -> None:
         if not nodes.has_ours(graph):

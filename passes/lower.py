@@ -6,7 +6,7 @@ bucket stands where its first all-gather stood, or after its last gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,8 +15,7 @@ from torch._inductor import config  # see inductor.py
 
 from ..sharding.spec import AllGatherBucket, ParamSpec, ReductionBucket
 from .cost.cluster import gathers_into_place
-from .graph import emit, nodes
-from .graph.emit import Emitter
+from .graph import nodes
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ class Lower:
         for node in list(graph.nodes):
             if (nodes.is_unshard(node) or nodes.is_reduce_grad(node)) and not nodes.travels(node):
                 _lower_local(node)
-        units = _units_by_order(graph)
+        params = _params(graph)
         for opaque in _assigned(graph, nodes.is_unshard):
-            _lower_all_gather(opaque, units)
+            _lower_all_gather(opaque, tuple(params[node] for node in opaque))
         for opaque in _assigned(graph, nodes.is_reduce_grad):
-            _lower_reduction(opaque, units)
+            _lower_reduction(opaque, tuple(params[node] for node in opaque))
 
 
 def _require_no_cuda_graphs(graph: fx.Graph) -> None:
@@ -56,15 +55,18 @@ def _require_no_cuda_graphs(graph: fx.Graph) -> None:
         )
 
 
-def _units_by_order(graph: fx.Graph) -> dict[str, str]:
-    """Return names for units by their order in the graph: a process numbers outermost units as it makes them."""
-    outermost, names = dict[str, str](), dict[str, str]()
+def _params(graph: fx.Graph) -> dict[fx.Node, ParamSpec]:
+    """Return what travels at each node, its unit named by its order in the graph.
+
+    A process numbers outermost units as it makes them, so their own names may differ between ranks.
+    """
+    outermost, params = dict[str, str](), dict[fx.Node, ParamSpec]()
     for node in filter(nodes.travels, graph.nodes):
-        unit = nodes.spec_of(node).param.unit
-        first, dot, rest = unit.partition(".")
+        param = nodes.spec_of(node).param
+        first, dot, rest = param.unit.partition(".")
         local = outermost.setdefault(first, f"{first.partition('#')[0]}#{len(outermost)}")
-        names[unit] = f"{local}{dot}{rest}"
-    return names
+        params[node] = replace(param, unit=f"{local}{dot}{rest}")
+    return params
 
 
 def _assigned(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> Iterable[list[fx.Node]]:
@@ -75,37 +77,31 @@ def _assigned(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> Iterable[l
     return found.values()
 
 
-def _params(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> tuple[ParamSpec, ...]:
-    params = (nodes.spec_of(node).param for node in opaque)
-    return tuple(replace(param, unit=units[param.unit]) for param in params)
-
-
-def _lower_all_gather(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> None:
-    spec, params = nodes.spec_of(opaque[0]).all_gather, _params(opaque, units)
-    shards = list(map(nodes.source_of, opaque))
+def _lower_all_gather(opaque: Sequence[fx.Node], params: tuple[ParamSpec, ...]) -> None:
+    spec, shards = nodes.spec_of(opaque[0]).all_gather, list(map(nodes.source_of, opaque))
     bucket = AllGatherBucket(spec, params, inputs_persist=all(map(nodes.is_parameter, shards)))
     dims, device = [param.dim for param in params], nodes.computes_on(opaque[0])
     bucket = replace(bucket, into_place=gathers_into_place(spec, dims, bucket.sizes, device))
-    _replace(opaque, emit.stage(Emitter(opaque[0]), "all_gather", shards, bucket))
+    _replace(opaque, nodes.insert_stage(opaque[0], "all_gather", shards, bucket))
 
 
-def _lower_reduction(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> None:
-    bucket = ReductionBucket(nodes.spec_of(opaque[0]).reduction, _params(opaque, units))
-    emitter, results = Emitter(opaque[-1].next), list(map(nodes.source_of, opaque))
+def _lower_reduction(opaque: Sequence[fx.Node], params: tuple[ParamSpec, ...]) -> None:
+    bucket = ReductionBucket(nodes.spec_of(opaque[0]).reduction, params)
+    behind, results = opaque[-1].next, list(map(nodes.source_of, opaque))
     for stage in bucket.stages:
-        results = emit.stage(emitter, stage, results, bucket)
+        results = nodes.insert_stage(behind, stage, results, bucket)
     _replace(opaque, results)
 
 
 def _lower_local(node: fx.Node) -> None:
-    emitter, spec, result = Emitter(node), nodes.spec_of(node), nodes.source_of(node)
+    spec, result = nodes.spec_of(node), nodes.source_of(node)
     if nodes.is_unshard(node):
-        result = emitter.cast(result, spec.all_gather.dtype)
+        result = nodes.insert_cast(node, result, spec.all_gather.dtype)
     else:
-        result = emitter.cast(result, spec.reduction.dtype)
+        result = nodes.insert_cast(node, result, spec.reduction.dtype)
         if spec.reduction.scaling.pre_divide != 1.0:
-            result = emitter(torch.ops.aten.div.Tensor, result, spec.reduction.scaling.pre_divide)
-        result = emitter.cast(result, spec.param.dtype)
+            result = nodes.insert(node, torch.ops.aten.div.Tensor, result, spec.reduction.scaling.pre_divide)
+        result = nodes.insert_cast(node, result, spec.param.dtype)
     _replace([node], [result])
 
 

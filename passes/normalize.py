@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .graph import emit, nodes
-from .graph.emit import Emitter
+from .graph import nodes
 
 aten = torch.ops.aten
 
@@ -71,13 +70,11 @@ def _adds_two_reductions(node: fx.Node) -> bool:
 
 
 def _reduce_the_sum(node: fx.Node) -> None:
-    emitter = Emitter(before=node)
-    left, right = node.all_input_nodes
-    spec = nodes.spec_of(left)
-    terms = [emitter.cast(nodes.source_of(reduction), spec.reduction.dtype) for reduction in (left, right)]
-    total = emit.reduce_grad(emitter, emitter(aten.add.Tensor, *terms), spec)
-    node.replace_all_uses_with(total)
-    for dead in (node, left, right):
+    reductions = node.all_input_nodes
+    spec = nodes.spec_of(reductions[0])
+    terms = [nodes.insert_cast(node, nodes.source_of(reduction), spec.reduction.dtype) for reduction in reductions]
+    node.replace_all_uses_with(nodes.insert_reduce_grad(node, nodes.insert(node, aten.add.Tensor, *terms), spec))
+    for dead in (node, *reductions):
         node.graph.erase_node(dead)
 
 

@@ -92,7 +92,11 @@ class Cluster:
 
     def link(self, group: str, world: int) -> Link:
         """Return the link that a process group runs over."""
-        ranks = _ranks_of(group, world)
+        # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only.
+        try:
+            ranks = dist.get_process_group_ranks(_resolve_process_group(group))  # type: ignore[arg-type]
+        except (LookupError, RuntimeError, ValueError):
+            ranks = list(range(world))
         return self.intra if len({rank // self.ranks_per_node for rank in ranks}) == 1 else self.inter
 
     def lane(self, group: Group) -> Lane:
@@ -169,14 +173,6 @@ def _positive(record: object, fields: tuple[str, ...]) -> None:
             raise ValueError(f"{type(record).__name__}.{field}: expected more than 0, got {value}")
 
 
-def _ranks_of(group: str, world: int) -> list[int]:
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only.
-    try:
-        return dist.get_process_group_ranks(_resolve_process_group(group))  # type: ignore[arg-type]
-    except (LookupError, RuntimeError, ValueError):
-        return list(range(world))
-
-
 # NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
 # *Source:* baseLat and hwLat in NCCL's src/graph/tuning.cc.
 _NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
@@ -225,13 +221,8 @@ def gathers_into_place(spec: AllGatherSpec, dims: Sequence[int], sizes: Sequence
     """Tell whether a bucket's parameters are to be gathered each straight into its own memory.
 
     Otherwise one buffer is gathered and copied out of. Only dimension 0 can be gathered into place, and an empty
-    parameter only alone.
-
-    Args:
-        spec: of the all-gather.
-        dims: the sharded dimension of each parameter.
-        sizes: bytes of each, unsharded and padded.
-        device: where compute runs.
+    parameter only alone. ``dims`` are the sharded dimensions of the parameters, ``sizes`` their bytes, unsharded and
+    padded; compute runs on ``device``.
     """
     if spec.group.world == 1 or spec.comm or any(dims):
         return False

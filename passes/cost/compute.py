@@ -42,7 +42,8 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
         traffic = sum(prod(shape(each)) * each.meta["val"].element_size() for each in [node, *node.all_input_nodes])
     else:
         traffic = size_bytes(node) + sum(map(size_bytes, node.all_input_nodes))
-    peak = cluster.flops_16bit if _is_16bit(node) else cluster.flops_32bit
+    is_16bit = any(tensor.element_size() <= 2 for tensor in _tensors(node))
+    peak = cluster.flops_16bit if is_16bit else cluster.flops_32bit
     seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
     return max(seconds * 1e6, cluster.kernel_us)
 
@@ -120,7 +121,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
+    value = _value(node)
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
@@ -128,7 +129,3 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 def size_bytes(node: fx.Node) -> int:
     """Return the size of a node's result, all tensors of it."""
     return sum(prod(map(_extent, t.shape)) * t.element_size() for t in _tensors(node))
-
-
-def _is_16bit(node: fx.Node) -> bool:
-    return any(t.element_size() <= 2 for t in _tensors(node))

@@ -1,15 +1,16 @@
-"""The library's operators as FX nodes: what each is, what it carries, and what is known about its tensors.
+"""The library's operators as FX nodes: what each is, what it carries, what is known about its tensors; and new ones.
 
-This file and :mod:`emit`, which writes them, are the only ones that know operator names, schemas and argument
-positions. It knows nothing of modules, process groups or schedules.
+This file alone knows operator names, schemas and argument positions. It knows nothing of modules, process groups or
+schedules.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -143,6 +144,51 @@ _HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution
 def is_heavy(node: fx.Node) -> bool:
     """Tell whether ``node`` is compute that Inductor runs as a kernel of its own, at a place of its own."""
     return node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
+
+
+# ---- writing ----
+
+
+def insert(before: fx.Node, op: Callable[..., Any], *args: Any) -> fx.Node:
+    """Insert ``op(*args)`` with its fake value and return its node; ``args`` may hold nodes at any depth."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(op, args)
+    node.meta["val"] = op(*fx.map_arg(args, value_of))
+    return node
+
+
+def insert_cast(before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Insert a conversion to ``dtype``, unless ``node`` has that already."""
+    if value_of(node).dtype == dtype:
+        return node
+    return insert(before, torch.ops.prims.convert_element_type.default, node, dtype)
+
+
+def insert_reduce_grad(before: fx.Node, grad: fx.Node, spec: CommSpec) -> fx.Node:
+    """Insert a reduction of ``grad``."""
+    return insert(before, torch.ops.fsdp_compiled.reduce_grad.default, grad, spec.encode())
+
+
+def insert_unshard(before: fx.Node, shard: fx.Node, spec: CommSpec) -> fx.Node:
+    """Insert an all-gather of ``shard``, without a gradient."""
+    return insert(before, torch.ops.fsdp_compiled.unshard.default, shard, None, None, spec.encode())
+
+
+def insert_take_shard(before: fx.Node, unsharded: fx.Node, spec: CommSpec) -> fx.Node:
+    """Insert the cut of an unsharded parameter for the smaller group, to this rank's padded piece."""
+    group = spec.post_forward
+    args = (unsharded, spec.param.dim, group.world, group.name)
+    return insert(before, torch.ops.fsdp_compiled.take_shard.default, *args)
+
+
+def insert_stage(
+    before: fx.Node, name: Stage, inputs: Sequence[fx.Node], bucket: AllGatherBucket | ReductionBucket
+) -> list[fx.Node]:
+    """Insert the launch and the wait of one stage and return the wait's results."""
+    ops, text = torch.ops.fsdp_compiled, bucket.encode()
+    launch = insert(before, getattr(ops, f"launch_{name}").default, list(inputs), text)
+    wait = insert(before, getattr(ops, f"wait_{name}").default, launch, text)
+    return [insert(before, operator.getitem, wait, index) for index in range(len(wait.meta["val"]))]
 
 
 def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,10 +26,7 @@ class _Reader:
         self.compute = compute
         self.lane = cache(cluster.lane)
         self.index = count()
-        self._keys: dict[Hashable, int] = {}
-
-    def _key(self, value: Hashable) -> int:
-        return self._keys.setdefault(value, len(self._keys))
+        self.key = defaultdict[Hashable, int](count().__next__)  # a number for each, which is faster to compare
 
     def all_gather(
         self, param: ParamSpec, spec: AllGatherSpec, shard: fx.Node, result: fx.Node | None
@@ -44,7 +42,7 @@ class _Reader:
             self.lane(spec.group),
             nodes.value_of(result or shard).device,
             nodes.is_parameter(shard),
-            self._key(spec),
+            self.key[spec],
         )
 
     def reduction(
@@ -61,7 +59,7 @@ class _Reader:
             ReductionTask(((self.compute.after(grad) - 1, size),), 0.0, needed),
             tuple(map(self.lane, groups)),
             nodes.value_of(grad).device,
-            self._key((spec, unit)),
+            self.key[spec, unit],
         )
 
 

@@ -16,7 +16,7 @@ from .tasks import Action, Kind, Load, bytes_between
 
 
 def decide(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Action]:
-    """Place every launch and wait.
+    """Return every launch and wait in order.
 
     All-gathers are launched in the order of first use, each as early as ``prefetch`` and memory allow and waited
     for at first use. Reductions are launched when their gradients are there and waited for at the end, or
@@ -27,9 +27,6 @@ def decide(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Ac
         bound_bytes: on the bytes in flight at every position; at least ``max(least_bytes(load))``.
         prefetch: how many all-gathers may be launched before the first of them is needed; None: until they hide
             their time behind compute, at least one.
-
-    Returns:
-        The actions in order.
     """
     return _Sweep(load, bound_bytes, _launch_positions(load, bound_bytes, prefetch)).actions()
 
