@@ -31,7 +31,6 @@ class Normalize:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        _drop_all_gathers_of_unsharded(graph)
         _merge_all_gathers(graph)
         for node in list(graph.nodes):
             if _adds_two_reductions(node):
@@ -39,23 +38,18 @@ class Normalize:
         _put_users_of_reduced_gradients_last(graph)
 
 
-def _drop_all_gathers_of_unsharded(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if nodes.is_unshard(node) and nodes.is_take_shard(shard := nodes.source_of(node)):
-            node.replace_all_uses_with(nodes.source_of(shard))
-            graph.erase_node(node)
-            if not shard.users:
-                graph.erase_node(shard)
-
-
 def _merge_all_gathers(graph: fx.Graph) -> None:
+    """Drop all-gathers of what the graph has unsharded already, as it is or cut for a smaller group."""
     first: dict[object, fx.Node] = {}
-    for node in list(graph.nodes):
-        if nodes.is_unshard(node):
-            kept = first.setdefault((nodes.source_of(node), nodes.spec_of(node)), node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                graph.erase_node(node)
+    for node in filter(nodes.is_unshard, list(graph.nodes)):
+        shard = nodes.source_of(node)
+        is_cut = nodes.is_take_shard(shard)
+        kept = nodes.source_of(shard) if is_cut else first.setdefault((shard, nodes.spec_of(node)), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+        if is_cut and not shard.users:
+            graph.erase_node(shard)
 
 
 def _adds_two_reductions(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import compress
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -230,17 +231,13 @@ class Bucket(Text):
 class AllGatherBucket(Bucket):
     """What one all-gather carries: the argument of its launch and of its wait.
 
-    Args:
-        spec: of the all-gather.
-        params: in packing order.
-        into_place: each parameter is gathered straight into its own memory, rather than copied out of one buffer.
-        inputs_persist: the shards keep their memory until the wait, as parameters do; those that a graph has
-            computed do not, and the compute stream copies them first.
+    Shards that persist keep their memory until the wait, as parameters do; those that a graph has computed do not,
+    and the compute stream copies them first.
     """
 
     spec: AllGatherSpec
     params: tuple[ParamSpec, ...]
-    into_place: bool = False
+    into_place: bool = False  # each parameter is gathered straight into its own memory, not copied out of one buffer
     inputs_persist: bool = True
 
 
@@ -255,10 +252,7 @@ class ReductionBucket(Bucket):
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The operations in turn: a reduce-scatter or an all-reduce or both, and perhaps a copy to the host."""
+        stages: tuple[Stage, ...] = ("reduce_scatter", "all_reduce", "copy_to_host")
         all_reduces = self.spec.replicas.world > 1
-        runs: dict[Stage, bool] = {
-            "reduce_scatter": self.spec.shards.world > 1 or not all_reduces,
-            "all_reduce": all_reduces,
-            "copy_to_host": self.spec.to_host,
-        }
-        return tuple(stage for stage, does_run in runs.items() if does_run)
+        scatters = self.spec.shards.world > 1 or not all_reduces
+        return tuple(compress(stages, (scatters, all_reduces, self.spec.to_host)))

@@ -32,7 +32,7 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     """
     if node.op != "call_function" or is_view(node) or _pads_a_product(node):
         return 0.0
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = _packet(node)
     count = flop_registry.get(packet)
     if count is None:
         return 1e6 * size_bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
@@ -99,16 +99,14 @@ def _extent(size: int | torch.SymInt) -> int:
 
 def _pads_a_product(node: fx.Node) -> bool:
     """Tell whether ``node`` makes zeros, or appends them, for matrix products alone."""
-    if node.target == _aten.cat.default:
-        if len(node.all_input_nodes) != 2 or node.all_input_nodes[1].target not in _ZEROS:
-            return False
-    elif node.target not in _ZEROS:
+    zeros = node.all_input_nodes[1:] if node.target == _aten.cat.default else [node]
+    if len(zeros) != 1 or zeros[0].target not in _ZEROS or not node.users:
         return False
-    return bool(node.users) and all(_is_product(user) or _pads_a_product(user) for user in node.users)
+    return all(_packet(user) in _PRODUCTS or _pads_a_product(user) for user in node.users)
 
 
-def _is_product(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _PRODUCTS
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def is_view(node: fx.Node) -> bool:

@@ -154,16 +154,13 @@ def _halved(
 
 def _too_little(requests: Requests, load: Load, bound: int) -> str:
     in_use = least_bytes(load)
-    worst = in_use.index(max(in_use))
-    alive = [(r.task.counted, r.param.name) for r in requests.all_gathers if r.task.first <= worst <= r.task.last]
-    alive += [
-        (r.task.bytes, f"gradient of {r.param.name}")
-        for r in requests.reductions
-        if r.task.made <= worst < r.task.ready
-    ]
+    at = in_use.index(max(in_use))
+    alive = [(r.task.counted, r.param.name) for r in requests.all_gathers if r.task.first <= at <= r.task.last]
+    grads = [r for r in requests.reductions if r.task.made <= at < r.task.ready]
+    alive += [(r.task.bytes, f"gradient of {r.param.name}") for r in grads]
     names = ", ".join(f"{name} ({size} bytes)" for size, name in sorted(alive, reverse=True) if size)
     return (
-        f"SchedulePolicy.in_flight_bytes: expected at least {in_use[worst]} for this graph, got {bound}; "
+        f"SchedulePolicy.in_flight_bytes: expected at least {in_use[at]} for this graph, got {bound}; "
         f"one place needs at once: {names}. Allow that many bytes, or use 'auto'"
     )
 

@@ -139,8 +139,7 @@ def bytes_between(load: Load, launched: Iterable[int], reduced: Iterable[int]) -
 def compress(load: Load) -> tuple[Load, list[int]]:
     """Return the same load with one position for each run of compute that nothing begins or ends in.
 
-    Returns:
-        The smaller load, and for each of its positions, the end included, the position in ``load``.
+    The list tells for each of its positions, the end included, the one in ``load``.
     """
     marks = {0, len(load.compute_us)}
     for all_gather in load.all_gathers:
@@ -148,16 +147,15 @@ def compress(load: Load) -> tuple[Load, list[int]]:
     for reduction in load.reductions:
         marks |= {reduction.needed, *(p for made, _ in reduction.parts for p in (made, made + 1))}
     positions = sorted(mark for mark in marks if 0 <= mark <= len(load.compute_us))
-    place = {position: index for index, position in enumerate(positions)}
 
     def within(position: int) -> int:
         return bisect_right(positions, position) - 1
 
     all_gathers = tuple(
-        replace(g, first=place[g.first], last=within(g.last), earliest=place[g.earliest]) for g in load.all_gathers
+        replace(g, first=within(g.first), last=within(g.last), earliest=within(g.earliest)) for g in load.all_gathers
     )
     reductions = tuple(
-        replace(r, parts=tuple((within(made), size) for made, size in r.parts), needed=place[r.needed])
+        replace(r, parts=tuple((within(made), size) for made, size in r.parts), needed=within(r.needed))
         for r in load.reductions
     )
     compute = tuple(load.clock[b] - load.clock[a] for a, b in pairwise(positions))
