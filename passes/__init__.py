@@ -101,8 +101,5 @@ def uninstall() -> None:
 
 
 def options(policy: SchedulePolicy, core: str = "") -> dict[str, Any]:
-    """Return Inductor options by which one compile uses ``policy``, with the passes that the user has installed.
-
-    ``core`` is the one of :func:`slots`.
-    """
+    """Return Inductor options to compile by ``policy`` beside the user's own passes; ``core`` as in :func:`slots`."""
     return {slot: beside_users_passes(slot, run) for slot, run in slots(policy, core).items()}

@@ -124,4 +124,4 @@ class PackedLayout:
         return list(pieces) if len(shards) == len(pieces) else [pieces[index] for index in shards]
 
 
-packed_layout = lru_cache(maxsize=4096)(PackedLayout)  # likewise
+packed_layout = lru_cache(maxsize=4096)(PackedLayout)  # as shard_layout

@@ -47,12 +47,10 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The sharding dimensions' names."""
         return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The replicating dimensions' names."""
         return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 

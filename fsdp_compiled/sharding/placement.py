@@ -96,9 +96,7 @@ class _WrapLocal(torch.autograd.Function):
 
 def outer_parallelism(info: DataParallelMeshInfo, param: Tensor) -> OuterParallelism | None:
     """Return what ``param`` is beyond data parallelism; None for a plain tensor."""
-    if not isinstance(param, DTensor):
-        return None
-    return OuterParallelism(param._spec, frozenset(_dp_dims(info)))
+    return OuterParallelism(param._spec, frozenset(_dp_dims(info))) if isinstance(param, DTensor) else None
 
 
 def _dp_dims(info: DataParallelMeshInfo) -> list[int]:

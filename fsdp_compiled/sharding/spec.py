@@ -83,11 +83,8 @@ def scaling_for(
     fp32 and bf16 have the exponent range to be averaged by the collective itself. fp16 may overflow in the sum
     and underflow when divided first, so it is divided by about the square root of the divisor on either side.
 
-    Args:
-        dtype: of the reduce-scatter.
-        world: all ranks, replicas included.
-        divide_factor: what to divide the sum by; None for ``world``.
-        sum_only: use no averaging collective.
+    ``world`` counts replicas too; ``divide_factor``, if given, divides the sum in its place. ``sum_only`` asks for no
+    averaging collective.
 
     *Source:* the pre / post split is the one of Horovod and of PyTorch DDP's fp16 hooks.
     """

@@ -85,10 +85,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _positive(self, ("flops_16bit", "flops_32bit", "memory_bytes_per_s", "ranks_per_node", "host_bytes_per_s"))
-        if not 0.0 <= self.compute_blocked_fraction <= 1.0:
-            raise ValueError(
-                f"Cluster.compute_blocked_fraction: expected 0 to 1, got {self.compute_blocked_fraction}"
-            )
+        fraction = self.compute_blocked_fraction
+        if not 0.0 <= fraction <= 1.0:
+            raise ValueError(f"Cluster.compute_blocked_fraction: expected 0 to 1, got {fraction}")
 
     def link(self, group: str, world: int) -> Link:
         """Return the link that a process group runs over."""

@@ -89,7 +89,6 @@ def is_first_stage(launch: fx.Node) -> bool:
 
 
 def inputs_of(launch: fx.Node) -> list[fx.Node]:
-    """Return what a launch reads."""
     return list(launch.args[0])  # type: ignore[arg-type]
 
 
@@ -119,9 +118,6 @@ def value_of(node: fx.Node) -> torch.Tensor:
 def is_getitem(node: fx.Node) -> bool:
     """Tell whether ``node`` takes one tensor out of a list."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
-
-
-# ---- tensors ----
 
 
 def computes_on(node: fx.Node) -> torch.device:
@@ -165,7 +161,6 @@ def insert_cast(before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def insert_reduce_grad(before: fx.Node, grad: fx.Node, spec: CommSpec) -> fx.Node:
-    """Insert a reduction of ``grad``."""
     return insert(before, torch.ops.fsdp_compiled.reduce_grad.default, grad, spec.encode())
 
 

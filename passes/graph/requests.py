@@ -65,8 +65,7 @@ class _Reader:
 
 def opaque_requests(graph: fx.Graph, opaque: Sequence[fx.Node], cluster: Cluster) -> Requests:
     """Return what the opaque nodes of ``graph`` ask for; a request's index is its node's."""
-    compute = Compute(graph, set(opaque).__contains__)
-    read = _Reader(compute, cluster)
+    read = _Reader(Compute(graph, set(opaque).__contains__), cluster)
     all_gathers, reductions = [], []
     for node in opaque:
         spec, source = nodes.spec_of(node), nodes.source_of(node)
@@ -76,7 +75,7 @@ def opaque_requests(graph: fx.Graph, opaque: Sequence[fx.Node], cluster: Cluster
             reductions.append(read.reduction(spec.param, spec.reduction, source, node))
     all_gathers.sort(key=lambda request: request.task.first)
     reductions.sort(key=lambda request: request.task.ready)
-    return Requests(compute.time(cluster), tuple(all_gathers), tuple(reductions), cluster)
+    return Requests(read.compute.time(cluster), tuple(all_gathers), tuple(reductions), cluster)
 
 
 # ---- lowered buckets ----
@@ -127,8 +126,7 @@ def _stages(launch: fx.Node | None) -> Iterator[Stage]:
 
 def lowered_requests(graph: fx.Graph, found: Sequence[LoweredBucket], cluster: Cluster) -> tuple[Requests, Buckets]:
     """Return the requests of a lowered graph, whose buckets are ``found``, and which share a bucket."""
-    compute = Compute(graph, is_ours)
-    read = _Reader(compute, cluster)
+    read = _Reader(Compute(graph, is_ours), cluster)
     all_gathers, reductions = list[tuple[AllGatherRequest, ...]](), list[tuple[ReductionRequest, ...]]()
     for lowered in found:
         bucket, results = lowered.bucket, (lowered.to_host or lowered.collectives[-1]).results
@@ -139,7 +137,7 @@ def lowered_requests(graph: fx.Graph, found: Sequence[LoweredBucket], cluster: C
         else:
             reductions.append(tuple(read.reduction(p, bucket.spec, grad, out) for p, grad, out in parts))
     return (
-        Requests(compute.time(cluster), tuple(chain(*all_gathers)), tuple(chain(*reductions)), cluster),
+        Requests(read.compute.time(cluster), tuple(chain(*all_gathers)), tuple(chain(*reductions)), cluster),
         Buckets(tuple(all_gathers), tuple(reductions)),
     )
 

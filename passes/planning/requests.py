@@ -64,12 +64,9 @@ class Requests:
     def compressed(self) -> Requests:
         """Return the same requests with no more positions than they need."""
         small, _ = compress(load_of(self, Buckets.alone(self)))
-        return replace(
-            self,
-            compute_us=small.compute_us,
-            all_gathers=tuple(replace(r, task=t) for r, t in zip(self.all_gathers, small.all_gathers, strict=True)),
-            reductions=tuple(replace(r, task=t) for r, t in zip(self.reductions, small.reductions, strict=True)),
-        )
+        all_gathers = (replace(r, task=t) for r, t in zip(self.all_gathers, small.all_gathers, strict=True))
+        reductions = (replace(r, task=t) for r, t in zip(self.reductions, small.reductions, strict=True))
+        return Requests(small.compute_us, tuple(all_gathers), tuple(reductions), self.cluster)
 
 
 @dataclass(frozen=True)

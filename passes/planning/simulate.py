@@ -69,8 +69,6 @@ def simulate(load: Load, actions: Sequence[Action]) -> Timeline:
 
 
 class _Times(NamedTuple):
-    """Times of one collective, and the name of its link."""
-
     us: float
     lane: str
     pack_us: float = 0.0
