@@ -140,8 +140,8 @@ class _StandIn:
     def __init__(self, shown: Optimizer, cls: type[Optimizer]) -> None:
         self.shown = shown
         self.plain = object.__new__(cls)
-        self._leaves: dict[int, Tensor] = {}  # by id of the parameter
-        self._params: dict[int, DTensor] = {}  # by id of its leaf
+        self._leaves: dict[Tensor, Tensor] = {}  # by parameter
+        self._params: dict[Tensor, DTensor] = {}  # by leaf
 
     def take(self) -> None:
         """Give the plain optimizer all that the shown one has; ValueError for a layout that cannot be stepped."""
@@ -155,31 +155,26 @@ class _StandIn:
         """Return the tensor that stands for ``param``, with its gradient."""
         if not isinstance(param, DTensor):
             return param
-        if id(param) in self._leaves:
-            return self._leaves[id(param)]
-        leaf, grad = param._local_tensor.detach(), param.grad
-        self._leaves[id(param)], self._params[id(leaf)] = leaf, param
-        if grad is not None:
+        if param in self._leaves:
+            return self._leaves[param]
+        leaf = self._leaves[param] = param._local_tensor.detach()
+        self._params[leaf] = param
+        if param.grad is not None:
             leaf.requires_grad = True
-            local = self._local(grad, param)
+            local = self._local(param.grad, param)
             if local.dtype != leaf.dtype:
                 leaf.grad_dtype = local.dtype
             leaf.grad = local
         return leaf
 
     def _plain_state(self) -> defaultdict[Any, Any]:
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        without = len(self._leaves)
-        for key, values in self.shown.state.items():
-            leaf = self._leaves.get(id(key))
-            if leaf is None:
-                state[key] = values
-            else:
-                param = self._params[id(leaf)]
-                state[leaf] = {name: self._plain_value(value, param, name) for name, value in values.items()}
-                without -= 1
-        if without:  # what has state was checked before it got it
+        if not self._leaves.keys() <= self.shown.state.keys():  # what has state was checked before it got it
             _check_params(self.shown)
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for key, values in self.shown.state.items():
+            if isinstance(key, DTensor) and key in self._leaves:
+                values = {name: self._plain_value(value, key, name) for name, value in values.items()}
+            state[self._leaves.get(key, key)] = values
         return state
 
     def _plain_value(self, value: Any, param: DTensor, name: str) -> Any:
@@ -210,11 +205,10 @@ class _StandIn:
         if not changed:  # a closure raised
             return
         for key, values in changed.pop("state").items():
-            param = self._params.get(id(key))
-            if param is None:
-                self.shown.state[key] = values
+            if key in self._params:
+                self._show_values(values, self._params[key])
             else:
-                self._show_values(values, param)
+                self.shown.state[key] = values
         for group, plain in zip(self.shown.param_groups, changed.pop("param_groups"), strict=True):
             group.update({**plain, "params": group["params"]})
         vars(self.shown).update({name: value for name, value in changed.items() if name not in HOOKS})

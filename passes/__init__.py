@@ -71,9 +71,7 @@ def pinning() -> tuple[Pass, ...]:
 def slots(policy: SchedulePolicy, core: str = "") -> dict[str, Pipeline]:
     """Return the pipeline for each of Inductor's custom-pass slots.
 
-    Args:
-        policy: how to schedule.
-        core: a hash of what the operators compute; it enters the compile-cache keys.
+    ``core`` is a hash of what the operators compute; it enters the compile-cache keys.
     """
     return {
         "joint_custom_pre_pass": Pipeline(joint(policy), core),
@@ -85,10 +83,8 @@ def slots(policy: SchedulePolicy, core: str = "") -> dict[str, Pipeline]:
 def install(core: str = "") -> None:
     """Give every later ``torch.compile`` of this process our passes; the user's own passes still run.
 
-    The first ``fully_shard`` calls it. It is the only assignment to torch's global configuration.
-
-    Args:
-        core: see :func:`slots`.
+    The first ``fully_shard`` calls it, with ``core`` of :func:`slots`. It is the only assignment to torch's global
+    configuration.
     """
     for slot, run in slots(DEFAULT, core).items():
         inductor.install(slot, run)
@@ -105,10 +101,5 @@ def uninstall() -> None:
 
 
 def options(policy: SchedulePolicy, core: str = "") -> dict[str, Any]:
-    """Return Inductor options by which one compile uses ``policy``, with the passes that the user has installed.
-
-    Args:
-        policy: how to schedule.
-        core: see :func:`slots`.
-    """
+    """Return Inductor options to compile by ``policy`` beside the user's own passes; ``core`` as in :func:`slots`."""
     return {slot: beside_users_passes(slot, run) for slot, run in slots(policy, core).items()}

@@ -37,4 +37,4 @@ class Bucket:
         joined += [[request.index for request in bucket] for bucket in buckets.reductions]
         for number, indices in enumerate(joined):
             for index in indices:
-                nodes.assign_bucket(opaque[index], number)
+                opaque[index].meta[nodes.BUCKET] = number

@@ -21,8 +21,6 @@ from torch._inductor import config, custom_graph_pass
 from . import cost
 from .graph import nodes
 
-Slot = str  # the name of a field of torch._inductor.config
-
 
 class Pass(Protocol):
     """Rewrites a graph in place; its fields and its source are all of its configuration."""
@@ -32,15 +30,10 @@ class Pass(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline(custom_graph_pass.CustomGraphPass):
-    """Passes that run in order on a graph that holds our operators, and leave every other graph alone.
+    """Passes that run in order on a graph that holds our operators, and leave every other graph alone."""
 
-    Args:
-        passes: frozen records, so that ``repr`` is their configuration.
-        core: what the operators in the graphs compute, as a hash: the caches do not look into operators.
-    """
-
-    passes: tuple[Pass, ...]
-    core: str = ""
+    passes: tuple[Pass, ...]  # frozen records, so that ``repr`` is their configuration
+    core: str = ""  # a hash of what the operators in the graphs compute: the caches do not look into operators
 
     def __call__(self, graph: fx.Graph) -> None:
         if not nodes.has_ours(graph):
@@ -57,7 +50,7 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
 
 @dataclass(frozen=True)
 class Chain(custom_graph_pass.CustomGraphPass):
-    """Our pipeline and then the user's pass, for torch 2.11, whose slots hold a single pass."""
+    """Our pipeline and then the user's pass, where a slot held a single one: on torch 2.11 it can hold no more."""
 
     pipeline: Pipeline
     user: Callable[[fx.Graph], None]
@@ -81,23 +74,26 @@ def source_hash(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def installed(slot: Slot) -> Pipeline | None:
-    """Return our pipeline in ``slot``, or None."""
-    return next((p for p in _entries(getattr(config, slot)) if isinstance(p, Pipeline)), None)
+def installed(slot: str) -> Pipeline | None:
+    """Return our pipeline in ``slot``, the name of a field of ``torch._inductor.config``, or None."""
+    value = getattr(config, slot)
+    value = value.pipeline if isinstance(value, Chain) else value
+    entries = value if isinstance(value, (list, tuple)) else (value,)
+    return next((entry for entry in entries if isinstance(entry, Pipeline)), None)
 
 
-def install(slot: Slot, pipeline: Pipeline) -> None:
+def install(slot: str, pipeline: Pipeline) -> None:
     """Put ``pipeline`` in ``slot`` before what the user has there; a second call changes nothing."""
     if installed(slot) is None:
         setattr(config, slot, _joined(pipeline, getattr(config, slot)))
 
 
-def beside_users_passes(slot: Slot, pipeline: Pipeline) -> Any:
+def beside_users_passes(slot: str, pipeline: Pipeline) -> Any:
     """Return what ``slot`` would hold with ``pipeline`` in place of any other of ours."""
     return _joined(pipeline, _without_ours(getattr(config, slot)))
 
 
-def uninstall(slot: Slot) -> None:
+def uninstall(slot: str) -> None:
     """Take our pipeline out of ``slot`` and leave what the user put there as it was."""
     setattr(config, slot, _without_ours(getattr(config, slot)))
 
@@ -108,15 +104,8 @@ def _without_ours(value: Any) -> Any:
     if isinstance(value, Chain):
         return value.user
     if isinstance(value, (list, tuple)) and any(isinstance(entry, Pipeline) for entry in value):
-        kept = tuple(entry for entry in value if not isinstance(entry, Pipeline))
-        return kept[0] if isinstance(value, _Joined) else type(value)(kept)
+        return type(value)(entry for entry in value if not isinstance(entry, Pipeline))
     return value
-
-
-class _Joined(tuple):
-    """Marks a slot that held a single pass, rather than a sequence, before ours came."""
-
-    __slots__ = ()
 
 
 def _joined(pipeline: Pipeline, user: Any) -> Any:
@@ -124,12 +113,4 @@ def _joined(pipeline: Pipeline, user: Any) -> Any:
         return pipeline
     if isinstance(user, (list, tuple)):
         return type(user)((pipeline, *user))
-    if hasattr(custom_graph_pass, "get_custom_graph_passes"):
-        return _Joined((pipeline, user))
     return Chain(pipeline, user)
-
-
-def _entries(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, Chain):
-        return (value.pipeline, value.user)
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -6,17 +6,16 @@ bucket stands where its first all-gather stood, or after its last gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 from torch._inductor import config  # see inductor.py
 
-from ..sharding.spec import AllGatherBucket, CommSpec, ParamSpec, ReductionBucket
+from ..sharding.spec import AllGatherBucket, ParamSpec, ReductionBucket
 from .cost.cluster import gathers_into_place
-from .graph import emit, nodes
-from .graph.emit import Emitter
+from .graph import nodes
 
 
 @dataclass(frozen=True)
@@ -36,72 +35,73 @@ class Lower:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
+        _require_no_cuda_graphs(graph)
         for node in list(graph.nodes):
             if (nodes.is_unshard(node) or nodes.is_reduce_grad(node)) and not nodes.travels(node):
                 _lower_local(node)
-        units = _units_by_order(graph)
-        for bucket in _assigned(graph, nodes.is_unshard):
-            _lower_all_gather(bucket, units)
-        for bucket in _assigned(graph, nodes.is_reduce_grad):
-            _lower_reduction(bucket, units)
+        params = _params(graph)
+        for opaque in _assigned(graph, nodes.is_unshard):
+            _lower_all_gather(opaque, tuple(params[node] for node in opaque))
+        for opaque in _assigned(graph, nodes.is_reduce_grad):
+            _lower_reduction(opaque, tuple(params[node] for node in opaque))
 
 
-def _units_by_order(graph: fx.Graph) -> dict[str, str]:
-    """Return names for units by their order in the graph: a process numbers outermost units as it makes them."""
-    outermost, names = dict[str, str](), dict[str, str]()
+def _require_no_cuda_graphs(graph: fx.Graph) -> None:
+    on_gpu = (nodes.computes_on(node).type == "cuda" for node in graph.nodes if nodes.travels(node))
+    if config.triton.cudagraphs and any(on_gpu):
+        raise NotImplementedError(
+            "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
+            "compile with mode='max-autotune-no-cudagraphs' or the default"
+        )
+
+
+def _params(graph: fx.Graph) -> dict[fx.Node, ParamSpec]:
+    """Return what travels at each node, its unit named by its order in the graph.
+
+    A process numbers outermost units as it makes them, so their own names may differ between ranks.
+    """
+    outermost, params = dict[str, str](), dict[fx.Node, ParamSpec]()
     for node in filter(nodes.travels, graph.nodes):
-        unit = nodes.spec_of(node).param.unit
-        first, dot, rest = unit.partition(".")
+        param = nodes.spec_of(node).param
+        first, dot, rest = param.unit.partition(".")
         local = outermost.setdefault(first, f"{first.partition('#')[0]}#{len(outermost)}")
-        names[unit] = f"{local}{dot}{rest}"
-    return names
-
-
-def _params(specs: Sequence[CommSpec], units: Mapping[str, str]) -> tuple[ParamSpec, ...]:
-    return tuple(replace(spec.param, unit=units[spec.param.unit]) for spec in specs)
+        params[node] = replace(param, unit=f"{local}{dot}{rest}")
+    return params
 
 
 def _assigned(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> Iterable[list[fx.Node]]:
     """Return nodes of equal buckets together, ordered by the first of each."""
     found: dict[int | fx.Node, list[fx.Node]] = {}
     for node in filter(is_kind, graph.nodes):
-        number = nodes.assigned_bucket(node)
-        found.setdefault(node if number is None else number, []).append(node)
+        found.setdefault(node.meta.get(nodes.BUCKET, node), []).append(node)
     return found.values()
 
 
-def _lower_all_gather(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> None:
-    _require_no_cuda_graphs(opaque[0])
-    specs, shards = [nodes.spec_of(node) for node in opaque], [nodes.source_of(node) for node in opaque]
-    bucket = AllGatherBucket(
-        specs[0].all_gather,
-        _params(specs, units),
-        inputs_persist=all(map(nodes.is_parameter, shards)),
-    )
-    dims, device = [param.dim for param in bucket.params], nodes.computes_on(opaque[0])
-    bucket = replace(bucket, into_place=gathers_into_place(bucket.spec, dims, bucket.sizes, device))
-    _replace(opaque, emit.stage(Emitter(opaque[0]), "all_gather", shards, bucket))
+def _lower_all_gather(opaque: Sequence[fx.Node], params: tuple[ParamSpec, ...]) -> None:
+    spec, shards = nodes.spec_of(opaque[0]).all_gather, list(map(nodes.source_of, opaque))
+    bucket = AllGatherBucket(spec, params, inputs_persist=all(map(nodes.is_parameter, shards)))
+    dims, device = [param.dim for param in params], nodes.computes_on(opaque[0])
+    bucket = replace(bucket, into_place=gathers_into_place(spec, dims, bucket.sizes, device))
+    _replace(opaque, nodes.insert_stage(opaque[0], "all_gather", shards, bucket))
 
 
-def _lower_reduction(opaque: Sequence[fx.Node], units: Mapping[str, str]) -> None:
-    _require_no_cuda_graphs(opaque[0])
-    specs, results = [nodes.spec_of(node) for node in opaque], [nodes.source_of(node) for node in opaque]
-    bucket = ReductionBucket(specs[0].reduction, _params(specs, units))
-    emitter = Emitter(opaque[-1].next)
+def _lower_reduction(opaque: Sequence[fx.Node], params: tuple[ParamSpec, ...]) -> None:
+    bucket = ReductionBucket(nodes.spec_of(opaque[0]).reduction, params)
+    behind, results = opaque[-1].next, list(map(nodes.source_of, opaque))
     for stage in bucket.stages:
-        results = emit.stage(emitter, stage, results, bucket)
+        results = nodes.insert_stage(behind, stage, results, bucket)
     _replace(opaque, results)
 
 
 def _lower_local(node: fx.Node) -> None:
-    emitter, spec, result = Emitter(node), nodes.spec_of(node), nodes.source_of(node)
+    spec, result = nodes.spec_of(node), nodes.source_of(node)
     if nodes.is_unshard(node):
-        result = emitter.cast(result, spec.all_gather.dtype)
+        result = nodes.insert_cast(node, result, spec.all_gather.dtype)
     else:
-        result = emitter.cast(result, spec.reduction.dtype)
+        result = nodes.insert_cast(node, result, spec.reduction.dtype)
         if spec.reduction.scaling.pre_divide != 1.0:
-            result = emitter(torch.ops.aten.div.Tensor, result, spec.reduction.scaling.pre_divide)
-        result = emitter.cast(result, spec.param.dtype)
+            result = nodes.insert(node, torch.ops.aten.div.Tensor, result, spec.reduction.scaling.pre_divide)
+        result = nodes.insert_cast(node, result, spec.param.dtype)
     _replace([node], [result])
 
 
@@ -109,11 +109,3 @@ def _replace(opaque: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
     for node, result in zip(opaque, results, strict=True):
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
-
-
-def _require_no_cuda_graphs(opaque: fx.Node) -> None:
-    if config.triton.cudagraphs and nodes.computes_on(opaque).type == "cuda":
-        raise NotImplementedError(
-            "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
-            "compile with mode='max-autotune-no-cudagraphs' or the default"
-        )

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .graph import emit, nodes
-from .graph.emit import Emitter
+from .graph import nodes
 
 aten = torch.ops.aten
 
@@ -32,7 +31,6 @@ class Normalize:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        _drop_all_gathers_of_unsharded(graph)
         _merge_all_gathers(graph)
         for node in list(graph.nodes):
             if _adds_two_reductions(node):
@@ -40,49 +38,37 @@ class Normalize:
         _put_users_of_reduced_gradients_last(graph)
 
 
-def _drop_all_gathers_of_unsharded(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if nodes.is_unshard(node) and nodes.is_take_shard(nodes.source_of(node)):
-            node.replace_all_uses_with(nodes.source_of(nodes.source_of(node)))
-            graph.erase_node(node)
-    for node in list(graph.nodes):
-        if nodes.is_take_shard(node) and not node.users:
-            graph.erase_node(node)
-
-
 def _merge_all_gathers(graph: fx.Graph) -> None:
+    """Drop all-gathers of what the graph has unsharded already, as it is or cut for a smaller group."""
     first: dict[object, fx.Node] = {}
-    for node in list(graph.nodes):
-        if nodes.is_unshard(node):
-            kept = first.setdefault((nodes.source_of(node), nodes.spec_of(node)), node)
-            if kept is not node:
-                node.replace_all_uses_with(kept)
-                graph.erase_node(node)
+    for node in filter(nodes.is_unshard, list(graph.nodes)):
+        shard = nodes.source_of(node)
+        is_cut = nodes.is_take_shard(shard)
+        kept = nodes.source_of(shard) if is_cut else first.setdefault((shard, nodes.spec_of(node)), node)
+        if kept is not node:
+            node.replace_all_uses_with(kept)
+            graph.erase_node(node)
+        if is_cut and not shard.users:
+            graph.erase_node(shard)
 
 
 def _adds_two_reductions(node: fx.Node) -> bool:
-    if node.target is not aten.add.Tensor or node.kwargs:
-        return False
-    left, right = node.args
+    terms = node.all_input_nodes  # each once
     return (
-        isinstance(left, fx.Node)
-        and isinstance(right, fx.Node)
-        and left is not right
-        and nodes.is_reduce_grad(left)
-        and nodes.is_reduce_grad(right)
-        and len(left.users) == len(right.users) == 1
-        and nodes.spec_of(left) == nodes.spec_of(right)
+        node.target is aten.add.Tensor
+        and not node.kwargs
+        and len(terms) == 2
+        and all(nodes.is_reduce_grad(term) and len(term.users) == 1 for term in terms)
+        and nodes.spec_of(terms[0]) == nodes.spec_of(terms[1])
     )
 
 
 def _reduce_the_sum(node: fx.Node) -> None:
-    emitter = Emitter(before=node)
-    left, right = node.all_input_nodes
-    spec = nodes.spec_of(left)
-    terms = [emitter.cast(nodes.source_of(reduction), spec.reduction.dtype) for reduction in (left, right)]
-    total = emit.reduce_grad(emitter, emitter(aten.add.Tensor, *terms), spec)
-    node.replace_all_uses_with(total)
-    for dead in (node, left, right):
+    reductions = node.all_input_nodes
+    spec = nodes.spec_of(reductions[0])
+    terms = [nodes.insert_cast(node, nodes.source_of(reduction), spec.reduction.dtype) for reduction in reductions]
+    node.replace_all_uses_with(nodes.insert_reduce_grad(node, nodes.insert(node, aten.add.Tensor, *terms), spec))
+    for dead in (node, *reductions):
         node.graph.erase_node(dead)
 
 

@@ -33,18 +33,13 @@ class Pin:
     def __call__(self, graph: fx.Graph) -> None:
         if any("control_deps" in str(node.target) for node in graph.nodes):
             return
-        preserve_node_ordering(graph, _dependencies(graph))
-
-
-def _dependencies(graph: fx.Graph) -> dict[fx.Node, OrderedSet[fx.Node]]:
-    dependencies: dict[fx.Node, OrderedSet[fx.Node]] = {}
-    after: list[fx.Node] = []  # the collective node before, and the heavy compute since
-    for node in graph.nodes:
-        if nodes.is_heavy(node):
-            after.append(node)
-        elif nodes.is_launch(node) or nodes.is_wait(node):
-            others = [earlier for earlier in after if earlier not in node.all_input_nodes]
-            if others:
-                dependencies[node] = OrderedSet(others)
-            after = [node]
-    return dependencies
+        dependencies: dict[fx.Node, OrderedSet[fx.Node]] = {}
+        after: list[fx.Node] = []  # the collective node before, and the heavy compute since
+        for node in graph.nodes:
+            if nodes.is_heavy(node):
+                after.append(node)
+            elif nodes.is_launch(node) or nodes.is_wait(node):
+                if others := [earlier for earlier in after if earlier not in node.all_input_nodes]:
+                    dependencies[node] = OrderedSet(others)
+                after = [node]
+        preserve_node_ordering(graph, dependencies)

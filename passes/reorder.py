@@ -11,10 +11,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..sharding.spec import AllGatherBucket, ReductionBucket
 from .graph import nodes
 from .graph.liveness import Compute, cluster_of
-from .graph.requests import LoweredBucket, Stage, is_ours, lowered_buckets, lowered_requests, numbered
+from .graph.requests import LoweredBucket, Stage, collectives_of, is_ours, lowered_buckets, lowered_requests
 from .planning.buckets import auto_bound
 from .planning.requests import load_of
 from .planning.schedule import decide
@@ -45,41 +44,30 @@ class Reorder:
     def _decide(self, graph: fx.Graph, found: Sequence[LoweredBucket]) -> list[Action]:
         requests, buckets = lowered_requests(graph, found, cluster_of(graph, self.policy.cluster))
         load = load_of(requests, buckets)
-        bound = self.policy.in_flight_bytes
-        bound_bytes = auto_bound(requests) if bound == "auto" else bound
-        prefetch = None if self.policy.prefetch == "auto" else self.policy.prefetch
-        return decide(load, max(bound_bytes, *least_bytes(load)), prefetch)
+        bound, prefetch = self.policy.in_flight_bytes, self.policy.prefetch
+        bound_bytes = max(auto_bound(requests) if bound == "auto" else bound, *least_bytes(load))
+        return decide(load, bound_bytes, None if prefetch == "auto" else prefetch)
 
 
 def _order(graph: fx.Graph, found: Sequence[LoweredBucket], actions: Sequence[Action]) -> Iterator[fx.Node]:
+    """Yield all nodes; after a bucket's last wait, the copy to the host starts."""
     yield from (node for node in graph.nodes if node.op == "placeholder")
-    compute = Compute(graph, is_ours)
-    buckets = {
-        "all_gather": [lowered for _, lowered in numbered(found, AllGatherBucket)],
-        "reduction": [lowered for _, lowered in numbered(found, ReductionBucket)],
-    }
-    placed = 0
+    compute, collectives, placed = Compute(graph, is_ours).nodes, collectives_of(found), 0
     for action in actions:
-        yield from compute.nodes[placed : action.position]
+        yield from compute[placed : action.position]
         placed = action.position
-        lowered = buckets["all_gather" if action.kind == "all_gather" else "reduction"][action.index]
-        yield from _half(lowered, 1 if action.kind == "all_reduce" else 0, action)
-    yield from compute.nodes[placed:]
-    last = (lowered.to_host for lowered in found)
-    yield from (node for stage in last if stage and not _is_read(stage) for node in stage.waiting)
-
-
-def _half(lowered: LoweredBucket, index: int, action: Action) -> Iterator[fx.Node]:
-    """Yield the launch, or the wait with its results; after the last wait, the copy to the host starts."""
-    stage = lowered.collectives[index]
-    if action.verb == "launch":
-        yield stage.launch
-        return
-    yield from stage.waiting
-    if stage is lowered.collectives[-1] and lowered.to_host is not None:
-        yield lowered.to_host.launch
-        if _is_read(lowered.to_host):
-            yield from lowered.to_host.waiting
+        lowered, stage = collectives[action.kind, action.index]
+        if action.verb == "launch":
+            yield stage.launch
+            continue
+        yield from stage.waiting
+        if stage is lowered.collectives[-1] and lowered.to_host is not None:
+            yield lowered.to_host.launch
+            if _is_read(lowered.to_host):
+                yield from lowered.to_host.waiting
+    yield from compute[placed:]
+    copies = (lowered.to_host for lowered in found)
+    yield from (node for copy in copies if copy and not _is_read(copy) for node in copy.waiting)
 
 
 def _is_read(stage: Stage) -> bool:

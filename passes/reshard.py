@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .graph import emit, nodes
-from .graph.emit import Emitter
+from .graph import nodes
 from .graph.liveness import cluster_of
 from .policy import DEFAULT, SchedulePolicy
 
@@ -108,9 +107,9 @@ def _recompute_from_all_gathers(unsharded: fx.Node) -> None:
 def _keep_over_smaller_group(node: fx.Node) -> None:
     if any(nodes.is_take_shard(user) for user in node.users):
         return
-    emitter, spec = Emitter(node.next), nodes.spec_of(node)
-    shard = emit.take_shard(emitter, node, spec)
-    again = emit.unshard(emitter, shard, spec.after_forward)
+    behind, spec = node.next, nodes.spec_of(node)
+    shard = nodes.insert_take_shard(behind, node, spec)
+    again = nodes.insert_unshard(behind, shard, spec.after_forward)
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not shard)
     _tag(shard, keep=True)
     _tag(again, keep=False)

@@ -1,13 +1,12 @@
 """The rules that every graph of ours keeps, checked before and after each pass in tests and under a debug flag.
 
-A rule is a name and a function that yields what breaks it; ``verify`` raises for the first. The rules know nodes,
-not parameters: they hold for any schedule.
+A rule is a name and a function that yields a sentence for each place that breaks it. The rules know nodes, not
+parameters: they hold for any schedule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -16,14 +15,6 @@ from .graph import nodes
 
 class GraphError(RuntimeError):
     """A graph breaks a rule; a pass, ours or another, has a bug."""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A name, and a function that yields one sentence for each place where a graph breaks the rule."""
-
-    name: str
-    broken: Callable[[fx.Graph], Iterator[str]]
 
 
 def verify(graph: fx.Graph, where: str = "graph") -> None:
@@ -36,9 +27,9 @@ def verify(graph: fx.Graph, where: str = "graph") -> None:
     Raises:
         GraphError: a rule is broken; the message names the node.
     """
-    for rule in RULES:
-        for sentence in rule.broken(graph):
-            raise GraphError(f"{where}: {rule.name}: {sentence}")
+    for rule, broken in RULES.items():
+        for sentence in broken(graph):
+            raise GraphError(f"{where}: {rule}: {sentence}")
 
 
 def _used_before_defined(graph: fx.Graph) -> Iterator[str]:
@@ -81,17 +72,15 @@ def _stage_out_of_turn(graph: fx.Graph) -> Iterator[str]:
 
 def _bucket_of_other_tensors(graph: fx.Graph) -> Iterator[str]:
     for node in filter(nodes.is_launch, graph.nodes):
-        bucket, given = nodes.bucket_of(node), nodes.inputs_of(node)
         if not nodes.is_first_stage(node):
             continue
+        bucket, given = nodes.bucket_of(node), nodes.inputs_of(node)
         if len(given) != len(bucket.params):
             yield f"{node.name} takes {len(given)} tensors for {len(bucket.params)} parameters"
             continue
-        is_all_gather = nodes.stage_of(node) == "all_gather"
         for source, param, layout in zip(given, bucket.params, bucket.layouts, strict=True):
-            numel = layout.shard_numel if is_all_gather else layout.numel
-            if nodes.value_of(source).numel() != numel:
-                got = nodes.value_of(source).numel()
+            numel = layout.shard_numel if nodes.stage_of(node) == "all_gather" else layout.numel
+            if (got := nodes.value_of(source).numel()) != numel:
                 yield f"{node.name} takes {source.name} of {got} elements for {param.name}, expected {numel}"
 
 
@@ -105,11 +94,11 @@ def _result_that_is_not_there(graph: fx.Graph) -> Iterator[str]:
                 yield f"{user.name} takes result {user.args[1]} of {results}"
 
 
-RULES = (
-    Rule("order", _used_before_defined),
-    Rule("launch and wait", _launch_without_its_wait),
-    Rule("wait and launch", _wait_without_a_launch),
-    Rule("stages", _stage_out_of_turn),
-    Rule("bucket", _bucket_of_other_tensors),
-    Rule("results", _result_that_is_not_there),
-)
+RULES: dict[str, Callable[[fx.Graph], Iterator[str]]] = {
+    "order": _used_before_defined,
+    "launch and wait": _launch_without_its_wait,
+    "wait and launch": _wait_without_a_launch,
+    "stages": _stage_out_of_turn,
+    "bucket": _bucket_of_other_tensors,
+    "results": _result_that_is_not_there,
+}

@@ -62,11 +62,11 @@ def _placement(
     _check_dtensor(name, param, info)
     local = local_of(param.detach())
     check_extension(name, local)
-    _check_dim(name, local, dim, info.shard_world)
+    dim = _checked_dim(name, local, dim, info.shard_world)
     if not isinstance(reshard, bool | None):
         _check_smaller_group(name, local, info.shard_world, reshard)
     policy = default.mp_policy.for_param(name, param)
-    return replace(default, mesh_info=info, dim=dim % local.dim(), mp_policy=policy, device=info.device)
+    return replace(default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
 
 
 def _chosen(name: str, chosen: object, info: DataParallelMeshInfo) -> tuple[DataParallelMeshInfo, int]:
@@ -100,7 +100,7 @@ def _check_smaller_group(name: str, local: Tensor, world: int, size: int) -> Non
         )
 
 
-def _check_dim(name: str, local: Tensor, dim: int, world: int) -> None:
+def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
     if not -local.dim() <= dim < local.dim():
         raise ValueError(
             f"{name}: expected a shard dimension of a {local.dim()}-D parameter, got Shard({dim}); use "
@@ -112,6 +112,7 @@ def _check_dim(name: str, local: Tensor, dim: int, world: int) -> None:
             f"{name}: dim {dim} ({local.shape[dim]}) must be divisible by {world} shards for Shard({dim}); "
             "use Shard(0) or pad the parameter"
         )
+    return dim
 
 
 def _check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:

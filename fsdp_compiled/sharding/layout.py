@@ -21,16 +21,11 @@ class ShardLayout:
     Rank ``r`` owns ``[r * chunk, (r + 1) * chunk)`` of the dimension as far as it exists, which is how
     ``torch.chunk`` and DTensor's ``Shard`` cut; the last ranks may own less, or nothing. Every rank stores a
     full chunk, so that all ranks trace the same graph.
-
-    Args:
-        shape: of the unsharded tensor.
-        dim: the sharded dimension, not negative.
-        world: the number of ranks.
     """
 
-    shape: tuple[int, ...]
-    dim: int
-    world: int
+    shape: tuple[int, ...]  # of the unsharded tensor
+    dim: int  # the sharded dimension, not negative
+    world: int  # the number of ranks
 
     @cached_property
     def chunk(self) -> int:
@@ -76,11 +71,8 @@ class ShardLayout:
         return self.offset(rank + 1) - self.offset(rank)
 
 
-@lru_cache(maxsize=4096)
-def shard_layout(shape: tuple[int, ...], dim: int, world: int) -> ShardLayout:
-    """Return the layout, the same object for the same arguments: copies ask for it in every step."""
-    return ShardLayout(tuple(shape), dim, world)
-
+# The same object for the same arguments: copies ask for it in every step.
+shard_layout = lru_cache(maxsize=4096)(ShardLayout)
 
 ALIGNMENT = 16  # elements; in every dtype a multiple of the 16 bytes that a GPU thread and Inductor ask for
 
@@ -96,12 +88,9 @@ class PackedLayout:
 
     Each shard begins at a multiple of :data:`ALIGNMENT` elements, so that every copy is wide and every result is
     aligned; zeros fill the gaps. A shard alone is packed without a gap.
-
-    Args:
-        numels: elements of each shard.
     """
 
-    numels: tuple[int, ...]
+    numels: tuple[int, ...]  # elements of each shard
 
     @cached_property
     def numel(self) -> int:
@@ -142,7 +131,4 @@ class PackedLayout:
         return list(pieces) if len(shards) == len(pieces) else [pieces[index] for index in shards]
 
 
-@lru_cache(maxsize=4096)
-def packed_layout(numels: tuple[int, ...]) -> PackedLayout:
-    """Return the layout, the same object for the same arguments: copies ask for it in every step."""
-    return PackedLayout(numels)
+packed_layout = lru_cache(maxsize=4096)(PackedLayout)  # as shard_layout

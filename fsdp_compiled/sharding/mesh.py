@@ -47,12 +47,10 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The sharding dimensions' names."""
         return (self.shard,) if isinstance(self.shard, str) else tuple(self.shard or ())
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The replicating dimensions' names."""
         return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
@@ -128,10 +126,7 @@ class DataParallelMeshInfo:
 
     def placements(self, sharded: Placement) -> tuple[Placement, ...]:
         """Return DTensor placements over ``mesh``: ``sharded`` where it shards, replicated elsewhere."""
-        by_mesh_dim: list[Placement] = [Replicate()] * self.mesh.ndim
-        if self.shard_mesh_dim is not None:
-            by_mesh_dim[self.shard_mesh_dim] = sharded
-        return tuple(by_mesh_dim)
+        return tuple(sharded if dim == self.shard_mesh_dim else Replicate() for dim in range(self.mesh.ndim))
 
     def smaller_group(self, size: int) -> SmallerGroup | None:
         """Return the ``size`` neighbours that this rank is one of, or None if they would be one rank, or all.

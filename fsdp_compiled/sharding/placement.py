@@ -34,15 +34,10 @@ def local_of(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class OuterParallelism:
-    """What an unsharded parameter is where other mesh dimensions shard it too: a DTensor over them.
+    """What an unsharded parameter is where other mesh dimensions shard it too: a DTensor over them."""
 
-    Args:
-        spec: of the original parameter.
-        dp_dims: indices of data-parallel dimensions in its mesh, over which gradients are not redistributed.
-    """
-
-    spec: DTensorSpec
-    dp_dims: frozenset[int] = frozenset()
+    spec: DTensorSpec  # of the original parameter
+    dp_dims: frozenset[int] = frozenset()  # data-parallel dimensions of its mesh; they do not redistribute gradients
     _wrap_opaquely: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
@@ -101,9 +96,7 @@ class _WrapLocal(torch.autograd.Function):
 
 def outer_parallelism(info: DataParallelMeshInfo, param: Tensor) -> OuterParallelism | None:
     """Return what ``param`` is beyond data parallelism; None for a plain tensor."""
-    if not isinstance(param, DTensor):
-        return None
-    return OuterParallelism(param._spec, frozenset(_dp_dims(info)))
+    return OuterParallelism(param._spec, frozenset(_dp_dims(info))) if isinstance(param, DTensor) else None
 
 
 def _dp_dims(info: DataParallelMeshInfo) -> list[int]:

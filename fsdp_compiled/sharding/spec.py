@@ -11,6 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, lru_cache
+from itertools import compress
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -24,7 +25,6 @@ class Text:
     """A frozen record that operators carry as text: JSON of the fields that differ from their defaults."""
 
     def encode(self) -> str:
-        """Return the text."""
         return json.dumps(_plain(self), separators=(",", ":"))
 
     @classmethod
@@ -55,9 +55,7 @@ def _read(kind: Any, value: Any) -> Any:
     return _read(options[0], value) if options and value is not None else value
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)
 
 
 @dataclass(frozen=True)
@@ -85,11 +83,8 @@ def scaling_for(
     fp32 and bf16 have the exponent range to be averaged by the collective itself. fp16 may overflow in the sum
     and underflow when divided first, so it is divided by about the square root of the divisor on either side.
 
-    Args:
-        dtype: of the reduce-scatter.
-        world: all ranks, replicas included.
-        divide_factor: what to divide the sum by; None for ``world``.
-        sum_only: use no averaging collective.
+    ``world`` counts replicas too; ``divide_factor``, if given, divides the sum in its place. ``sum_only`` asks for no
+    averaging collective.
 
     *Source:* the pre / post split is the one of Horovod and of PyTorch DDP's fp16 hooks.
     """
@@ -110,20 +105,15 @@ def scaling_for(
 class ParamSpec:
     """One parameter.
 
-    Args:
-        name: full name.
-        unit: full name of its unit.
-        shape: of the unsharded parameter. None: dimension 0 is sharded, and shape and dtype follow from the
-            all-gather input at hand, as with the inputs of an all-gather extension.
-        dim: the sharded dimension.
-        dtype: of the sharded parameter and of its gradient.
+    Where ``shape`` is None, dimension 0 is sharded, and shape and dtype follow from the all-gather input at hand, as
+    with the inputs of an all-gather extension.
     """
 
-    name: str
-    unit: str
-    shape: tuple[int, ...] | None
-    dim: int
-    dtype: torch.dtype
+    name: str  # full name
+    unit: str  # full name of its unit
+    shape: tuple[int, ...] | None  # of the unsharded parameter
+    dim: int  # the sharded dimension
+    dtype: torch.dtype  # of the sharded parameter and of its gradient
 
     def layout(self, world: int) -> ShardLayout:
         """Return how ``world`` ranks share the parameter."""
@@ -133,19 +123,12 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class AllGatherSpec:
-    """An all-gather.
+    """An all-gather."""
 
-    Args:
-        group: of the ranks that hold the shards.
-        dtype: of the all-gather input and of the unsharded parameter.
-        comm: name of the user's :class:`AllGather`; "" for the process group's own.
-        device: type of the device of compute where the shards live on the CPU; "" where they live with compute.
-    """
-
-    group: Group
-    dtype: torch.dtype
-    comm: str = ""
-    device: str = ""
+    group: Group  # of the ranks that hold the shards
+    dtype: torch.dtype  # of the all-gather input and of the unsharded parameter
+    comm: str = ""  # name of the user's :class:`AllGather`; "" for the process group's own
+    device: str = ""  # type of the device of compute where shards live on the CPU; "" where they live with compute
 
     @property
     def is_local(self) -> bool:
@@ -155,25 +138,15 @@ class AllGatherSpec:
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """A reduce-scatter and, over replicas, an all-reduce.
+    """A reduce-scatter and, over replicas, an all-reduce."""
 
-    Args:
-        dtype: of the reduce-scatter input.
-        shards: the group of the reduce-scatter.
-        replicas: the group of the all-reduce.
-        scaling: how the sum becomes a mean.
-        comm: name of the user's :class:`ReduceScatter`; "" for the process group's own.
-        hook: name of the user's hook on the reduced, packed gradients; "" for none.
-        to_host: whether the shards live on the CPU, and so their gradients.
-    """
-
-    dtype: torch.dtype
-    shards: Group = Group()
-    replicas: Group = Group()
-    scaling: Scaling = Scaling()
-    comm: str = ""
-    hook: str = ""
-    to_host: bool = False
+    dtype: torch.dtype  # of the reduce-scatter input
+    shards: Group = Group()  # of the reduce-scatter
+    replicas: Group = Group()  # of the all-reduce
+    scaling: Scaling = Scaling()  # how the sum becomes a mean
+    comm: str = ""  # name of the user's :class:`ReduceScatter`; "" for the process group's own
+    hook: str = ""  # name of the user's hook on the reduced, packed gradients; "" for none
+    to_host: bool = False  # whether the shards live on the CPU, and so their gradients
 
     @property
     def is_local(self) -> bool:
@@ -187,21 +160,13 @@ class ReductionSpec:
 
 @dataclass(frozen=True)
 class CommSpec(Text):
-    """Everything that one parameter's traced read decides: the argument of ``unshard`` and ``reduce_grad``.
-
-    Args:
-        param: what travels.
-        all_gather: how it is unsharded.
-        reduction: how its gradient is reduced.
-        reshard: whether backward all-gathers again; False keeps the unsharded parameter from forward.
-        post_forward: the smaller group that holds the parameter between forward and backward; this rank alone: none.
-    """
+    """Everything that one parameter's traced read decides: the argument of ``unshard`` and ``reduce_grad``."""
 
     param: ParamSpec
     all_gather: AllGatherSpec
     reduction: ReductionSpec
-    reshard: bool = True
-    post_forward: Group = Group()
+    reshard: bool = True  # whether backward all-gathers again; False keeps the unsharded parameter from forward
+    post_forward: Group = Group()  # holds the parameter between forward and backward; this rank alone: none
 
     @cached_property
     def layout(self) -> ShardLayout:
@@ -233,7 +198,7 @@ def _for_input(spec: CommSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Co
 
 
 class Bucket(Text):
-    """What one collective carries. Where its shards lie is the same for parameters and for gradients."""
+    """What one collective carries: ``params`` or their gradients, in packing order. Where shards lie is the same."""
 
     spec: AllGatherSpec | ReductionSpec
     params: tuple[ParamSpec, ...]
@@ -241,7 +206,7 @@ class Bucket(Text):
     @property
     def world(self) -> int:
         """Ranks that share each parameter."""
-        raise NotImplementedError
+        return (self.spec.group if isinstance(self.spec, AllGatherSpec) else self.spec.shards).world
 
     @cached_property
     def layouts(self) -> tuple[ShardLayout, ...]:
@@ -263,52 +228,28 @@ class Bucket(Text):
 class AllGatherBucket(Bucket):
     """What one all-gather carries: the argument of its launch and of its wait.
 
-    Args:
-        spec: of the all-gather.
-        params: in packing order.
-        into_place: each parameter is gathered straight into its own memory, rather than copied out of one buffer.
-        inputs_persist: the shards keep their memory until the wait, as parameters do; those that a graph has
-            computed do not, and the compute stream copies them first.
+    Shards that persist keep their memory until the wait, as parameters do; those that a graph has computed do not,
+    and the compute stream copies them first.
     """
 
     spec: AllGatherSpec
     params: tuple[ParamSpec, ...]
-    into_place: bool = False
+    into_place: bool = False  # each parameter is gathered straight into its own memory, not copied out of one buffer
     inputs_persist: bool = True
-
-    @property
-    def world(self) -> int:
-        """Ranks that hold the shards."""
-        return self.spec.group.world
 
 
 @dataclass(frozen=True)
 class ReductionBucket(Bucket):
-    """What one reduction carries: the argument of its launches and waits.
-
-    Args:
-        spec: of the reduction.
-        params: whose gradients travel, in packing order.
-        inputs_persist: see :class:`AllGatherBucket`.
-    """
+    """What one reduction carries: the argument of its launches and waits. Fields as in :class:`AllGatherBucket`."""
 
     spec: ReductionSpec
     params: tuple[ParamSpec, ...]
     inputs_persist: bool = False
 
-    @property
-    def world(self) -> int:
-        """Ranks that the gradients are scattered over."""
-        return self.spec.shards.world
-
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The operations in turn: a reduce-scatter or an all-reduce or both, and perhaps a copy to the host."""
-        found: list[Stage] = (
-            ["all_reduce"] if self.spec.shards.world == 1 < self.spec.replicas.world else ["reduce_scatter"]
-        )
-        if self.spec.shards.world > 1 and self.spec.replicas.world > 1:
-            found.append("all_reduce")
-        if self.spec.to_host:
-            found.append("copy_to_host")
-        return tuple(found)
+        stages: tuple[Stage, ...] = ("reduce_scatter", "all_reduce", "copy_to_host")
+        all_reduces = self.spec.replicas.world > 1
+        scatters = self.spec.shards.world > 1 or not all_reduces
+        return tuple(compress(stages, (scatters, all_reduces, self.spec.to_host)))

@@ -85,14 +85,17 @@ class Cluster:
 
     def __post_init__(self) -> None:
         _positive(self, ("flops_16bit", "flops_32bit", "memory_bytes_per_s", "ranks_per_node", "host_bytes_per_s"))
-        if not 0.0 <= self.compute_blocked_fraction <= 1.0:
-            raise ValueError(
-                f"Cluster.compute_blocked_fraction: expected 0 to 1, got {self.compute_blocked_fraction}"
-            )
+        fraction = self.compute_blocked_fraction
+        if not 0.0 <= fraction <= 1.0:
+            raise ValueError(f"Cluster.compute_blocked_fraction: expected 0 to 1, got {fraction}")
 
     def link(self, group: str, world: int) -> Link:
         """Return the link that a process group runs over."""
-        ranks = _ranks_of(group, world)
+        # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only.
+        try:
+            ranks = dist.get_process_group_ranks(_resolve_process_group(group))  # type: ignore[arg-type]
+        except (LookupError, RuntimeError, ValueError):
+            ranks = list(range(world))
         return self.intra if len({rank // self.ranks_per_node for rank in ranks}) == 1 else self.inter
 
     def lane(self, group: Group) -> Lane:
@@ -137,34 +140,21 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Lane:
-    """The link that a collective queues for.
-
-    Args:
-        link: how fast it is.
-        world: ranks of the collective.
-        name: collectives of equal names run one after the other.
-    """
+    """The link that a collective queues for."""
 
     link: Link
-    world: int
-    name: str = ""
+    world: int  # ranks of the collective
+    name: str = ""  # collectives of equal names run one after the other
 
 
 @dataclass(frozen=True)
 class AllGatherKind:
-    """What happens around an all-gather.
+    """What happens around an all-gather."""
 
-    Args:
-        into_place: each parameter is gathered straight into its own memory.
-        beside: copies run on a side stream.
-        inputs_persist: the shards keep their memory until the wait; others are copied first, by compute.
-        from_host: the shards live there.
-    """
-
-    into_place: bool = False
-    beside: bool = False
-    inputs_persist: bool = True
-    from_host: bool = False
+    into_place: bool = False  # each parameter is gathered straight into its own memory
+    beside: bool = False  # copies run on a side stream
+    inputs_persist: bool = True  # the shards keep their memory until the wait; others are copied first, by compute
+    from_host: bool = False  # the shards live there
 
 
 class AllGatherTimes(NamedTuple):
@@ -180,14 +170,6 @@ def _positive(record: object, fields: tuple[str, ...]) -> None:
         value = getattr(record, field)
         if not value > 0:
             raise ValueError(f"{type(record).__name__}.{field}: expected more than 0, got {value}")
-
-
-def _ranks_of(group: str, world: int) -> list[int]:
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only.
-    try:
-        return dist.get_process_group_ranks(_resolve_process_group(group))  # type: ignore[arg-type]
-    except (LookupError, RuntimeError, ValueError):
-        return list(range(world))
 
 
 # NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
@@ -227,7 +209,6 @@ CLUSTERS: Mapping[str, Cluster] = {
         kernel_us=2.0,
         intra=Link(400.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
         inter=Link(600.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
-        ranks_per_node=8,
         compute_blocked_fraction=1.0,
         piece_us=10.0,
         host_bytes_per_s=25e9,  # its own memory
@@ -235,26 +216,18 @@ CLUSTERS: Mapping[str, Cluster] = {
 }
 
 
-def of_kind(device: torch.device) -> Cluster:
-    """Return one cluster for all devices of a type, for decisions that ranks on unequal machines must make alike."""
-    return CLUSTERS["CPU" if device.type == "cpu" else "H100"]
-
-
 def gathers_into_place(spec: AllGatherSpec, dims: Sequence[int], sizes: Sequence[int], device: torch.device) -> bool:
     """Tell whether a bucket's parameters are to be gathered each straight into its own memory.
 
     Otherwise one buffer is gathered and copied out of. Only dimension 0 can be gathered into place, and an empty
-    parameter only alone.
-
-    Args:
-        spec: of the all-gather.
-        dims: the sharded dimension of each parameter.
-        sizes: bytes of each, unsharded and padded.
-        device: where compute runs.
+    parameter only alone. ``dims`` are the sharded dimensions of the parameters, ``sizes`` their bytes, unsharded and
+    padded; compute runs on ``device``.
     """
     if spec.group.world == 1 or spec.comm or any(dims):
         return False
-    return (len(sizes) == 1 or all(sizes)) and of_kind(device).saves_by_gathering_into_place(sizes)
+    # One cluster for all devices of a type, because ranks on unequal machines must decide alike.
+    cluster = CLUSTERS["CPU" if device.type == "cpu" else "H100"]
+    return (len(sizes) == 1 or all(sizes)) and cluster.saves_by_gathering_into_place(sizes)
 
 
 def detect(device: torch.device) -> Cluster:
@@ -264,7 +237,9 @@ def detect(device: torch.device) -> Cluster:
     is ``torchrun``'s ``LOCAL_WORLD_SIZE``, else the number of this machine's GPUs. Ranks on machines of different
     kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there.
     """
-    return _detect(*description(device))
+    name, ranks_per_node = description(device)
+    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
+    return replace(known, ranks_per_node=ranks_per_node)
 
 
 def description(device: torch.device) -> tuple[str, int]:
@@ -273,8 +248,3 @@ def description(device: torch.device) -> tuple[str, int]:
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU" if device.type == "cpu" else device.type
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     return name, local or (torch.cuda.device_count() if is_gpu else 0) or CLUSTERS["CPU"].ranks_per_node
-
-
-def _detect(name: str, ranks_per_node: int) -> Cluster:
-    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
-    return replace(known, ranks_per_node=ranks_per_node)

@@ -32,7 +32,7 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     """
     if node.op != "call_function" or is_view(node) or _pads_a_product(node):
         return 0.0
-    packet = getattr(node.target, "overloadpacket", None)
+    packet = _packet(node)
     count = flop_registry.get(packet)
     if count is None:
         return 1e6 * size_bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
@@ -42,7 +42,8 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
         traffic = sum(prod(shape(each)) * each.meta["val"].element_size() for each in [node, *node.all_input_nodes])
     else:
         traffic = size_bytes(node) + sum(map(size_bytes, node.all_input_nodes))
-    peak = cluster.flops_16bit if _is_16bit(node) else cluster.flops_32bit
+    is_16bit = any(tensor.element_size() <= 2 for tensor in _tensors(node))
+    peak = cluster.flops_16bit if is_16bit else cluster.flops_32bit
     seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
     return max(seconds * 1e6, cluster.kernel_us)
 
@@ -98,16 +99,14 @@ def _extent(size: int | torch.SymInt) -> int:
 
 def _pads_a_product(node: fx.Node) -> bool:
     """Tell whether ``node`` makes zeros, or appends them, for matrix products alone."""
-    if node.target == _aten.cat.default:
-        if len(node.all_input_nodes) != 2 or node.all_input_nodes[1].target not in _ZEROS:
-            return False
-    elif node.target not in _ZEROS:
+    zeros = node.all_input_nodes[1:] if node.target == _aten.cat.default else [node]
+    if len(zeros) != 1 or zeros[0].target not in _ZEROS or not node.users:
         return False
-    return bool(node.users) and all(_is_product(user) or _pads_a_product(user) for user in node.users)
+    return all(_packet(user) in _PRODUCTS or _pads_a_product(user) for user in node.users)
 
 
-def _is_product(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in _PRODUCTS
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def is_view(node: fx.Node) -> bool:
@@ -120,7 +119,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value = node.meta.get("val")
+    value = _value(node)
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 
@@ -128,7 +127,3 @@ def _tensors(node: fx.Node) -> list[torch.Tensor]:
 def size_bytes(node: fx.Node) -> int:
     """Return the size of a node's result, all tensors of it."""
     return sum(prod(map(_extent, t.shape)) * t.element_size() for t in _tensors(node))
-
-
-def _is_16bit(node: fx.Node) -> bool:
-    return any(t.element_size() <= 2 for t in _tensors(node))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -12,26 +11,8 @@ from ..cost import Cluster, detect
 from ..cost.compute import is_view, node_us
 
 
-@dataclass(frozen=True)
-class Reads:
-    """Where a tensor is read: positions of the first and the last compute node, views of it included.
-
-    Args:
-        first: the number of compute nodes, which is the end of the graph, if nothing reads it.
-        last: likewise.
-    """
-
-    first: int
-    last: int
-
-
 class Compute:
-    """The nodes of a graph that are no collective's, in order; their index is their position.
-
-    Args:
-        graph: any graph.
-        is_ours: tells which nodes belong to collectives.
-    """
+    """The nodes of a graph that are not ``is_ours``, of a collective, in order; their index is their position."""
 
     def __init__(self, graph: fx.Graph, is_ours: Callable[[fx.Node], bool]) -> None:
         self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_ours(n)]
@@ -46,14 +27,17 @@ class Compute:
         """Return each node's estimated time in microseconds."""
         return tuple(node_us(node, cluster) for node in self.nodes)
 
-    def after(self, sources: Iterable[fx.Node]) -> int:
-        """Return the first position at which all ``sources`` exist."""
-        return max((self.position.get(source, -1) + 1 for source in sources), default=0)
+    def after(self, source: fx.Node) -> int:
+        """Return the first position at which ``source`` exists."""
+        return self.position.get(source, -1) + 1
 
-    def reads(self, tensor: fx.Node) -> Reads:
-        """Return where ``tensor`` is read; nodes that have no position are looked through, as views are."""
+    def reads(self, tensor: fx.Node | None) -> tuple[int, int]:
+        """Return the positions of the first and the last node that read ``tensor``, or a view of it.
+
+        Nodes that have no position are looked through. Both are the end of the graph if nothing reads it.
+        """
         first, last = self.end, -1
-        stack, seen = [(tensor, True)], set[fx.Node]()
+        stack, seen = [(tensor, True)] if tensor is not None else [], set[fx.Node]()
         while stack:
             source, is_direct = stack.pop()
             for user in source.users:
@@ -63,7 +47,7 @@ class Compute:
                 if user not in seen and (place is None or is_view(user)):
                     seen.add(user)
                     stack.append((user, is_direct and place is None))
-        return Reads(first, max(first, last))
+        return first, max(first, last)
 
 
 def is_returned(node: fx.Node) -> bool:

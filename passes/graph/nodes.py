@@ -1,14 +1,16 @@
-"""The library's operators as FX nodes: what each is, what it carries, and what is known about its tensors.
+"""The library's operators as FX nodes: what each is, what it carries, what is known about its tensors; and new ones.
 
-This file and :mod:`emit`, which writes them, are the only ones that know operator names, schemas and argument
-positions. It knows nothing of modules, process groups or schedules.
+This file alone knows operator names, schemas and argument positions. It knows nothing of modules, process groups or
+schedules.
 """
 
 from __future__ import annotations
 
+import operator
 import re
-from collections.abc import Iterable
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
@@ -24,7 +26,8 @@ WITH_GRADIENT_SCHEMA = (
 TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
 
 Half = Literal["launch", "wait"]
-STAGES: tuple[Stage, ...] = ("all_gather", "reduce_scatter", "all_reduce", "copy_to_host")
+STAGES: tuple[Stage, ...] = get_args(Stage)
+BUCKET = "fsdp_compiled_bucket"  # key in the meta of an opaque node: the number of the bucket that it joins
 
 
 def launch_schema(stage: str) -> str:
@@ -37,23 +40,14 @@ def wait_schema(stage: str) -> str:
     return f"wait_{stage}(Tensor handle, str bucket) -> Tensor[]"
 
 
-def _is_op(node: fx.Node, name: str) -> bool:
+def _is_op(name: str, node: fx.Node) -> bool:
     return node.op == "call_function" and str(node.target) == f"{NAMESPACE}.{name}.default"
 
 
-_HALVES: dict[str, tuple[Half, Stage]] = {
-    f"{NAMESPACE}.{half}_{stage}.default": (half, stage) for half in ("launch", "wait") for stage in STAGES
-}
-
-
-def is_unshard(node: fx.Node) -> bool:
-    """Tell whether ``node`` all-gathers one parameter."""
-    return _is_op(node, "unshard")
-
-
-def is_reduce_grad(node: fx.Node) -> bool:
-    """Tell whether ``node`` reduces one gradient."""
-    return _is_op(node, "reduce_grad")
+is_unshard = partial(_is_op, "unshard")  # tells whether a node all-gathers one parameter
+is_reduce_grad = partial(_is_op, "reduce_grad")  # reduces one gradient
+is_with_gradient = partial(_is_op, "with_gradient")  # the identity, which was there for the gradient of its input
+is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for a smaller group
 
 
 def travels(node: fx.Node) -> bool:
@@ -63,29 +57,18 @@ def travels(node: fx.Node) -> bool:
     return is_reduce_grad(node) and not spec_of(node).reduction.is_local
 
 
-def is_with_gradient(node: fx.Node) -> bool:
-    """Tell whether ``node`` is the identity on an unsharded parameter that was there for its gradient."""
-    return _is_op(node, "with_gradient")
+_HALVES: dict[str, tuple[Half, Stage]] = {
+    f"{NAMESPACE}.{half}_{stage}.default": (half, stage) for half in ("launch", "wait") for stage in STAGES
+}
 
 
-def is_take_shard(node: fx.Node) -> bool:
-    """Tell whether ``node`` cuts an unsharded parameter for a smaller group."""
-    return _is_op(node, "take_shard")
-
-
-def _half_of(node: fx.Node) -> Half | None:
+def _is_half(wanted: Half, node: fx.Node) -> bool:
     half, _ = _HALVES.get(str(node.target), (None, None))
-    return half
+    return half == wanted
 
 
-def is_launch(node: fx.Node) -> bool:
-    """Tell whether ``node`` starts a stage of a bucket."""
-    return _half_of(node) == "launch"
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Tell whether ``node`` waits for a stage of a bucket."""
-    return _half_of(node) == "wait"
+is_launch = partial(_is_half, "launch")  # tells whether a node starts a stage of a bucket
+is_wait = partial(_is_half, "wait")  # waits for one
 
 
 def stage_of(node: fx.Node) -> Stage:
@@ -106,7 +89,6 @@ def is_first_stage(launch: fx.Node) -> bool:
 
 
 def inputs_of(launch: fx.Node) -> list[fx.Node]:
-    """Return what a launch reads."""
     return list(launch.args[0])  # type: ignore[arg-type]
 
 
@@ -138,36 +120,6 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
 
-# ---- which bucket an opaque node joins; needed no longer than one compilation ----
-
-_BUCKET = "fsdp_compiled_bucket"
-
-
-def assign_bucket(node: fx.Node, number: int) -> None:
-    """Say which bucket an opaque node joins."""
-    node.meta[_BUCKET] = number
-
-
-def assigned_bucket(node: fx.Node) -> int | None:
-    """Return what :func:`assign_bucket` said, or None."""
-    return node.meta.get(_BUCKET)
-
-
-# ---- order ----
-
-
-def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
-    """Move the nodes, which are all of the graph's, into this order."""
-    last = graph._root
-    for node in order:
-        if last.next is not node:
-            last.append(node)
-        last = node
-
-
-# ---- tensors ----
-
-
 def computes_on(node: fx.Node) -> torch.device:
     """Return the device where compute uses what an ``unshard`` makes, or makes what a ``reduce_grad`` takes."""
     return value_of(source_of(node) if is_reduce_grad(node) else node).device
@@ -182,9 +134,62 @@ def is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
 
 
+_HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "_scaled_dot_product")
+
+
 def is_heavy(node: fx.Node) -> bool:
     """Tell whether ``node`` is compute that Inductor runs as a kernel of its own, at a place of its own."""
     return node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
 
 
-_HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "_scaled_dot_product")
+# ---- writing ----
+
+
+def insert(before: fx.Node, op: Callable[..., Any], *args: Any) -> fx.Node:
+    """Insert ``op(*args)`` with its fake value and return its node; ``args`` may hold nodes at any depth."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(op, args)
+    node.meta["val"] = op(*fx.map_arg(args, value_of))
+    return node
+
+
+def insert_cast(before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """Insert a conversion to ``dtype``, unless ``node`` has that already."""
+    if value_of(node).dtype == dtype:
+        return node
+    return insert(before, torch.ops.prims.convert_element_type.default, node, dtype)
+
+
+def insert_reduce_grad(before: fx.Node, grad: fx.Node, spec: CommSpec) -> fx.Node:
+    return insert(before, torch.ops.fsdp_compiled.reduce_grad.default, grad, spec.encode())
+
+
+def insert_unshard(before: fx.Node, shard: fx.Node, spec: CommSpec) -> fx.Node:
+    """Insert an all-gather of ``shard``, without a gradient."""
+    return insert(before, torch.ops.fsdp_compiled.unshard.default, shard, None, None, spec.encode())
+
+
+def insert_take_shard(before: fx.Node, unsharded: fx.Node, spec: CommSpec) -> fx.Node:
+    """Insert the cut of an unsharded parameter for the smaller group, to this rank's padded piece."""
+    group = spec.post_forward
+    args = (unsharded, spec.param.dim, group.world, group.name)
+    return insert(before, torch.ops.fsdp_compiled.take_shard.default, *args)
+
+
+def insert_stage(
+    before: fx.Node, name: Stage, inputs: Sequence[fx.Node], bucket: AllGatherBucket | ReductionBucket
+) -> list[fx.Node]:
+    """Insert the launch and the wait of one stage and return the wait's results."""
+    ops, text = torch.ops.fsdp_compiled, bucket.encode()
+    launch = insert(before, getattr(ops, f"launch_{name}").default, list(inputs), text)
+    wait = insert(before, getattr(ops, f"wait_{name}").default, launch, text)
+    return [insert(before, operator.getitem, wait, index) for index in range(len(wait.meta["val"]))]
+
+
+def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
+    """Move the nodes, which are all of the graph's, into this order."""
+    last = graph._root
+    for node in order:
+        if last.next is not node:
+            last.append(node)
+        last = node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -9,8 +10,8 @@ from itertools import chain, count
 
 from torch import fx
 
-from ...sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec, ReductionBucket, ReductionSpec
-from ..cost import Cluster, Lane
+from ...sharding.spec import AllGatherBucket, AllGatherSpec, ParamSpec, ReductionBucket, ReductionSpec
+from ..cost import Cluster
 from ..planning.requests import AllGatherRequest, Buckets, ReductionRequest, Requests
 from ..planning.tasks import Action, AllGatherTask, Kind, ReductionTask
 from . import nodes
@@ -19,76 +20,62 @@ from .nodes import Half
 
 
 class _Reader:
-    """Makes requests of nodes, whose positions are those in ``compute``."""
+    """Makes requests of nodes, in turn; a result that nothing reads is None."""
 
     def __init__(self, compute: Compute, cluster: Cluster) -> None:
         self.compute = compute
-        self.cluster = cluster
-        self._keys: dict[Hashable, int] = {}
-        self.lane = cache(self._lane)
-
-    def _lane(self, group: Group) -> Lane:
-        return self.cluster.lane(group)
-
-    def _key(self, value: Hashable) -> int:
-        return self._keys.setdefault(value, len(self._keys))
+        self.lane = cache(cluster.lane)
+        self.index = count()
+        self.key = defaultdict[Hashable, int](count().__next__)  # a number for each, which is faster to compare
 
     def all_gather(
-        self, index: int, param: ParamSpec, spec: AllGatherSpec, shard: fx.Node, result: fx.Node | None
+        self, param: ParamSpec, spec: AllGatherSpec, shard: fx.Node, result: fx.Node | None
     ) -> AllGatherRequest:
-        """Return the request of one parameter; ``result`` is None where nothing reads it."""
-        first, last, kept = self.compute.end, self.compute.end, False
-        if result is not None:
-            reads = self.compute.reads(result)
-            first, last, kept = reads.first, reads.last, is_returned(result)
+        first, last = self.compute.reads(result)
         size = param.layout(spec.group.world).padded_numel * spec.dtype.itemsize
-        earliest = min(self.compute.after([shard]), first)
-        device = nodes.value_of(shard).device if result is None else nodes.value_of(result).device
+        kept_bytes = size if result is not None and is_returned(result) else 0
         return AllGatherRequest(
-            index,
+            next(self.index),
             param,
             spec,
-            AllGatherTask(size, 0.0, first, last, earliest, size if kept else 0),
+            AllGatherTask(size, 0.0, first, last, min(self.compute.after(shard), first), kept_bytes),
             self.lane(spec.group),
-            device,
+            nodes.value_of(result or shard).device,
             nodes.is_parameter(shard),
-            self._key(spec),
+            self.key[spec],
         )
 
     def reduction(
-        self, index: int, param: ParamSpec, spec: ReductionSpec, grad: fx.Node, result: fx.Node | None
+        self, param: ParamSpec, spec: ReductionSpec, grad: fx.Node, result: fx.Node | None
     ) -> ReductionRequest:
-        """Return the request of one gradient; ``result`` is None where nothing reads it."""
-        needed = self.compute.end if result is None else self.compute.reads(result).first
+        needed, _ = self.compute.reads(result)
         size = param.layout(spec.shards.world).padded_numel * spec.dtype.itemsize
-        made = self.compute.after([grad]) - 1
         groups = [group for group in (spec.shards, spec.replicas) if group.world > 1] or [spec.shards]
         unit = param.unit if spec.hook or spec.comm else ""  # the user's code sees one unit's gradients
         return ReductionRequest(
-            index,
+            next(self.index),
             param,
             spec,
-            ReductionTask(((made, size),), 0.0, needed),
+            ReductionTask(((self.compute.after(grad) - 1, size),), 0.0, needed),
             tuple(map(self.lane, groups)),
             nodes.value_of(grad).device,
-            self._key((spec, unit)),
+            self.key[spec, unit],
         )
 
 
 def opaque_requests(graph: fx.Graph, opaque: Sequence[fx.Node], cluster: Cluster) -> Requests:
     """Return what the opaque nodes of ``graph`` ask for; a request's index is its node's."""
-    compute = Compute(graph, set(opaque).__contains__)
-    read = _Reader(compute, cluster)
+    read = _Reader(Compute(graph, set(opaque).__contains__), cluster)
     all_gathers, reductions = [], []
-    for index, node in enumerate(opaque):
+    for node in opaque:
         spec, source = nodes.spec_of(node), nodes.source_of(node)
         if nodes.is_unshard(node):
-            all_gathers.append(read.all_gather(index, spec.param, spec.all_gather, source, node))
+            all_gathers.append(read.all_gather(spec.param, spec.all_gather, source, node))
         else:
-            reductions.append(read.reduction(index, spec.param, spec.reduction, source, node))
+            reductions.append(read.reduction(spec.param, spec.reduction, source, node))
     all_gathers.sort(key=lambda request: request.task.first)
     reductions.sort(key=lambda request: request.task.ready)
-    return Requests(compute.time(cluster), tuple(all_gathers), tuple(reductions), cluster)
+    return Requests(read.compute.time(cluster), tuple(all_gathers), tuple(reductions), cluster)
 
 
 # ---- lowered buckets ----
@@ -116,11 +103,6 @@ class LoweredBucket:
     collectives: tuple[Stage, ...]
     to_host: Stage | None = None
 
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """All stages in turn."""
-        return self.collectives if self.to_host is None else (*self.collectives, self.to_host)
-
 
 def lowered_buckets(graph: fx.Graph) -> list[LoweredBucket]:
     """Return every bucket of a lowered graph, in order of launch."""
@@ -138,43 +120,45 @@ def _stages(launch: fx.Node | None) -> Iterator[Stage]:
         (wait,) = launch.users
         results = {int(item.args[1]): item for item in wait.users}  # type: ignore[arg-type]
         yield Stage(launch, wait, dict(sorted(results.items())))
-        launch = next((user for item in results.values() for user in item.users if _continues(user)), None)
-
-
-def _continues(node: fx.Node) -> bool:
-    return nodes.is_launch(node) and not nodes.is_first_stage(node)
+        readers = (user for item in results.values() for user in item.users if nodes.is_launch(user))
+        launch = next((reader for reader in readers if not nodes.is_first_stage(reader)), None)
 
 
 def lowered_requests(graph: fx.Graph, found: Sequence[LoweredBucket], cluster: Cluster) -> tuple[Requests, Buckets]:
     """Return the requests of a lowered graph, whose buckets are ``found``, and which share a bucket."""
-    compute = Compute(graph, is_ours)
-    read, numbers = _Reader(compute, cluster), count()
+    read = _Reader(Compute(graph, is_ours), cluster)
     all_gathers, reductions = list[tuple[AllGatherRequest, ...]](), list[tuple[ReductionRequest, ...]]()
     for lowered in found:
-        bucket, results = lowered.bucket, lowered.stages[-1].results
-        inputs = nodes.inputs_of(lowered.stages[0].launch)
+        bucket, results = lowered.bucket, (lowered.to_host or lowered.collectives[-1]).results
+        inputs = nodes.inputs_of(lowered.collectives[0].launch)
         parts = [(p, node, results.get(i)) for i, (p, node) in enumerate(zip(bucket.params, inputs, strict=True))]
         if isinstance(bucket, AllGatherBucket):
-            spec = bucket.spec
-            all_gathers.append(tuple(read.all_gather(next(numbers), p, spec, n, out) for p, n, out in parts))
+            all_gathers.append(tuple(read.all_gather(p, bucket.spec, shard, out) for p, shard, out in parts))
         else:
-            how = bucket.spec
-            reductions.append(tuple(read.reduction(next(numbers), p, how, n, out) for p, n, out in parts))
+            reductions.append(tuple(read.reduction(p, bucket.spec, grad, out) for p, grad, out in parts))
     return (
-        Requests(compute.time(cluster), tuple(chain(*all_gathers)), tuple(chain(*reductions)), cluster),
+        Requests(read.compute.time(cluster), tuple(chain(*all_gathers)), tuple(chain(*reductions)), cluster),
         Buckets(tuple(all_gathers), tuple(reductions)),
     )
+
+
+def collectives_of(found: Sequence[LoweredBucket]) -> dict[tuple[Kind, int], tuple[LoweredBucket, Stage]]:
+    """Return the collectives of ``found`` by the kind and the index that their actions have."""
+    kinds: dict[type, tuple[Kind, ...]]
+    kinds = {AllGatherBucket: ("all_gather",), ReductionBucket: ("reduction", "all_reduce")}
+    return {
+        (kind, index): (lowered, stage)
+        for of_kind in kinds
+        for index, lowered in numbered(found, of_kind)
+        for kind, stage in zip(kinds[of_kind], lowered.collectives, strict=False)
+    }
 
 
 def actions_of(graph: fx.Graph, found: Sequence[LoweredBucket]) -> list[Action]:
     """Return the launches and waits of ``found`` as they stand in ``graph``."""
     known: dict[fx.Node, tuple[Half, Kind, int]] = {}
-    for index, lowered in [*numbered(found, AllGatherBucket), *numbered(found, ReductionBucket)]:
-        kinds: tuple[Kind, ...] = (
-            ("all_gather",) if isinstance(lowered.bucket, AllGatherBucket) else ("reduction", "all_reduce")
-        )
-        for kind, stage in zip(kinds, lowered.collectives, strict=False):
-            known |= {stage.launch: ("launch", kind, index), stage.wait: ("wait", kind, index)}
+    for (kind, index), (_, stage) in collectives_of(found).items():
+        known |= {stage.launch: ("launch", kind, index), stage.wait: ("wait", kind, index)}
     compute, actions, position = Compute(graph, is_ours), list[Action](), 0
     for node in graph.nodes:
         position = compute.position.get(node, position - 1) + 1

@@ -5,9 +5,11 @@ Candidates of many sizes are scheduled and simulated; the one that ends first wi
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Generic
 
 from ..policy import MIB, SchedulePolicy
@@ -21,7 +23,6 @@ _AS_GOOD = 1.002  # among schedules whose estimates differ by less, the one with
 _HALVINGS = 8  # of the bound: the sizes that are tried
 _PARTS = 6  # and all bytes in up to so many equal parts
 _RAMPS = (0, 2, 4)  # how many buckets, from the one that nothing can hide, are each half of the next
-
 
 Bucket = tuple[Request, ...]
 
@@ -47,23 +48,20 @@ def decide_buckets(requests: Requests, policy: SchedulePolicy) -> Buckets:
 def auto_bound(requests: Requests) -> int:
     """Return the bound that ``in_flight_bytes="auto"`` stands for, see :class:`SchedulePolicy`."""
     needed = max(least_bytes(load_of(requests, Buckets.alone(requests))))
-    unsharded = _two_largest_units((r.param.unit, r.task.counted) for r in requests.all_gathers)
-    reduced = _two_largest_units((r.param.unit, r.task.bytes) for r in requests.reductions)
-    return max(LEAST_AUTO_BOUND, needed, unsharded + reduced)
-
-
-def _two_largest_units(sizes: Iterable[tuple[str, int]]) -> int:
-    total: dict[str, int] = {}
-    for unit, size in sizes:
-        total[unit] = total.get(unit, 0) + size
-    return sum(sorted(total.values())[-2:])
+    unsharded, reduced = Counter[str](), Counter[str]()  # bytes of each unit
+    for all_gather in requests.all_gathers:
+        unsharded[all_gather.param.unit] += all_gather.task.counted
+    for reduction in requests.reductions:
+        reduced[reduction.param.unit] += reduction.task.bytes
+    two_largest = sum(size for units in (unsharded, reduced) for _, size in units.most_common(2))
+    return max(LEAST_AUTO_BOUND, needed, two_largest)
 
 
 # ---- filling ----
 
 
 def _by_unit(requests: Sequence[Request]) -> tuple[Bucket[Request], ...]:
-    return _pack(requests, lambda request: (request.key, request.param.unit), lambda _: None)
+    return _pack(requests, lambda request: (request.key, request.param.unit), lambda _: inf)
 
 
 def _filled(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = True) -> tuple[Bucket[Request], ...]:
@@ -84,59 +82,43 @@ def _filled_from_the_end(requests: Sequence[Request], cap: int, ramp: int) -> tu
     return tuple(bucket[::-1] for bucket in reversed(_filled(requests[::-1], cap, ramp)))
 
 
-@dataclass
-class _Open(Generic[Request]):
-    """A bucket that may still grow."""
-
-    cap: int | None
-    size: int = 0
-    exists: int = 0  # position at which all inputs exist
-    needed: int | None = None  # position by which the first result is needed
-    requests: list[Request] = field(default_factory=list)
-
-    def takes(self, request: Request) -> bool:
-        if self.cap is not None and self.size + request.task.bytes > self.cap:
-            return False
-        return max(self.exists, _exists(request.task)) <= self._needed_with(request)
-
-    def add(self, request: Request) -> None:
-        self.size += request.task.bytes
-        self.exists, self.needed = max(self.exists, _exists(request.task)), self._needed_with(request)
-        self.requests.append(request)
-
-    def _needed_with(self, request: Request) -> int:
-        mine = _needed(request.task)
-        return mine if self.needed is None else min(self.needed, mine)
-
-
-def _exists(task: AllGatherTask | ReductionTask) -> int:
-    return task.earliest if isinstance(task, AllGatherTask) else task.ready
-
-
 def _is_kept(task: AllGatherTask | ReductionTask) -> bool:
     return isinstance(task, AllGatherTask) and task.kept_bytes > 0
 
 
-def _needed(task: AllGatherTask | ReductionTask) -> int:
-    return task.first if isinstance(task, AllGatherTask) else task.needed
+@dataclass
+class _Open(Generic[Request]):
+    """A bucket that may still grow."""
+
+    cap: float
+    size: int = 0
+    ready: int = 0  # position at which all inputs exist
+    needed: float = inf  # position by which the first result is needed
+    requests: list[Request] = field(default_factory=list)
+
+    def takes(self, request: Request) -> bool:
+        task = request.task
+        return self.size + task.bytes <= self.cap and max(self.ready, task.ready) <= min(self.needed, task.needed)
+
+    def add(self, request: Request) -> None:
+        task = request.task
+        self.size += task.bytes
+        self.ready, self.needed = max(self.ready, task.ready), min(self.needed, task.needed)
+        self.requests.append(request)
 
 
 def _pack(
-    requests: Sequence[Request],
-    key_of: Callable[[Request], Hashable],
-    cap_of: Callable[[int], int | None],
+    requests: Sequence[Request], key_of: Callable[[Request], Hashable], cap_of: Callable[[int], float]
 ) -> tuple[Bucket[Request], ...]:
+    """Give each request to the newest bucket of its key, or to a new one, whose cap follows from its number."""
+    opened: dict[Hashable, list[_Open[Request]]] = {}
     buckets: list[_Open[Request]] = []
-    newest: dict[Hashable, _Open[Request]] = {}
-    opened: dict[Hashable, int] = {}
     for request in requests:
-        key = key_of(request)
-        bucket = newest.get(key)
-        if bucket is None or not bucket.takes(request):
-            count = opened[key] = opened.get(key, -1) + 1
-            bucket = newest[key] = _Open(cap_of(count))
-            buckets.append(bucket)
-        bucket.add(request)
+        same_key = opened.setdefault(key_of(request), [])
+        if not same_key or not same_key[-1].takes(request):
+            same_key.append(_Open(cap_of(len(same_key))))
+            buckets.append(same_key[-1])
+        same_key[-1].add(request)
     return tuple(tuple(bucket.requests) for bucket in buckets)
 
 
@@ -150,45 +132,35 @@ def _cut_to_fit(requests: Requests, buckets: Buckets, bound: int) -> Buckets:
         crowded = [p for p, size in enumerate(least_bytes(load)) if size > bound]
         if not crowded:
             return buckets
-        all_gathers = _halved(buckets.all_gathers, [(g.first, g.last) for g in load.all_gathers], crowded)
-        reductions = _halved(buckets.reductions, [(r.made, r.ready - 1) for r in load.reductions], crowded)
-        if len(all_gathers) + len(reductions) == len(buckets.all_gathers) + len(buckets.reductions):
+        cut = Buckets(
+            _halved(buckets.all_gathers, [(g.first, g.last) for g in load.all_gathers], crowded),
+            _halved(buckets.reductions, [(r.made, r.ready - 1) for r in load.reductions], crowded),
+        )
+        if cut.count == buckets.count:
             raise ValueError(_too_little(requests, load, bound))
-        buckets = Buckets(all_gathers, reductions)
+        buckets = cut
 
 
 def _halved(
     buckets: Sequence[Bucket[Request]], alive: Sequence[tuple[int, int]], crowded: Sequence[int]
 ) -> tuple[Bucket[Request], ...]:
-    def pieces() -> Iterator[Bucket[Request]]:
-        for bucket, (first, last) in zip(buckets, alive, strict=True):
-            place = _next_at_least(crowded, first)
-            if len(bucket) == 1 or place is None or place > last:
-                yield bucket
-            else:
-                yield bucket[: len(bucket) // 2]
-                yield bucket[len(bucket) // 2 :]
-
-    return tuple(pieces())
-
-
-def _next_at_least(positions: Sequence[int], least: int) -> int | None:
-    index = bisect_left(positions, least)
-    return positions[index] if index < len(positions) else None
+    pieces: list[Bucket[Request]] = []
+    for bucket, (first, last) in zip(buckets, alive, strict=True):
+        is_crowded = bisect_left(crowded, first) < bisect_right(crowded, last)
+        half = len(bucket) // 2 if is_crowded else 0
+        pieces += [piece for piece in (bucket[:half], bucket[half:]) if piece]
+    return tuple(pieces)
 
 
 def _too_little(requests: Requests, load: Load, bound: int) -> str:
     in_use = least_bytes(load)
-    worst = max(range(len(in_use)), key=in_use.__getitem__)
-    alive = [(r.task.counted, r.param.name) for r in requests.all_gathers if r.task.first <= worst <= r.task.last]
-    alive += [
-        (r.task.bytes, f"gradient of {r.param.name}")
-        for r in requests.reductions
-        if r.task.made <= worst < r.task.ready
-    ]
+    at = in_use.index(max(in_use))
+    alive = [(r.task.counted, r.param.name) for r in requests.all_gathers if r.task.first <= at <= r.task.last]
+    grads = [r for r in requests.reductions if r.task.made <= at < r.task.ready]
+    alive += [(r.task.bytes, f"gradient of {r.param.name}") for r in grads]
     names = ", ".join(f"{name} ({size} bytes)" for size, name in sorted(alive, reverse=True) if size)
     return (
-        f"SchedulePolicy.in_flight_bytes: expected at least {in_use[worst]} for this graph, got {bound}; "
+        f"SchedulePolicy.in_flight_bytes: expected at least {in_use[at]} for this graph, got {bound}; "
         f"one place needs at once: {names}. Allow that many bytes, or use 'auto'"
     )
 
@@ -211,7 +183,7 @@ def _candidates(
     """Return different buckets of ``requests``, each choice once."""
     total = sum(request.task.bytes for request in requests)
     largest = max((request.task.bytes for request in requests), default=0)
-    caps: set[int] = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
+    caps = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
     caps |= {bound >> halvings for halvings in range(_HALVINGS + 1)}
     found: list[tuple[Bucket[Request], ...]] = [_by_unit(requests)]
     found += [fill(requests, cap, ramp) for cap in sorted(caps) for ramp in _RAMPS]
@@ -226,7 +198,6 @@ def _best(requests: Requests, candidates: Sequence[Buckets], bound: int, prefetc
         load = load_of(requests, buckets)
         actions = decide(load, bound, prefetch)
         peak = max(bytes_in_flight(load, actions))
-        count = len(buckets.all_gathers) + len(buckets.reductions)
-        scored.append((simulate(load, actions).total_us, count, peak, buckets))
+        scored.append((simulate(load, actions).total_us, buckets.count, peak, buckets))
     soon = min(total for total, *_ in scored) * _AS_GOOD
     return min((s for s in scored if s[0] <= soon), key=lambda s: s[1:3] + s[:1])[3]

@@ -21,41 +21,23 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class AllGatherRequest:
-    """One parameter's all-gather.
+    """One parameter's all-gather."""
 
-    Args:
-        index: tells requests apart.
-        param: what travels.
-        spec: of the all-gather.
-        task: the request scheduled alone; its times are filled in for the bucket.
-        lane: the link.
-        device: where compute runs.
-        inputs_persist: see :class:`AllGatherBucket`.
-        key: requests with equal keys may share a bucket.
-    """
-
-    index: int
+    index: int  # tells requests apart
     param: ParamSpec
     spec: AllGatherSpec
-    task: AllGatherTask
+    task: AllGatherTask  # the request scheduled alone; its times are filled in for the bucket
     lane: Lane
-    device: torch.device = CPU
-    inputs_persist: bool = True
-    key: Hashable = 0
+    device: torch.device = CPU  # where compute runs
+    inputs_persist: bool = True  # see :class:`AllGatherBucket`
+    key: Hashable = 0  # requests with equal keys may share a bucket
 
 
 @dataclass(frozen=True)
 class ReductionRequest:
-    """One gradient's reduction.
+    """One gradient's reduction: ``lanes`` are the links of its collectives in turn, one or two.
 
-    Args:
-        index: tells requests apart.
-        param: whose gradient travels.
-        spec: of the reduction.
-        task: the request scheduled alone; its times are filled in for the bucket.
-        lanes: the links of its collectives in turn: one or two.
-        device: where compute runs.
-        key: requests with equal keys may share a bucket.
+    The other fields are as in :class:`AllGatherRequest`.
     """
 
     index: int
@@ -82,12 +64,9 @@ class Requests:
     def compressed(self) -> Requests:
         """Return the same requests with no more positions than they need."""
         small, _ = compress(load_of(self, Buckets.alone(self)))
-        return replace(
-            self,
-            compute_us=small.compute_us,
-            all_gathers=tuple(replace(r, task=t) for r, t in zip(self.all_gathers, small.all_gathers, strict=True)),
-            reductions=tuple(replace(r, task=t) for r, t in zip(self.reductions, small.reductions, strict=True)),
-        )
+        all_gathers = (replace(r, task=t) for r, t in zip(self.all_gathers, small.all_gathers, strict=True))
+        reductions = (replace(r, task=t) for r, t in zip(self.reductions, small.reductions, strict=True))
+        return Requests(small.compute_us, tuple(all_gathers), tuple(reductions), self.cluster)
 
 
 @dataclass(frozen=True)
@@ -96,6 +75,11 @@ class Buckets:
 
     all_gathers: tuple[tuple[AllGatherRequest, ...], ...]
     reductions: tuple[tuple[ReductionRequest, ...], ...]
+
+    @property
+    def count(self) -> int:
+        """Of all-gathers and reductions together."""
+        return len(self.all_gathers) + len(self.reductions)
 
     @staticmethod
     def alone(requests: Requests) -> Buckets:
@@ -107,59 +91,46 @@ def load_of(requests: Requests, buckets: Buckets) -> Load:
     """Return what the schedule has to place for these buckets."""
     return Load(
         requests.compute_us,
-        tuple(all_gather_task(bucket, requests.cluster) for bucket in buckets.all_gathers),
-        tuple(reduction_task(bucket, requests.cluster) for bucket in buckets.reductions),
+        tuple(_all_gather_task(bucket, requests.cluster) for bucket in buckets.all_gathers),
+        tuple(_reduction_task(bucket, requests.cluster) for bucket in buckets.reductions),
         requests.cluster.compute_blocked_fraction,
     )
 
 
-def _into_place(requests: Sequence[AllGatherRequest]) -> bool:
-    first = requests[0]
-    return gathers_into_place(
-        first.spec, [r.param.dim for r in requests], [r.task.bytes for r in requests], first.device
-    )
-
-
-def all_gather_task(requests: Sequence[AllGatherRequest], cluster: Cluster) -> AllGatherTask:
-    """Return a bucket as the schedule sees it."""
+def _all_gather_task(requests: Sequence[AllGatherRequest], cluster: Cluster) -> AllGatherTask:
     first, tasks = requests[0], [request.task for request in requests]
+    sizes = [task.bytes for task in tasks]
     kind = AllGatherKind(
-        into_place=_into_place(requests),
+        into_place=gathers_into_place(first.spec, [r.param.dim for r in requests], sizes, first.device),
         beside=first.device.type == "cuda",
         inputs_persist=all(request.inputs_persist for request in requests),
         from_host=bool(first.spec.device) and first.device.type != "cpu",
     )
-    sizes = [task.bytes for task in tasks]
     times = cluster.all_gather_times(sizes, first.lane, kind)
     return AllGatherTask(
         bytes=sum(sizes),
-        us=times.us,
         first=min(task.first for task in tasks),
         last=max(task.last for task in tasks),
         earliest=max(task.earliest for task in tasks),
         kept_bytes=sum(task.kept_bytes for task in tasks),
         lane=first.lane.name,
-        pack_us=times.pack_us,
-        unpack_us=times.unpack_us,
+        **times._asdict(),
     )
 
 
-def reduction_task(requests: Sequence[ReductionRequest], cluster: Cluster) -> ReductionTask:
-    """Return a bucket as the schedule sees it."""
+def _reduction_task(requests: Sequence[ReductionRequest], cluster: Cluster) -> ReductionTask:
     first, parts = requests[0], tuple(part for request in requests for part in request.task.parts)
     size = sum(part_bytes for _, part_bytes in parts)
     scattered = size // first.spec.shards.world
-    sizes = [size, scattered] if len(first.lanes) > 1 else [size]
-    times = [
-        lane.link.collective_us(each, lane.world, reduces=True) for lane, each in zip(first.lanes, sizes, strict=True)
-    ]
+    lane, last = first.lanes[0], first.lanes[-1]  # one, or those of a reduce-scatter and an all-reduce
+    all_reduces = len(first.lanes) > 1
     return ReductionTask(
         parts=parts,
-        us=times[0],
+        us=lane.link.collective_us(size, lane.world, reduces=True),
         needed=min(request.task.needed for request in requests),
-        lane=first.lanes[0].name,
-        all_reduce_us=times[1] if len(times) > 1 else 0.0,
-        all_reduce_lane=first.lanes[-1].name,
+        lane=lane.name,
+        all_reduce_us=last.link.collective_us(scattered, last.world, reduces=True) if all_reduces else 0.0,
+        all_reduce_lane=last.name,
         pack_us=cluster.packing_us(size),
         host_us=cluster.host_us(scattered) if first.spec.to_host and first.device.type != "cpu" else 0.0,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import NamedTuple
 
 from .tasks import Action, Kind, Load
@@ -22,17 +21,11 @@ class Timed:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated schedule.
+    """A simulated schedule."""
 
-    Args:
-        collectives: by (kind, index).
-        compute: (position, start, end) of each run of compute between two actions.
-        total_us: when the graph ends.
-    """
-
-    collectives: dict[tuple[Kind, int], Timed]
-    compute: tuple[tuple[int, float, float], ...]
-    total_us: float
+    collectives: dict[tuple[Kind, int], Timed]  # by kind and index
+    compute: tuple[tuple[int, float, float], ...]  # (position, start, end) of each run of compute between two actions
+    total_us: float  # when the graph ends
 
 
 def simulate(load: Load, actions: Sequence[Action]) -> Timeline:
@@ -45,12 +38,11 @@ def simulate(load: Load, actions: Sequence[Action]) -> Timeline:
     free: dict[str, float] = {}
     timed: dict[tuple[Kind, int], Timed] = {}
     spans = []
-    clock = [0.0, *accumulate(load.compute_us)]
     at = 0
     for action in [*actions, None]:
         position = action.position if action else len(load.compute_us)
         if position > at:
-            length = clock[position] - clock[at]
+            length = load.clock[position] - load.clock[at]
             spans.append((at, now, now + length))
             now, at = now + length, position
         if action is None:
@@ -77,8 +69,6 @@ def simulate(load: Load, actions: Sequence[Action]) -> Timeline:
 
 
 class _Times(NamedTuple):
-    """Times of one collective, and the name of its link."""
-
     us: float
     lane: str
     pack_us: float = 0.0

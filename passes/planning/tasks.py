@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -17,29 +18,27 @@ Kind = Literal["all_gather", "reduction", "all_reduce"]
 
 @dataclass(frozen=True)
 class AllGatherTask:
-    """An all-gather.
+    """An all-gather; times are in microseconds."""
 
-    Args:
-        bytes: of the unsharded parameters.
-        us: time on the link, microseconds.
-        first: position of the first compute node that reads the result.
-        last: position of the last one.
-        earliest: position before which its input does not exist.
-        kept_bytes: of ``bytes``, what stays unsharded until backward by the user's decision; no part of the bound.
-        lane: name of the link.
-        pack_us: compute time of packing, microseconds.
-        unpack_us: compute time of unpacking.
-    """
+    bytes: int  # of the unsharded parameters
+    us: float  # time on the link
+    first: int  # position of the first compute node that reads the result
+    last: int  # position of the last one
+    earliest: int = 0  # position before which its input does not exist
+    kept_bytes: int = 0  # of ``bytes``, what the user keeps unsharded until backward; no part of the bound
+    lane: str = ""  # name of the link
+    pack_us: float = 0.0  # compute time of packing
+    unpack_us: float = 0.0  # compute time of unpacking
 
-    bytes: int
-    us: float
-    first: int
-    last: int
-    earliest: int = 0
-    kept_bytes: int = 0
-    lane: str = ""
-    pack_us: float = 0.0
-    unpack_us: float = 0.0
+    @property
+    def ready(self) -> int:
+        """Position at which its input exists."""
+        return self.earliest
+
+    @property
+    def needed(self) -> int:
+        """Position of the first compute node that reads the result."""
+        return self.first
 
     @property
     def counted(self) -> int:
@@ -49,28 +48,19 @@ class AllGatherTask:
 
 @dataclass(frozen=True)
 class ReductionTask:
-    """A reduction: a reduce-scatter, an all-reduce, or one after the other.
+    """A reduction: a reduce-scatter, an all-reduce, or one after the other; times are in microseconds.
 
-    Args:
-        parts: for each gradient the position of the compute node that makes it, -1 for a graph input, and its
-            bytes; they count from there until the reduction is waited for.
-        us: time of the first collective on its link, microseconds.
-        needed: position of the first compute node that reads the result.
-        lane: name of the link.
-        all_reduce_us: time of an all-reduce that follows; 0 for none.
-        all_reduce_lane: name of its link.
-        pack_us: compute time of packing.
-        host_us: time of the copy to the host, which starts as soon as the result is complete; 0 for none.
+    The bytes of a gradient count from the compute node that makes it until the reduction is waited for.
     """
 
-    parts: tuple[tuple[int, int], ...]
-    us: float
-    needed: int
-    lane: str = ""
-    all_reduce_us: float = 0.0
-    all_reduce_lane: str = ""
-    pack_us: float = 0.0
-    host_us: float = 0.0
+    parts: tuple[tuple[int, int], ...]  # of each gradient: position of that node, -1 for a graph input, and bytes
+    us: float  # time of the first collective on its link
+    needed: int  # position of the first compute node that reads the result
+    lane: str = ""  # name of the link
+    all_reduce_us: float = 0.0  # time of an all-reduce that follows; 0 for none
+    all_reduce_lane: str = ""  # name of its link
+    pack_us: float = 0.0  # compute time of packing
+    host_us: float = 0.0  # time of the copy to the host, which starts as soon as the result is complete; 0 for none
 
     @property
     def made(self) -> int:
@@ -90,19 +80,17 @@ class ReductionTask:
 
 @dataclass(frozen=True)
 class Load:
-    """One graph's work: compute in a fixed order, and the collectives to place in it.
+    """One graph's work: compute in a fixed order, and the collectives to place in it, in any order."""
 
-    Args:
-        compute_us: estimated time of each compute node.
-        all_gathers: in any order.
-        reductions: in any order.
-        compute_blocked_fraction: see :class:`Cluster`.
-    """
-
-    compute_us: tuple[float, ...]
+    compute_us: tuple[float, ...]  # estimated time of each compute node
     all_gathers: tuple[AllGatherTask, ...]
     reductions: tuple[ReductionTask, ...] = ()
-    compute_blocked_fraction: float = 0.0
+    compute_blocked_fraction: float = 0.0  # see :class:`Cluster`
+
+    @cached_property
+    def clock(self) -> list[float]:
+        """When each position is reached by compute alone, microseconds."""
+        return [0.0, *accumulate(self.compute_us)]
 
 
 @dataclass(frozen=True)
@@ -122,29 +110,26 @@ def least_bytes(load: Load) -> list[int]:
     """Return, for each position, the bytes in flight while it runs if everything is launched as late as possible
     and every reduction is waited for at once: what no schedule of these buckets can go below.
     """
-    change = [0] * (len(load.compute_us) + 2)
-    for all_gather in load.all_gathers:
-        change[all_gather.first] += all_gather.counted
-        change[all_gather.last + 1] -= all_gather.counted
-    for reduction in load.reductions:
-        for made, size in reduction.parts:
-            change[max(made, 0)] += size
-        change[reduction.ready] -= reduction.bytes
-    return list(accumulate(change))[:-1]
+    return bytes_between(load, [g.first for g in load.all_gathers], [r.ready for r in load.reductions])
 
 
 def bytes_in_flight(load: Load, actions: Iterable[Action]) -> list[int]:
     """Return, for each position, the bytes in flight while it runs under a schedule."""
+    at = {(action.verb, action.kind, action.index): action.position for action in actions}
+    launched = [at["launch", "all_gather", index] for index in range(len(load.all_gathers))]
+    return bytes_between(load, launched, [at["wait", "reduction", index] for index in range(len(load.reductions))])
+
+
+def bytes_between(load: Load, launched: Iterable[int], reduced: Iterable[int]) -> list[int]:
+    """Return the bytes in flight at each position, given where all-gathers start and where reductions are done."""
     change = [0] * (len(load.compute_us) + 2)
-    for action in actions:
-        if action.verb == "launch" and action.kind == "all_gather":
-            change[action.position] += load.all_gathers[action.index].counted
-            change[load.all_gathers[action.index].last + 1] -= load.all_gathers[action.index].counted
-        elif action.verb == "wait" and action.kind == "reduction":
-            change[action.position] -= load.reductions[action.index].bytes
-    for reduction in load.reductions:
+    for all_gather, start in zip(load.all_gathers, launched, strict=True):
+        change[start] += all_gather.counted
+        change[all_gather.last + 1] -= all_gather.counted
+    for reduction, end in zip(load.reductions, reduced, strict=True):
         for made, size in reduction.parts:
             change[max(made, 0)] += size
+        change[end] -= reduction.bytes
     return list(accumulate(change))[:-1]
 
 
@@ -154,8 +139,7 @@ def bytes_in_flight(load: Load, actions: Iterable[Action]) -> list[int]:
 def compress(load: Load) -> tuple[Load, list[int]]:
     """Return the same load with one position for each run of compute that nothing begins or ends in.
 
-    Returns:
-        The smaller load, and for each of its positions, the end included, the position in ``load``.
+    The list tells for each of its positions, the end included, the one in ``load``.
     """
     marks = {0, len(load.compute_us)}
     for all_gather in load.all_gathers:
@@ -163,18 +147,16 @@ def compress(load: Load) -> tuple[Load, list[int]]:
     for reduction in load.reductions:
         marks |= {reduction.needed, *(p for made, _ in reduction.parts for p in (made, made + 1))}
     positions = sorted(mark for mark in marks if 0 <= mark <= len(load.compute_us))
-    clock = [0.0, *accumulate(load.compute_us)]
-    place = {position: index for index, position in enumerate(positions)}
 
     def within(position: int) -> int:
         return bisect_right(positions, position) - 1
 
     all_gathers = tuple(
-        replace(g, first=place[g.first], last=within(g.last), earliest=place[g.earliest]) for g in load.all_gathers
+        replace(g, first=within(g.first), last=within(g.last), earliest=within(g.earliest)) for g in load.all_gathers
     )
     reductions = tuple(
-        replace(r, parts=tuple((within(made), size) for made, size in r.parts), needed=place[r.needed])
+        replace(r, parts=tuple((within(made), size) for made, size in r.parts), needed=within(r.needed))
         for r in load.reductions
     )
-    compute = tuple(clock[b] - clock[a] for a, b in pairwise(positions))
+    compute = tuple(load.clock[b] - load.clock[a] for a, b in pairwise(positions))
     return replace(load, compute_us=compute, all_gathers=all_gathers, reductions=reductions), positions
