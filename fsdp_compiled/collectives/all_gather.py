@@ -54,7 +54,7 @@ def launch_all_gather(
     outs = (allocate or partial(_new_parameters, bucket, device))() if is_filled_now else ()
 
     def begin() -> _Started:
-        sent = [shard.to(device, non_blocking=True) for shard in shards]
+        sent = [shard.to(device, non_blocking=True) for shard in shards] if bucket.spec.device else shards
         if world == 1:
             torch._foreach_copy_(_flat(outs), _flat(sent))
             return _Started(None, None, sent)
