@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import AllGatherBucket
-from . import backend, copies, streams
+from . import backend, copies, reference, streams
 from .interfaces import AllGather, registered
 from .streams import Pending
 
@@ -133,8 +133,8 @@ def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: 
 
 def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> Sequence[Tensor]:
     output = output.view(bucket.spec.group.world, -1)
-    if not outs:
-        return copies.unpacked_parameters(output, bucket.layouts)
+    if not outs:  # on a CPU, where no side stream asks for the memory before
+        return reference.unpacked_parameters(output, bucket.layouts)
     padded = [
         out if out.dim() > 1 else out.view(layout.padded_shape)
         for out, layout in zip(outs, bucket.layouts, strict=True)

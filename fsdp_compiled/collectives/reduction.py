@@ -128,9 +128,11 @@ def _start_all_reduce(packed: Tensor, bucket: ReductionBucket) -> dist.Work:
     return backend.all_reduce(packed, backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op])
 
 
-def launch_copy_to_host(packed: Tensor, bucket: ReductionBucket) -> Pending[list[Tensor]]:
-    """Start what follows the collectives, the copy to the host included."""
-    return streams.launch(TO_HOST, packed.device, lambda: packed, lambda packed: finish_reduction(packed, bucket))
+def launch_copy_to_host(
+    packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
+) -> Pending[Result]:
+    """Start ``finish``, which copies reduced, packed gradients to the host, on a side stream of its own."""
+    return streams.launch(TO_HOST, packed.device, lambda: packed, finish)
 
 
 def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
