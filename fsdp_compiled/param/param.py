@@ -213,10 +213,6 @@ class FSDPParam:
         """Whether the user trains the parameter."""
         return self.leaf.requires_grad if self.unit.leaves_mirror else self.sharded_param.requires_grad
 
-    def restore_leaf(self) -> None:
-        """Let the leaf require a gradient if it can, whether or not the parameter does."""
-        self.leaf.requires_grad = self.is_differentiable
-
     def traced(self) -> Tensor:
         """Return the unsharded parameter as a function of the shard; Dynamo traces this.
 
