@@ -14,12 +14,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, passes, sharding
-from .hooks.lookup import unit_state
 from .init.arguments import check_complete_units_below, check_device, check_options, checked_modules, checked_reshard
 from .init.parameters import managed_parameters
 from .init.plan import ShardPlacementFn, checked_placements
 from .init.shard import shard
-from .module import FSDPModule
+from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh

@@ -9,11 +9,19 @@ import torch
 from torch import Tensor
 
 from .collectives import AllGather, Hook, ReduceScatter
+from .hooks import comms
 from .hooks.context import GradientReductionHandle, is_in_backward, states_below
-from .hooks.lookup import unit_state
 from .hooks.state import FSDPState
 from .param.properties import with_code_of_its_own
 from .policy import require_bool
+
+
+def unit_state(module: Any) -> FSDPState:
+    """Return the state of the unit that ``module`` was given to ``fully_shard`` for; ValueError if to none."""
+    state = module.__dict__.get("_fsdp_state")
+    if state is None:
+        raise ValueError(f"{type(module).__name__}: expected a module given to fully_shard, got one without state")
+    return state
 
 
 class UnshardHandle:
@@ -179,11 +187,11 @@ class FSDPModule:
 
     def set_custom_all_gather(self, comm: AllGather) -> None:
         """All-gather this unit's parameters by ``comm``, in graphs too."""
-        unit_state(self).custom.use(AllGather, comm)
+        comms.use(unit_state(self), AllGather, comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Reduce this unit's gradients over shards by ``comm``, in graphs too."""
-        unit_state(self).custom.use(ReduceScatter, comm)
+        comms.use(unit_state(self), ReduceScatter, comm)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` on each flat buffer of this unit's reduced gradients, not divided yet, which it may change.
@@ -195,7 +203,7 @@ class FSDPModule:
             raise TypeError(f"hook: expected a function, got {hook!r}")
         if stream is not None and not hasattr(stream, "wait_stream"):
             raise TypeError(f"stream: expected a torch.Stream or None, got {stream!r} of {type(stream).__name__}")
-        unit_state(self).custom.use(Hook, Hook(hook, stream))
+        comms.use(unit_state(self), Hook, Hook(hook, stream))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take this unit's buffers of all-gathers and reduce-scatters from the process group (True), or PyTorch.
@@ -207,11 +215,7 @@ class FSDPModule:
             RuntimeError: the process group allocates no memory, as gloo.
         """
         require_bool("enable", enable)
-        state = unit_state(self)
-        if enable:
-            state.custom.use_process_group_memory(state.shard_groups, state.device, state.unit.config.name)
-        else:
-            state.custom.leave_process_group_memory()
+        comms.use_process_group_memory(unit_state(self), enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """All-gather this unit's parameters through symmetric memory; units that do so share buffers.
@@ -225,8 +229,7 @@ class FSDPModule:
         """
         if backend not in ("NCCL", "CUDA"):
             raise ValueError(f"backend: expected 'NCCL' or 'CUDA', got {backend!r}")
-        state = unit_state(self)
-        state.custom.use_symmetric_memory(state.shard_groups, state.device, backend, state.unit.config.name)
+        comms.use_symmetric_memory(unit_state(self), backend)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Let the root's next uncompiled forward wait for ``event`` before it all-gathers."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import AllGatherBucket
-from . import backend, copies, streams
+from . import backend, copies, reference, streams
 from .interfaces import AllGather, registered
 from .streams import Pending
 
@@ -93,22 +93,17 @@ def _packed_copies(shards: Sequence[Tensor], bucket: AllGatherBucket, device: to
 def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:
     spec, numel = bucket.spec, bucket.packed.numel
     group = backend.process_group(spec.group.name)
-    output = _output(numel * spec.group.world, bucket, shards[0].device)
+    custom: AllGather | None = registered(spec.comm, AllGather) if spec.comm else None
+    allocate = torch.empty if custom is None else custom.allocate
+    output = allocate([numel * spec.group.world], dtype=spec.dtype, device=shards[0].device)
     if len(shards) == 1 and shards[0].dtype == spec.dtype:
         packed = shards[0].reshape(-1)
     else:
         packed = output.view(spec.group.world, numel)[group.rank()]
         copies.pack_shards(shards, packed)
-    if spec.comm:
-        return _Started(registered(spec.comm, AllGather)(output, packed, group, async_op=True), output, [packed])
+    if custom is not None:
+        return _Started(custom(output, packed, group, async_op=True), output, [packed])
     return _Started(backend.all_gather(output, packed, group), output, [packed])
-
-
-def _output(numel: int, bucket: AllGatherBucket, device: torch.device) -> Tensor:
-    if not bucket.spec.comm:
-        return torch.empty(numel, dtype=bucket.spec.dtype, device=device)
-    gather: AllGather = registered(bucket.spec.comm, AllGather)
-    return gather.allocate([numel], dtype=bucket.spec.dtype, device=device)
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -133,8 +128,8 @@ def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: 
 
 def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> Sequence[Tensor]:
     output = output.view(bucket.spec.group.world, -1)
-    if not outs:
-        return copies.unpacked_parameters(output, bucket.layouts)
+    if not outs:  # on a CPU, where no side stream asks for the memory before
+        return reference.unpacked_parameters(output, bucket.layouts)
     padded = [
         out if out.dim() > 1 else out.view(layout.padded_shape)
         for out, layout in zip(outs, bucket.layouts, strict=True)

@@ -9,6 +9,7 @@ to Inductor, and kernels of equal layers are equal. A reduction of several stage
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from .library import define
 from .streams import Pending
 
 _STAGES = {
-    "all_reduce": reduction.launch_all_reduce,
     "reduce_scatter": reduction.launch_reduce_scatter,
+    "all_reduce": reduction.launch_all_reduce,
+    "copy_to_host": reduction.launch_copy_to_host,
 }
 
 
@@ -72,7 +74,7 @@ def _wait_all_gather_fake(handle: Tensor, text: str) -> list[Tensor]:
 
 
 def _launch_reduction_stage(stage: str, inputs: Sequence[Tensor], text: str) -> Tensor:
-    """Start a collective on gradients, or on what the handle of the stage before carries."""
+    """Start a stage on gradients, or on what the handle of the stage before carries."""
     bucket = ReductionBucket.decode(text)
     packed = reduction.pack(inputs, bucket).view(-1) if stage == bucket.stages[0] else _take(inputs[0])
     is_last = stage == bucket.stages[-1]
@@ -85,7 +87,10 @@ def _launch_reduction_stage(stage: str, inputs: Sequence[Tensor], text: str) -> 
 
 def _wait_reduction_stage(stage: str, handle: Tensor, text: str) -> list[Tensor]:
     """Return the sharded gradients, or a handle for the stage that follows."""
-    result = _take(handle).wait()
+    pending: Pending[Any] = _take(handle)
+    result = pending.wait()
+    if stage == "copy_to_host":
+        pending.wait_on_host()
     return result if stage == ReductionBucket.decode(text).stages[-1] else [_handle(handle.device, result)]
 
 
@@ -99,38 +104,9 @@ def _wait_reduction_stage_fake(stage: str, handle: Tensor, text: str) -> list[Te
     ]
 
 
-def _launch_copy_to_host(handles: Sequence[Tensor], text: str) -> Tensor:
-    packed = _take(handles[0])
-    return _handle(packed.device, reduction.launch_copy_to_host(packed, ReductionBucket.decode(text)))
-
-
-def _wait_copy_to_host(handle: Tensor, text: str) -> list[Tensor]:
-    pending: Pending[list[Tensor]] = _take(handle)
-    grads = pending.wait()
-    pending.wait_on_host()
-    return grads
-
-
-def _define_reduction_stage(stage: str) -> None:
-    define(
-        nodes.launch_schema(stage),
-        lambda inputs, text: _launch_reduction_stage(stage, inputs, text),
-        _fake_handle,
-    )
-    define(
-        nodes.wait_schema(stage),
-        lambda handle, text: _wait_reduction_stage(stage, handle, text),
-        lambda handle, text: _wait_reduction_stage_fake(stage, handle, text),
-    )
-
-
 define(nodes.launch_schema("all_gather"), _launch_all_gather, _launch_all_gather_fake)
 define(nodes.wait_schema("all_gather"), _wait_all_gather, _wait_all_gather_fake)
-_define_reduction_stage("reduce_scatter")
-_define_reduction_stage("all_reduce")
-define(nodes.launch_schema("copy_to_host"), _launch_copy_to_host, _fake_handle)
-define(
-    nodes.wait_schema("copy_to_host"),
-    _wait_copy_to_host,
-    lambda handle, text: _wait_reduction_stage_fake("copy_to_host", handle, text),
-)
+for _stage in _STAGES:
+    define(nodes.launch_schema(_stage), partial(_launch_reduction_stage, _stage), _fake_handle)
+    _waits = partial(_wait_reduction_stage, _stage), partial(_wait_reduction_stage_fake, _stage)
+    define(nodes.wait_schema(_stage), *_waits)

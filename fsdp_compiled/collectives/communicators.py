@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import backend
-from .interfaces import AllGather, Comm, ReduceScatter
+from .interfaces import AllGather, Comm, RedOp, ReduceScatter
 
 
 class ProcessGroupMemory(Comm):
@@ -50,12 +50,7 @@ class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
     """The process group's reduce-scatter into memory of its own."""
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: RedOp, async_op: bool = False
     ) -> dist.Work | None:
         return backend.reduce_scatter(output_tensor, input_tensor, group, op)
 

@@ -8,7 +8,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..sharding.layout import ShardLayout
 from . import reference
 
 
@@ -20,11 +19,6 @@ def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
 def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
     """See :func:`reference.unpack_parameters`."""
     _for(output.device).unpack_parameters(output, outs, dims)
-
-
-def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
-    """See :func:`reference.unpacked_parameters`; for a CPU, where no stream asks for the memory before."""
-    return reference.unpacked_parameters(output, layouts)
 
 
 def pack_gradients(

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from ..errors import FSDPError
 
+RedOp = dist.ReduceOp.RedOpType
+
 
 class Comm(ABC):
     """A collective that allocates its own output."""
@@ -46,12 +48,7 @@ class ReduceScatter(Comm):
 
     @abstractmethod
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: RedOp, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce 1-D ``input_tensor`` over the ranks and leave this rank's part in ``output_tensor``.
 
@@ -61,16 +58,11 @@ class ReduceScatter(Comm):
 
 
 class Hook:
-    """A function on reduced, packed gradients, as an object that can be referred to weakly.
-
-    Args:
-        run: the function.
-        stream: where it runs; None for the stream on which the reduction ends.
-    """
+    """A function on reduced, packed gradients, as an object that can be referred to weakly."""
 
     def __init__(self, run: Callable[[Tensor], None], stream: torch.Stream | None = None) -> None:
         self._run = run
-        self._stream = stream
+        self._stream = stream  # where it runs; None for the stream on which the reduction ends
 
     def __call__(self, packed: Tensor) -> None:
         """Run the function between what came before and what comes after."""
@@ -99,11 +91,7 @@ def register(value: Comm | Hook) -> str:
 
 
 def registered(name: str, kind: type) -> Any:
-    """Return the object of this name.
-
-    Raises:
-        FSDPError: there is none, or none of this kind.
-    """
+    """Return the object of this name; FSDPError if there is none, or none of this kind."""
     found = _objects.get(name)
     if not isinstance(found, kind):
         raise FSDPError(f"custom communication {name!r}: expected {kind.__name__}, found {found!r}; compile again")

@@ -128,12 +128,7 @@ def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> 
 
 
 def _run(
-    tensors: Sequence[Tensor],
-    packed: Tensor,
-    blocks: Blocks,
-    *,
-    is_packing: bool,
-    divisor: float = 1.0,
+    tensors: Sequence[Tensor], packed: Tensor, blocks: Blocks, *, is_packing: bool, divisor: float = 1.0
 ) -> None:
     """Launch once for each dtype among ``tensors``; and once more for those too odd for wide reads and writes."""
     widest = [_WIDEST_BYTES // min(tensor.itemsize, packed.itemsize) for tensor in tensors]

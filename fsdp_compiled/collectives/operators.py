@@ -56,15 +56,7 @@ def reduce_grad(grad: Tensor, spec: str) -> Tensor:
 def with_gradient(
     unsharded: Tensor, shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, spec: str
 ) -> Tensor:
-    """Return ``unsharded``, a parameter that an all-gather extension made, with the gradient of :func:`unshard`.
-
-    Args:
-        unsharded: of the unsharded parameter's shape.
-        shard: gets the reduced gradient, unless one of the next two is given.
-        unsharded_grad: see :func:`unshard`.
-        partial_grad: see :func:`unshard`.
-        spec: :meth:`CommSpec.encode`.
-    """
+    """Return ``unsharded``, a parameter that an all-gather extension made, with the gradient of :func:`unshard`."""
     if type(unsharded) is not Tensor:
         return _subclass_with_gradient(unsharded, shard, unsharded_grad, partial_grad, spec)
     return torch.ops.fsdp_compiled.with_gradient(unsharded, shard, unsharded_grad, partial_grad, spec)
@@ -85,10 +77,8 @@ class _WithGradient(torch.autograd.Function):
 
 # Dynamo would try backward with a gradient of the subclass, where it is a plain one.
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
-def _subclass_with_gradient(
-    unsharded: Tensor, shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, spec: str
-) -> Tensor:
-    return _WithGradient.apply(unsharded, shard, unsharded_grad, partial_grad, spec)
+def _subclass_with_gradient(unsharded: Tensor, *others: Any) -> Tensor:
+    return _WithGradient.apply(unsharded, *others)
 
 
 def _spec_for(shard: Tensor, text: str) -> CommSpec:

@@ -91,18 +91,15 @@ def launch_reduce_scatter(
     if world == 1:
         return streams.launch(REDUCE_SCATTERS, packed.device, lambda: packed.view(-1), finish)
 
-    def begin() -> tuple[Tensor, object]:
-        return _start_reduce_scatter(packed.view(-1), bucket)
-
-    def end(started: tuple[Tensor, object]) -> Result:
+    def end(started: tuple[Tensor, dist.Work | None]) -> Result:
         output, work = started
-        backend.wait(work)  # type: ignore[arg-type]
+        backend.wait(work)
         return finish(output)
 
-    return streams.launch(REDUCE_SCATTERS, packed.device, begin, end)
+    return streams.launch(REDUCE_SCATTERS, packed.device, lambda: _start_reduce_scatter(packed.view(-1), bucket), end)
 
 
-def _start_reduce_scatter(packed: Tensor, bucket: ReductionBucket) -> tuple[Tensor, object]:
+def _start_reduce_scatter(packed: Tensor, bucket: ReductionBucket) -> tuple[Tensor, dist.Work | None]:
     spec = bucket.spec
     group, op = backend.process_group(spec.shards.name), backend.REDUCE_OPS[spec.scaling.op]
     if not spec.comm:
@@ -128,9 +125,11 @@ def _start_all_reduce(packed: Tensor, bucket: ReductionBucket) -> dist.Work:
     return backend.all_reduce(packed, backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op])
 
 
-def launch_copy_to_host(packed: Tensor, bucket: ReductionBucket) -> Pending[list[Tensor]]:
-    """Start what follows the collectives, the copy to the host included."""
-    return streams.launch(TO_HOST, packed.device, lambda: packed, lambda packed: finish_reduction(packed, bucket))
+def launch_copy_to_host(
+    packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
+) -> Pending[Result]:
+    """Start ``finish``, which copies reduced, packed gradients to the host; called as the other stages are."""
+    return streams.launch(TO_HOST, packed.device, lambda: packed, finish)
 
 
 def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
@@ -145,7 +144,8 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
     dtypes = {param.dtype for param in bucket.params}
     if len(dtypes) == 1:
         packed = _scaled(packed, dtypes.pop(), bucket.spec.scaling.post_divide)
-        return _pieces(copies.to_host(packed) if bucket.spec.to_host else packed, bucket)
+        pieces = bucket.packed.pieces(copies.to_host(packed) if bucket.spec.to_host else packed)
+        return [piece.view(layout.shard_shape) for piece, layout in zip(pieces, bucket.layouts, strict=True)]
     outs = [
         packed.new_empty(layout.shard_shape, dtype=param.dtype)
         for layout, param in zip(bucket.layouts, bucket.params, strict=True)
@@ -160,11 +160,6 @@ def _scaled(packed: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
     out = packed.new_empty(packed.shape, dtype=dtype)
     copies.unpack_gradients(packed, [out], divisor)
     return out
-
-
-def _pieces(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
-    pieces = bucket.packed.pieces(packed)
-    return [piece.view(layout.shard_shape) for piece, layout in zip(pieces, bucket.layouts, strict=True)]
 
 
 def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: ReductionBucket) -> Tensor:

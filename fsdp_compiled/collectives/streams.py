@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
 
@@ -24,14 +25,10 @@ Following = TypeVar("Following")
 
 
 class CudaStreams:
-    """The side streams of one CUDA device.
-
-    Args:
-        device: with an index.
-    """
+    """The side streams of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = device  # with an index
         self._streams: dict[str, torch.cuda.Stream] = {}
 
     def _stream(self, name: str) -> torch.cuda.Stream:
@@ -127,27 +124,20 @@ def _under_way(streams: CudaStreams, name: str, result: Result, held: object) ->
     return Pending(_Join(streams, event, result, held), event)
 
 
+@dataclass(eq=False)
 class _Join(Generic[Result]):
-    """Lets compute wait for an event.
+    """Lets compute wait for an event, once."""
 
-    Args:
-        streams: of the device.
-        event: after the work.
-        result: of the work.
-        held: what the work reads, until compute has waited.
-    """
-
-    def __init__(self, streams: CudaStreams, event: torch.cuda.Event, result: Result, held: object) -> None:
-        self._streams = streams
-        self._event: torch.cuda.Event | None = event
-        self._result = result
-        self._held = held
+    streams: CudaStreams
+    event: torch.cuda.Event | None  # after the work
+    result: Result
+    held: object  # what the work reads, until compute has waited
 
     def __call__(self) -> Result:
-        event, self._event = self._event, None
+        event, self.event = self.event, None
         if event is not None:
-            self._streams.wait(event)
-        return self._result
+            self.streams.wait(event)
+        return self.result
 
     def __del__(self) -> None:
         # An exception came between launch and wait: memory that the side stream still uses is about to be freed for

@@ -1,62 +1,54 @@
-"""What the user has put in place of one unit's collectives.
+"""What the user puts in place of one unit's collectives.
 
-It keeps the objects alive and writes their names into the unit's configuration; it must not know when a collective
-runs.
+The unit's state keeps the objects alive, and its configuration their names. It must not know when a collective runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
-import torch
-
 from ..collectives import AllGather, Comm, Hook, ReduceScatter, communicators, register
 from ..collectives.backend import process_group
+from .state import FSDPState
 
 # Fields of UnitConfig.
 _FIELDS: dict[type, str] = {AllGather: "all_gather_comm", ReduceScatter: "reduce_scatter_comm", Hook: "reduce_hook"}
 
 
-class CustomComms:
-    """One unit's communicators and hook on reduced gradients; ``configure`` changes fields of its UnitConfig."""
+def use(state: FSDPState, kind: type, custom: Comm | Hook) -> None:
+    """Use ``custom`` as the unit's AllGather, ReduceScatter or Hook; TypeError if it is of another kind."""
+    if not isinstance(custom, kind):
+        raise TypeError(f"comm: expected an {kind.__name__}, got {custom!r} of {type(custom).__name__}")
+    state.custom[kind] = custom
+    state.configure(**{_FIELDS[kind]: register(custom)})
 
-    def __init__(self, configure: Callable[..., None]) -> None:
-        self._configure = configure
-        self._used: dict[type, Comm | Hook] = {}
 
-    def use(self, kind: type, custom: Comm | Hook) -> None:
-        """Use ``custom`` as the unit's AllGather, ReduceScatter or Hook.
-
-        Raises:
-            TypeError: ``custom`` is of another kind.
-        """
-        if not isinstance(custom, kind):
-            raise TypeError(f"comm: expected an {kind.__name__}, got {custom!r} of {type(custom).__name__}")
-        self._used[kind] = custom
-        self._configure(**{_FIELDS[kind]: register(custom)})
-
-    def use_process_group_memory(self, groups: Iterable[str], device: torch.device, unit: str) -> None:
-        """Take buffers from the process groups of these names."""
-        for name in groups:
-            self._require_none("set_allocate_memory_from_process_group_for_comm", unit)
-            group = process_group(name)
-            self.use(AllGather, communicators.ProcessGroupAllGather(group, device))
-            self.use(ReduceScatter, communicators.ProcessGroupReduceScatter(group, device))
-
-    def leave_process_group_memory(self) -> None:
-        """Take buffers from PyTorch again."""
+def use_process_group_memory(state: FSDPState, enable: bool) -> None:
+    """Take the unit's buffers from its process groups, or from PyTorch again."""
+    if not enable:
         for kind in (AllGather, ReduceScatter):
-            if isinstance(self._used.get(kind), communicators.ProcessGroupMemory):
-                del self._used[kind]
-                self._configure(**{_FIELDS[kind]: ""})
+            if isinstance(state.custom.get(kind), communicators.ProcessGroupMemory):
+                del state.custom[kind]
+                state.configure(**{_FIELDS[kind]: ""})
+        return
+    for name in _shard_groups(state):
+        _require_none("set_allocate_memory_from_process_group_for_comm", state)
+        group = process_group(name)
+        use(state, AllGather, communicators.ProcessGroupAllGather(group, state.device))
+        use(state, ReduceScatter, communicators.ProcessGroupReduceScatter(group, state.device))
 
-    def use_symmetric_memory(self, groups: Iterable[str], device: torch.device, backend: str, unit: str) -> None:
-        """All-gather over the process groups of these names through symmetric memory, which units share."""
-        self._require_none("set_symm_mem_for_comm", unit)
-        self.use(AllGather, communicators.symmetric_all_gather(device, backend, tuple(groups)))
 
-    def _require_none(self, method: str, unit: str) -> None:
-        allowed = (communicators.ProcessGroupMemory, communicators.SymmetricMemory, Hook)
-        for comm in self._used.values():
-            if not isinstance(comm, allowed):
-                raise ValueError(f"{method}: {unit} has a communicator of its own, {comm!r}; leave it to that")
+def use_symmetric_memory(state: FSDPState, backend: str) -> None:
+    """All-gather the unit through symmetric memory, which units share."""
+    _require_none("set_symm_mem_for_comm", state)
+    use(state, AllGather, communicators.symmetric_all_gather(state.device, backend, _shard_groups(state)))
+
+
+def _shard_groups(state: FSDPState) -> tuple[str, ...]:
+    return tuple(sorted({param.placement.mesh_info.shards.name for param in state.params} - {""}))
+
+
+def _require_none(method: str, state: FSDPState) -> None:
+    allowed = (communicators.ProcessGroupMemory, communicators.SymmetricMemory, Hook)
+    for comm in state.custom.values():
+        if not isinstance(comm, allowed):
+            unit = state.unit.config.name
+            raise ValueError(f"{method}: {unit} has a communicator of its own, {comm!r}; leave it to that")

@@ -42,15 +42,10 @@ def states_below(modules: Sequence[nn.Module]) -> list[UnitState]:
 
 @dataclass(eq=False)
 class FSDPCommContext:
-    """Communication under way among the units of one model, or of several that share it.
+    """Communication under way among the units of one model, or of several that share it."""
 
-    Args:
-        max_reducing: units whose reductions may be under way at a time; each holds its gradients meanwhile.
-        reducing: these units, the oldest first.
-    """
-
-    max_reducing: int = 1
-    reducing: deque[UnitState] = field(default_factory=deque)
+    max_reducing: int = 1  # units whose reductions may be under way at a time; each holds its gradients meanwhile
+    reducing: deque[UnitState] = field(default_factory=deque)  # these units, the oldest first
 
     def start_reduce(self, state: UnitState) -> None:
         """Launch a unit's reductions, after finishing the oldest of too many before it."""
@@ -69,24 +64,13 @@ class FSDPCommContext:
         for group in self.reducing.popleft().groups:
             group.wait_reduce()
 
-    def drop_reduce(self) -> None:
-        """Wait for the reductions under way and drop their results."""
-        while self.reducing:
-            for group in self.reducing.popleft().groups:
-                group.drop_reduce()
-
 
 @dataclass
 class ForwardOrder:
-    """The order in which units begin their forward, which the next one is expected to repeat.
+    """The order in which units begin their forward, which the next one is expected to repeat."""
 
-    Args:
-        expected: the last forward's order.
-        begun: this forward's so far.
-    """
-
-    expected: list[UnitState] = field(default_factory=list)
-    begun: list[UnitState] = field(default_factory=list)
+    expected: list[UnitState] = field(default_factory=list)  # the last forward's
+    begun: list[UnitState] = field(default_factory=list)  # this forward's so far
     _holds: bool = True
 
     def restart(self) -> None:
@@ -110,8 +94,8 @@ def is_in_backward() -> bool:
 class GradientReductionHandle:
     """Waits for what ``FSDPModule.finalize_backward(async_op=True)`` has begun."""
 
-    def __init__(self, context: FSDPStateContext | None = None) -> None:
-        self._context = context
+    def __init__(self, context: FSDPStateContext) -> None:
+        self._context: FSDPStateContext | None = context
 
     def wait(self) -> None:
         """Accumulate the gradients; a second call does nothing.
@@ -132,31 +116,19 @@ class GradientReductionHandle:
 
 @dataclass(eq=False)
 class FSDPStateContext:
-    """What the units below one root share.
+    """What the units below one root share."""
 
-    Args:
-        states: the root's unit and all below it, outermost first.
-        comm: communication under way.
-        forward_order: by which a forward all-gathers units ahead of their use.
-        ahead: the unit whose all-gather was started by that order and has not been used.
-        post_forward_order: units whose forward ended in this step and whose backward has not begun.
-        callback_queued: the autograd engine will call ``finish_backward`` when this backward ends.
-        is_last_backward: whether that call waits for all reductions, or leaves them to a later backward.
-        finalizes_manually: whether it leaves that to :meth:`finalize` in any case.
-        finalizing: the handle of a finalization that was started and not waited for.
-        post_optim_event: what the next forward of the root waits for before it all-gathers.
-    """
-
-    states: list[UnitState]
+    states: list[UnitState]  # the root's unit and all below it, outermost first
     comm: FSDPCommContext = field(default_factory=FSDPCommContext)
-    forward_order: ForwardOrder = field(default_factory=ForwardOrder)
-    ahead: UnitState | None = None
+    forward_order: ForwardOrder = field(default_factory=ForwardOrder)  # by which units are all-gathered ahead of use
+    ahead: UnitState | None = None  # the unit whose all-gather was started by that order and has not been used
+    # Units whose forward ended in this step and whose backward has not begun.
     post_forward_order: list[UnitState] = field(default_factory=list)
-    callback_queued: bool = False
-    is_last_backward: bool = True
-    finalizes_manually: bool = False
-    finalizing: GradientReductionHandle | None = None
-    post_optim_event: torch.Event | None = None
+    callback_queued: bool = False  # the autograd engine will call finish_backward when this backward ends
+    is_last_backward: bool = True  # that call waits for all reductions, or leaves them to a later backward
+    finalizes_manually: bool = False  # it leaves that to finalize in any case
+    finalizing: GradientReductionHandle | None = None  # of a finalization that was started and not waited for
+    post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
 
     @property
     def _ends_with_backward(self) -> bool:
@@ -202,7 +174,6 @@ class FSDPStateContext:
         self._start_reductions()
         if self._ends_with_backward:
             self._finish_reductions()
-            self.post_forward_order.clear()
         else:
             self._accumulate_on_host()
         for state in self.states:
@@ -218,7 +189,6 @@ class FSDPStateContext:
     def finish_finalizing(self) -> None:
         """Accumulate the gradients whose reduction :meth:`finalize` has started."""
         self._finish_reductions()
-        self.post_forward_order.clear()
         self.finalizing = None
 
     def _start_reductions(self) -> None:
@@ -236,6 +206,7 @@ class FSDPStateContext:
         for group in groups:
             group.wait_reduce()
         self._accumulate_on_host()
+        self.post_forward_order.clear()
 
     def _accumulate_on_host(self) -> None:
         for state in self.states:
@@ -243,15 +214,12 @@ class FSDPStateContext:
                 group.wait_on_host()
 
     def reset(self, drop_accumulated: bool) -> None:
-        """Return to the state between two steps after an exception.
-
-        Args:
-            drop_accumulated: forget gradients accumulated without sync too.
-        """
-        self.comm.drop_reduce()
-        for state in self.states:
+        """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
+        for state in (*self.comm.reducing, *self.states):
             for group in state.groups:
                 group.drop_reduce()
+        self.comm.reducing.clear()
+        for state in self.states:
             state.reset(drop_accumulated)
         self.post_forward_order.clear()
         self.forward_order, self.ahead = ForwardOrder(), None

@@ -46,11 +46,11 @@ class _AllGather:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Gradients that are being reduced; ``is_partial`` over the shard group only."""
+    """Gradients that are being reduced."""
 
     params: list[FSDPParam]
     pending: Pending[list[Tensor]]
-    is_partial: bool = False
+    is_partial: bool = False  # over the shard group only
 
     def accumulate(self, results: Sequence[Tensor]) -> None:
         """Add the results to the sharded parameters' gradients, or to the partial ones."""
@@ -64,42 +64,30 @@ class _Reduction:
 _BUCKETS = 64  # that a group keeps; a step uses few, but specs may change from step to step
 
 
-class _Buckets:
-    """The buckets that a group has used, each made once for the same specs."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, tuple[object, Any]] = {}
-
-    def get(self, make: Callable[..., Bucket], specs: Sequence[CommSpec], *others: Any) -> Bucket:
-        """Return ``make(specs, *others)``, made once for these very specs: to hash records in every step is slow."""
-        key = (make, *map(id, specs))
-        if key not in self._made:
-            if len(self._made) >= _BUCKETS:
-                self._made.clear()
-            self._made[key] = (specs, make(specs, *others))  # specs are kept, so that their ids stay theirs
-        return self._made[key][1]
-
-
 @dataclass(eq=False)
 class FSDPParamGroup:
-    """Parameters of one unit, or shared among units, with equal mesh and dtypes.
+    """Parameters of one unit, or shared among units, with equal mesh and dtypes."""
 
-    Args:
-        params: at least one.
-        unit: that they belong to.
-    """
-
-    params: Sequence[FSDPParam]
+    params: Sequence[FSDPParam]  # at least one
     unit: Unit
     _all_gathers: list[_AllGather] = field(default_factory=list, repr=False)
     _reductions: list[_Reduction] = field(default_factory=list, repr=False)
     _to_host: list[tuple[_Reduction, list[Tensor]]] = field(default_factory=list, repr=False)
-    _buckets: _Buckets = field(default_factory=_Buckets, repr=False)
+    _buckets: dict[Hashable, tuple[object, Any]] = field(default_factory=dict, repr=False)
 
     @property
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters are registered."""
         return self.params[0].state is ShardedState.UNSHARDED
+
+    def _bucket(self, make: Callable[[Sequence[CommSpec]], Bucket], specs: Sequence[CommSpec]) -> Bucket:
+        """Return ``make(specs)``, made once for these very specs: to hash records in every step is slow."""
+        key = (make, *map(id, specs))
+        if key not in self._buckets:
+            if len(self._buckets) >= _BUCKETS:
+                self._buckets.clear()
+            self._buckets[key] = (specs, make(specs))  # specs are kept, so that their ids stay theirs
+        return self._buckets[key][1]
 
     # ---- unshard and reshard ----
 
@@ -117,19 +105,23 @@ class FSDPParamGroup:
 
     def _new_all_gathers(self, inputs: dict[FSDPParam, tuple[list[Tensor], list[CommSpec]]]) -> list[_AllGather]:
         """Return one all-gather per dtype that is sent; only all-gather extensions send several."""
-        device = self.params[0].placement.device
         found: dict[torch.dtype, list[tuple[_Member, Tensor, CommSpec]]] = {}
         for param, (shards, specs) in inputs.items():
             for number, (shard, spec) in enumerate(zip(shards, specs, strict=True)):
                 found.setdefault(spec.all_gather.dtype, []).append(((param, number), shard, spec))
         return [
             _AllGather(
-                self._buckets.get(_all_gather_bucket, [spec for *_, spec in each], device),
+                self._bucket(self._all_gather_bucket, [spec for *_, spec in each]),
                 [member for member, *_ in each],
                 [shard for _, shard, _ in each],
             )
             for each in found.values()
         ]
+
+    def _all_gather_bucket(self, specs: Sequence[CommSpec]) -> AllGatherBucket:
+        bucket = AllGatherBucket(specs[0].all_gather, tuple(spec.param for spec in specs))
+        dims, device = [spec.param.dim for spec in specs], self.params[0].placement.device
+        return replace(bucket, into_place=gathers_into_place(bucket.spec, dims, bucket.sizes, device))
 
     def wait_unshard(self) -> None:
         """Finish the all-gathers and register the unsharded parameters."""
@@ -190,14 +182,10 @@ class FSDPParamGroup:
         if not ready:
             return
         params, grads = [param for param, _ in ready], [grad for _, grad in ready]
-        if self.unit.config.all_reduce_grads:
-            bucket = self._buckets.get(_complete_bucket, [param.spec for param in params])
-            pending = launch_reduction(grads, bucket, [param.partial_grad.take() for param in params])
-            self._reductions.append(_Reduction(params, pending))
-        else:
-            bucket = self._buckets.get(_partial_bucket, [param.spec for param in params])
-            pending = launch_reduction(grads, bucket)
-            self._reductions.append(_Reduction(params, pending, is_partial=True))
+        is_partial = not self.unit.config.all_reduce_grads
+        bucket = self._bucket(_partial_bucket if is_partial else _complete_bucket, [param.spec for param in params])
+        earlier = [] if is_partial else [param.partial_grad.take() for param in params]
+        self._reductions.append(_Reduction(params, launch_reduction(grads, bucket, earlier), is_partial))
 
     @torch.no_grad()
     def launch_replica_reduce(self) -> None:
@@ -207,7 +195,7 @@ class FSDPParamGroup:
         parts = [(param, part) for param in self.params if (part := param.partial_grad.take()) is not None]
         if parts:
             params = [param for param, _ in parts]
-            bucket = self._buckets.get(_complete_bucket, [param.spec for param in params])
+            bucket = self._bucket(_complete_bucket, [param.spec for param in params])
             pending = launch_replica_reduction([part for _, part in parts], bucket)
             self._reductions.append(_Reduction(params, pending))
 
@@ -247,12 +235,6 @@ class FSDPParamGroup:
                 return torch.zeros(param.layout.shape, dtype=param.dtypes[0], device=param.placement.device)
             return accumulated
         return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))
-
-
-def _all_gather_bucket(specs: Sequence[CommSpec], device: torch.device) -> AllGatherBucket:
-    bucket = AllGatherBucket(specs[0].all_gather, tuple(spec.param for spec in specs))
-    dims = [spec.param.dim for spec in specs]
-    return replace(bucket, into_place=gathers_into_place(bucket.spec, dims, bucket.sizes, device))
 
 
 def _complete_bucket(specs: Sequence[CommSpec]) -> ReductionBucket:

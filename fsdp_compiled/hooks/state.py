@@ -14,53 +14,42 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
-from ..collectives import streams
+from ..collectives import Comm, Hook, streams
 from ..collectives.operators import meta_parameter
 from ..param.param import FSDPParam
+from ..param.placement import ParamPlacement
 from ..param.unit import Unit
-from ..policy import MixedPrecisionPolicy
 from .casts import cast_floating, map_tensors, tensors_in
-from .comms import CustomComms
 from .context import FSDPStateContext, TrainingState, states_below
 from .group import FSDPParamGroup, group_params
 
 
 class FSDPState:
-    """The state of one unit: the modules of one ``fully_shard`` call.
-
-    Args:
-        modules: the unit's modules.
-        params: its sharded parameters.
-        mp_policy: its dtypes.
-        reshards_by_default: reshard after forward if this is not the outermost unit, whatever ``unit`` says.
-        unit: what the parameters read; shared with ``params``.
-        device: where compute runs.
-    """
+    """The state of one unit: the modules of one ``fully_shard`` call."""
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
         params: Sequence[FSDPParam],
-        mp_policy: MixedPrecisionPolicy,
+        default: ParamPlacement,
         reshards_by_default: bool,
         unit: Unit,
-        device: torch.device,
     ) -> None:
         self.modules = tuple(modules)
         self.params = list(params)
         self.shared: list[tuple[FSDPState, FSDPParam]] = []  # parameters that other units have sharded
-        self.mp_policy = mp_policy
-        self.unit = unit
-        self.device = device
+        self.mp_policy = default.mp_policy
+        self.unit = unit  # what the parameters read
+        self.device = default.device  # where compute runs
         self.outermost = self  # until an outer fully_shard adopts this unit
-        self.reshards_by_default = reshards_by_default
+        self.reshards_by_default = reshards_by_default  # unless this is the outermost unit, whatever ``unit`` says
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
         self._context: FSDPStateContext | None = None
         self._to_run: set[nn.Module] = set()  # modules of a list unit whose forward is still to come
         self.max_reducing = 1
-        self.custom = CustomComms(self.configure)
+        self.custom: dict[type, Comm | Hook] = {}  # what the user has put in place of the unit's collectives
         self._has_compiled_gradients = False  # a compiled backward has left gradients of this unit
         unit.on_compiled_gradient = self._on_compiled_gradient
         self.regroup()
@@ -74,11 +63,6 @@ class FSDPState:
     def is_root(self) -> bool:
         """Whether no outer ``fully_shard`` has adopted this unit."""
         return self.outermost is self
-
-    @property
-    def shard_groups(self) -> list[str]:
-        """Names of the process groups that the parameters are sharded over."""
-        return sorted({param.placement.mesh_info.shards.name for param in self.params} - {""})
 
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
@@ -237,7 +221,11 @@ class FSDPState:
         if self.is_root:
             for state in self._lazy_init().states:
                 state.complete_list_unit()
-        return self._watch_outputs(output)
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._pre_backward)
+        return output
 
     def _complete_forward(self) -> None:
         self.unit.hooked = False
@@ -258,18 +246,11 @@ class FSDPState:
             self._to_run.clear()
             self._complete_forward()
 
-    def _watch_outputs(self, output: Any) -> Any:
-        """All-gather the unit again when the first output gradient arrives."""
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._pre_backward)
-        return output
-
     # ---- backward ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pre_backward(self, grad: Tensor) -> Tensor:
+        """All-gather the unit again when the first output gradient arrives."""
         context = self._lazy_init()
         context.queue_finish()
         if self.training_state is not TrainingState.PRE_BACKWARD:
@@ -281,20 +262,15 @@ class FSDPState:
         return grad
 
     def _prefetch_backward(self, context: FSDPStateContext) -> None:
-        if self.backward_prefetch is not None:
-            for state in self.backward_prefetch:
-                state.prefetch_in_backward()
-            return
-        order = context.post_forward_order
-        while order and order.pop() is not self:
-            pass  # units that no gradient reached
-        if order:
-            order[-1].prefetch_in_backward()
-
-    def prefetch_in_backward(self) -> None:
-        """Start all-gathering the unit ahead of its own backward, if backward all-gathers it."""
-        if self.unit.config.unshard_in_backward:
-            self.launch_unshard()
+        states = self.backward_prefetch
+        if states is None:
+            order = context.post_forward_order
+            while order and order.pop() is not self:
+                pass  # units that no gradient reached
+            states = order[-1:]
+        for state in states:
+            if state.unit.config.unshard_in_backward:
+                state.launch_unshard()
 
     def post_backward(self) -> None:
         """Start reducing the unit's gradients and free its unsharded parameters."""
@@ -348,31 +324,21 @@ class FSDPState:
         """Return the context that all units below the outermost share; the first call makes it."""
         if self._context is None:
             states = states_below(self.outermost.modules)
-            context = FSDPStateContext(states)
             for state in states:
                 state.check_materialized()
+            context = self._context = FSDPStateContext(states)
             for state in states:
                 state._context = context
-            context.comm.max_reducing = max(state.max_reducing for state in context.states)
-            self._context = context
+            context.comm.max_reducing = max(state.max_reducing for state in states)
         return self._context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def begin_call(self) -> None:
-        """Let the leaves of all units require gradients as their parameters do, see :class:`Unit`."""
+    def mirror_leaves(self, mirror: bool) -> None:
+        """Let all units' leaves require gradients as their parameters do, see :class:`Unit`, or wherever they can."""
         for state in self._lazy_init().states:
-            state.unit.leaves_mirror = True
+            state.unit.leaves_mirror = mirror
             for param in state.params:
-                param.leaf.requires_grad = param.sharded_param.requires_grad
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def end_call(self) -> None:
-        """Let them require gradients again whatever users freeze."""
-        if self._context is not None:
-            for state in self._context.states:
-                state.unit.leaves_mirror = False
-                for param in state.params:
-                    param.restore_leaf()
+                param.leaf.requires_grad = param.sharded_param.requires_grad if mirror else param.is_differentiable
 
     def reset_iteration(self, drop_accumulated: bool) -> None:
         """Return all units to the state between two steps, after an exception in forward or backward."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 from torch import nn
 
 from ..hooks.context import states_below
-from ..hooks.lookup import new_unit_name, units_of
 from ..hooks.state import FSDPState
 from ..module import FSDPModule
 from ..param.param import FSDPParam
@@ -15,6 +15,8 @@ from ..param.placement import ParamPlacement
 from ..param.properties import TracedCall, own, rebase
 from ..param.unit import Unit, UnitConfig
 from .parameters import FoundParameters, Place, modules_outside_units
+
+_unit_numbers = count()  # tells apart units that no outer fully_shard has named
 
 
 def shard(
@@ -35,12 +37,13 @@ def shard(
         if tensor is not None and tensor.device.type != "meta" and tensor.device != device:
             tensor.data = tensor.data.to(device)
     size = 0 if isinstance(reshard, bool | None) else reshard
-    unit = Unit(UnitConfig(new_unit_name(modules), reshard_after_forward=bool(reshard), post_forward_size=size))
+    unit_name = f"{type(modules[0]).__name__}#{next(_unit_numbers)}"
+    unit = Unit(UnitConfig(unit_name, reshard_after_forward=bool(reshard), post_forward_size=size))
     params = [
         FSDPParam(info, placement, unit, name, param)
         for (name, param, info), placement in zip(found.own, placements, strict=True)
     ]
-    state = FSDPState(modules, params, default.mp_policy, reshard is None, unit, device)
+    state = FSDPState(modules, params, default, reshard is None, unit)
     _install(modules, state, found.shared)
     _adopt_units_below(modules, state)
     return state
@@ -55,7 +58,7 @@ def _install(
         for module, name in param.info.places():
             owned.setdefault(module, {})[name] = param
     for _, param, places in shared:
-        (owner,) = [unit for unit in units_of(param.info.module) if param in unit.params]
+        (owner,) = [unit for unit in param.info.module.__dict__["_fsdp_units"] if param in unit.params]
         state.share(owner, param, places)
         for module, name in places:
             owned.setdefault(module, {})[name] = param

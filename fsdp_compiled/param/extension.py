@@ -16,10 +16,7 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-
-from ..policy import MixedPrecisionPolicy
+from torch import Tensor
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -49,28 +46,17 @@ def _pre_arguments(tensor: Tensor) -> int:
 
 @dataclass(eq=False)
 class AllGatherExtension:
-    """The two methods of one parameter's class, and what passes between them.
+    """The two methods of one parameter's class, and what passes between them."""
 
-    Args:
-        shard: this rank's padded shard.
-        mesh: over which the parameter is sharded.
-        module: that holds the parameter, of whose unit ``mp_policy`` is.
-        outer: shape and strides of the unsharded parameter, of this rank's part if other parallelism shards it too.
-        dtype: of compute, as is ``device``.
-    """
+    shard: Tensor  # this rank's, padded
+    arguments: InitVar[tuple[Any, ...]]  # the five of the first method, which may take the mesh alone
+    dtype: torch.dtype  # of compute
+    device: torch.device  # of compute
 
-    shard: Tensor
-    mesh: InitVar[DeviceMesh]
-    module: InitVar[nn.Module]
-    mp_policy: InitVar[MixedPrecisionPolicy]
-    outer: InitVar[tuple[torch.Size, tuple[int, ...]]]
-    dtype: torch.dtype
-    device: torch.device
-
-    def __post_init__(self, mesh: Any, module: Any, mp_policy: Any, outer: tuple[Any, Any]) -> None:
+    def __post_init__(self, arguments: tuple[Any, ...]) -> None:
         # Functions rather than bound methods, which Dynamo does not trace.
         self._pre, self._post = getattr(type(self.shard), PRE), getattr(type(self.shard), POST)
-        self._arguments = (mesh, *outer, module, mp_policy) if _pre_arguments(self.shard) == 5 else (mesh,)
+        self._arguments = arguments[: _pre_arguments(self.shard)]
         self._metadata: Any = None
 
     def split(self) -> tuple[Sequence[Tensor], Any]:

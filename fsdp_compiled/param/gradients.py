@@ -28,15 +28,12 @@ def call_after_accumulation(leaf: nn.Parameter, method: Callable[[Tensor], None]
 class AccumulatedGrad:
     """The sum of gradients not reduced yet, kept as ``.grad`` of a leaf without memory, so that graphs can add to it.
 
-    Args:
-        shape: of the gradients.
-        dtype: in which they are summed.
-        on_compiled_gradient: called when a compiled backward has added one.
+    ``on_compiled_gradient`` is called when a compiled backward has added one.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, on_compiled_gradient: Callable[[], None]) -> None:
         self._shape = tuple(shape)
-        self._dtype = dtype
+        self._dtype = dtype  # of the sum
         self._on_compiled_gradient = on_compiled_gradient
         self.leaf: nn.Parameter | None = None  # made when the first gradient is expected
 

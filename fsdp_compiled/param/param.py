@@ -41,21 +41,13 @@ class TakenOriginal(weakref.ref[nn.Parameter]):
 
 @dataclass(eq=False)
 class FSDPParam:
-    """One original parameter from the moment it is sharded.
-
-    Args:
-        info: where it is registered.
-        placement: how to shard it.
-        unit: that it belongs to.
-        name: full name, relative to the outermost sharded module known so far.
-        first: the original parameter; only read, and not kept.
-    """
+    """One original parameter from the moment it is sharded."""
 
     info: ParamModuleInfo
     placement: ParamPlacement
     unit: Unit
-    name: str
-    first: InitVar[nn.Parameter]
+    name: str  # full name, relative to the outermost sharded module known so far
+    first: InitVar[nn.Parameter]  # the original parameter; only read, and not kept
 
     def __post_init__(self, first: nn.Parameter) -> None:
         self.original = TakenOriginal(first, self)
@@ -114,13 +106,12 @@ class FSDPParam:
         self.refresh()
 
     def _new_extension(self) -> AllGatherExtension:
-        policy, mesh, module = self.placement.mp_policy, self.placement.mesh_info.shard_mesh, self.info.module
+        policy, mesh = self.placement.mp_policy, self.placement.mesh_info.shard_mesh
         unsharded = torch.empty(self.layout.shape, device="meta")
-        dtype = resolved(policy, self.shard.dtype)[0]
-        outer = (unsharded.shape, unsharded.stride())
+        arguments = (mesh, unsharded.shape, unsharded.stride(), self.info.module, policy)
         # The DTensor's local tensor itself, if it needs no padding: torchao keeps its scale there.
         shard = self._local if self._local.shape == self.shard.shape else self.shard
-        return AllGatherExtension(shard, mesh, module, policy, outer, dtype, self.placement.device)
+        return AllGatherExtension(shard, arguments, resolved(policy, self.shard.dtype)[0], self.placement.device)
 
     def relink(self) -> None:
         """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
@@ -222,10 +213,6 @@ class FSDPParam:
         """Whether the user trains the parameter."""
         return self.leaf.requires_grad if self.unit.leaves_mirror else self.sharded_param.requires_grad
 
-    def restore_leaf(self) -> None:
-        """Let the leaf require a gradient if it can, whether or not the parameter does."""
-        self.leaf.requires_grad = self.is_differentiable
-
     def traced(self) -> Tensor:
         """Return the unsharded parameter as a function of the shard; Dynamo traces this.
 
@@ -325,15 +312,13 @@ class FSDPParam:
     def allocate(self, specs: Sequence[CommSpec]) -> Sequence[Tensor]:
         """Give the all-gather outputs memory and return them, see :class:`Unsharded`."""
         if self._unsharded is None:
-            self._unsharded = self._new_unsharded(specs)
-        return self._unsharded.allocate([spec.layout for spec in specs])
-
-    def _new_unsharded(self, specs: Sequence[CommSpec]) -> Unsharded:
-        device = self.placement.device
-        if self.extension is not None:
-            layouts, dtypes = [spec.layout for spec in specs], [spec.all_gather.dtype for spec in specs]
-            return ExtendedUnsharded(self.extension, layouts, dtypes, device, self.outer)
-        return UnshardedParam(self.layout, self.dtypes[0], device, self.outer)
+            device = self.placement.device
+            self._unsharded = (
+                UnshardedParam(self.spec, device, self.outer)
+                if self.extension is None
+                else ExtendedUnsharded(self.extension, specs, device, self.outer)
+            )
+        return self._unsharded.allocate(specs)
 
     def to_unsharded(self) -> None:
         """Register the unsharded parameter, which must have been all-gathered."""

@@ -45,35 +45,19 @@ class ParamModuleInfo:
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """How a parameter is to be sharded.
-
-    Args:
-        mesh_info: over which mesh.
-        dim: along which dimension.
-        mp_policy: in which dtypes it travels.
-        device: where compute runs.
-        offload: whether its shard lives on the CPU.
-    """
+    """How a parameter is to be sharded."""
 
     mesh_info: DataParallelMeshInfo
-    dim: int
+    dim: int  # the sharded dimension
     mp_policy: MixedPrecisionPolicy
-    device: torch.device
-    offload: CPUOffloadPolicy | None = None
+    device: torch.device  # where compute runs
+    offload: CPUOffloadPolicy | None = None  # None where shards live with compute
 
 
 def comm_spec(
     name: str, layout: ShardLayout, dtype: torch.dtype, placement: ParamPlacement, config: UnitConfig
 ) -> CommSpec:
-    """Return the spec of a parameter.
-
-    Args:
-        name: full name.
-        layout: of its shards.
-        dtype: of the sharded parameter.
-        placement: how it is sharded.
-        config: of its unit.
-    """
+    """Return the spec of a parameter by its full name, of ``dtype`` as it is sharded."""
     info, (param_dtype, reduce_dtype) = placement.mesh_info, resolved(placement.mp_policy, dtype)
     offloads, world = placement.offload is not None, info.shard_world * info.replicate_world
     smaller = info.smaller_group(config.post_forward_size if config.reshard_after_forward else 0)

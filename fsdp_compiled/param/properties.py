@@ -29,8 +29,7 @@ class UnitState(Protocol):
 
     def reshard(self) -> None: ...
     def regroup(self) -> None: ...
-    def begin_call(self) -> None: ...
-    def end_call(self) -> None: ...
+    def mirror_leaves(self, mirror: bool) -> None: ...
     def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
@@ -118,14 +117,14 @@ class TracedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        self._fsdp_state.mirror_leaves(True)
         try:
-            self._fsdp_state.begin_call()
             return self._fsdp_call(*args, **kwargs)
         except BaseException:
             self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise
         finally:
-            self._fsdp_state.end_call()
+            self._fsdp_state.mirror_leaves(False)
 
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]

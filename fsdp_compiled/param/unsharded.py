@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..sharding.layout import ShardLayout
 from ..sharding.placement import OuterParallelism, local_of
+from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension
 
 
@@ -17,43 +17,31 @@ class Unsharded:
 
     Autograd saves aliases of the parameter in forward; since the storages stay the same objects, filling them again
     before backward gives the aliases their values back.
-
-    Args:
-        layouts: of the all-gather outputs, as are ``dtypes``.
-        device: of compute.
-        outer: other parallelism, of which what is all-gathered is the local part.
     """
 
     param: nn.Parameter
 
-    def __init__(
-        self,
-        layouts: Sequence[ShardLayout],
-        dtypes: Sequence[torch.dtype],
-        device: torch.device,
-        outer: OuterParallelism | None,
-    ) -> None:
-        self._outer = outer
+    def __init__(self, specs: Sequence[CommSpec], device: torch.device, outer: OuterParallelism | None) -> None:
+        self._outer = outer  # other parallelism, of which what is all-gathered is the local part
         self._outputs = [
-            torch.empty(layout.world * layout.shard_numel, dtype=dtype, device=device)  # 1D, padded
-            for layout, dtype in zip(layouts, dtypes, strict=True)
+            torch.empty(spec.layout.padded_numel, dtype=spec.all_gather.dtype, device=device)  # 1D, padded
+            for spec in specs
         ]
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
         self._hold(self._outputs)
 
-    def allocate(self, layouts: Sequence[ShardLayout]) -> Sequence[Tensor]:
+    def allocate(self, specs: Sequence[CommSpec]) -> Sequence[Tensor]:
         """Give the all-gather outputs memory.
 
         Returns:
-            Flat and padded, of the layouts' ``world * shard_numel`` elements each: less than all of the memory over a
-            smaller group. Writing to them does not count as a modification, because it restores the values that
-            autograd saved.
+            Flat and padded, less than all of the memory over a smaller group. Writing to them does not count as a
+            modification, because it restores the values that autograd saved.
         """
         for tensor, nbytes in self._nbytes.items():
             storage = tensor.untyped_storage()
             if storage.nbytes() != nbytes:  # else resize_ would move it
                 storage.resize_(nbytes)
-        sizes = [layout.world * layout.shard_numel for layout in layouts]
+        sizes = [spec.layout.padded_numel for spec in specs]
         return [output.data[:size] for output, size in zip(self._outputs, sizes, strict=True)]
 
     def complete(self) -> None:
@@ -74,12 +62,10 @@ class Unsharded:
 class UnshardedParam(Unsharded):
     """A plain parameter, or a DTensor of one, that is a view of its one all-gather output."""
 
-    def __init__(
-        self, layout: ShardLayout, dtype: torch.dtype, device: torch.device, outer: OuterParallelism | None
-    ) -> None:
-        super().__init__([layout], [dtype], device, outer)
+    def __init__(self, spec: CommSpec, device: torch.device, outer: OuterParallelism | None) -> None:
+        super().__init__([spec], device, outer)
         (self._flat,) = self._outputs
-        self.param = self._parameter(self._flat[: layout.numel].view(layout.shape))
+        self.param = self._parameter(self._flat[: spec.layout.numel].view(spec.layout.shape))
 
 
 class ExtendedUnsharded(Unsharded):
@@ -88,14 +74,13 @@ class ExtendedUnsharded(Unsharded):
     def __init__(
         self,
         extension: AllGatherExtension,
-        layouts: Sequence[ShardLayout],
-        dtypes: Sequence[torch.dtype],
+        specs: Sequence[CommSpec],
         device: torch.device,
         outer: OuterParallelism | None,
     ) -> None:
-        super().__init__(layouts, dtypes, device, outer)
+        super().__init__(specs, device, outer)
         self._extension = extension
-        self._shapes = [layout.shape for layout in layouts]
+        self._shapes = [spec.layout.shape for spec in specs]
         self._is_made = False
 
     def complete(self) -> None:
