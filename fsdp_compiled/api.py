@@ -14,7 +14,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, passes, sharding
-from .init.arguments import check_complete_units_below, check_device, check_options, checked_modules, checked_reshard
+from .init.arguments import (
+    check_complete_units_below,
+    check_device,
+    check_no_unit_above,
+    check_options,
+    checked_modules,
+    checked_reshard,
+)
 from .init.parameters import managed_parameters
 from .init.plan import ShardPlacementFn, checked_placements
 from .init.shard import shard
@@ -65,10 +72,10 @@ def fully_shard(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a container without forward, a module that is sharded already, a scalar or non-contiguous
-            parameter, a mesh of the wrong shape or of a device this machine lacks, a shard dimension that a
-            parameter does not have or that is uneven, or a list unit only part of which lies below ``module``. The
-            model is left as it was.
+        ValueError: a container without forward, a module that is sharded already, itself or by a unit around it, a
+            scalar or non-contiguous parameter, a mesh of the wrong shape or of a device this machine lacks, a shard
+            dimension that a parameter does not have or that is uneven, or a list unit only part of which lies below
+            ``module``. The model is left as it was.
         NotImplementedError: an option that does not exist yet.
     """
     modules = checked_modules(module)
@@ -80,6 +87,7 @@ def fully_shard(
     offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
     default = ParamPlacement(mesh_info, 0, mp_policy, mesh_info.device, offload)
     placements = checked_placements(found, default, shard_placement_fn, reshard)
+    check_no_unit_above(modules)
     check_complete_units_below(modules)
     shard(modules, found, placements, default, reshard)
     passes.install(core_hash())
@@ -151,12 +159,16 @@ def options(schedule: SchedulePolicy | None = None) -> dict[str, Any]:
     Raises:
         TypeError: ``schedule`` is no SchedulePolicy.
     """
+    return _options(schedule)
+
+
+def _options(schedule: SchedulePolicy | None, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     if schedule is not None and not isinstance(schedule, SchedulePolicy):
         raise TypeError(
             f"schedule: expected a SchedulePolicy or None, got {type(schedule).__name__}; "
             'use for example SchedulePolicy(bucket="unit")'
         )
-    return passes.options(schedule or SchedulePolicy(), core_hash())
+    return passes.options(schedule or SchedulePolicy(), core_hash(), given)
 
 
 def compile(
@@ -167,7 +179,8 @@ def compile(
     Args:
         model: a module given to ``fully_shard``, or a function that calls one.
         schedule: None for the default policy.
-        torch_compile_kwargs: given to ``torch.compile``; ``options`` and ``mode`` are kept.
+        torch_compile_kwargs: given to ``torch.compile``; ``options`` and ``mode`` are kept, and passes of the user's
+            among the options run after ours.
 
     Returns:
         What ``torch.compile`` returns.
@@ -183,7 +196,7 @@ def compile(
     if mode is not None and given:
         raise ValueError(f"mode: expected None beside options, got {mode!r}; put what the mode sets into options")
     of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    return torch.compile(model, options={**of_mode, **given, **options(schedule)}, **torch_compile_kwargs)
+    return torch.compile(model, options={**of_mode, **given, **_options(schedule, given)}, **torch_compile_kwargs)
 
 
 def core_hash() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -145,8 +146,8 @@ class FSDPModule:
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             raise TypeError(f"factor: expected a number, got {factor!r} of {type(factor).__name__}")
-        if not factor > 0:
-            raise ValueError(f"factor: expected a positive number, got {factor}; gradients are divided by it")
+        if not 0 < factor < inf:
+            raise ValueError(f"factor: expected a positive, finite number, got {factor}; gradients are divided by it")
         unit_state(self).configure(divide_factor=float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # the older name
@@ -231,10 +232,13 @@ class FSDPModule:
             raise ValueError(f"backend: expected 'NCCL' or 'CUDA', got {backend!r}")
         comms.use_symmetric_memory(unit_state(self), backend)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """Let the root's next uncompiled forward wait for ``event`` before it all-gathers."""
-        if not hasattr(event, "wait"):
-            raise TypeError(f"event: expected a torch.Event, got {event!r}")
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """Let the root's next uncompiled forward wait for ``event`` before it all-gathers; None: for nothing.
+
+        A CPU's streams record None, as nothing there is left to wait for.
+        """
+        if event is not None and not hasattr(event, "wait"):
+            raise TypeError(f"event: expected a torch.Event or None, got {event!r}")
         unit_state(self)._lazy_init().post_optim_event = event
 
     def reset_iter_state(self) -> None:

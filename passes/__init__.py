@@ -7,6 +7,7 @@ operators; ``uninstall()`` restores the slots. The passes must not know models: 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from . import inductor
@@ -100,6 +101,9 @@ def uninstall() -> None:
         inductor.uninstall(slot)
 
 
-def options(policy: SchedulePolicy, core: str = "") -> dict[str, Any]:
-    """Return Inductor options to compile by ``policy`` beside the user's own passes; ``core`` as in :func:`slots`."""
-    return {slot: beside_users_passes(slot, run) for slot, run in slots(policy, core).items()}
+def options(policy: SchedulePolicy, core: str = "", given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return Inductor options to compile by ``policy`` beside the user's own passes; ``core`` as in :func:`slots`.
+
+    ``given`` are other options of that compile; a pass of the user's among them runs rather than the one in the slot.
+    """
+    return {slot: beside_users_passes(slot, run, given) for slot, run in slots(policy, core).items()}

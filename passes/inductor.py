@@ -6,7 +6,7 @@ It knows the slots and how each supported torch fills them; it must not know wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -88,9 +88,12 @@ def install(slot: str, pipeline: Pipeline) -> None:
         setattr(config, slot, _joined(pipeline, getattr(config, slot)))
 
 
-def beside_users_passes(slot: str, pipeline: Pipeline) -> Any:
-    """Return what ``slot`` would hold with ``pipeline`` in place of any other of ours."""
-    return _joined(pipeline, _without_ours(getattr(config, slot)))
+def beside_users_passes(slot: str, pipeline: Pipeline, given: Mapping[str, Any] | None = None) -> Any:
+    """Return what ``slot`` would hold with ``pipeline`` in place of any other of ours.
+
+    The user's passes are those in ``given``, options of one compile, and those in the slot where it names none.
+    """
+    return _joined(pipeline, _without_ours((given or {}).get(slot, getattr(config, slot))))
 
 
 def uninstall(slot: str) -> None:

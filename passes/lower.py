@@ -39,7 +39,7 @@ class Lower:
         for node in list(graph.nodes):
             if (nodes.is_unshard(node) or nodes.is_reduce_grad(node)) and not nodes.travels(node):
                 _lower_local(node)
-        params = _params(graph)
+        params = nodes.params_of(graph)
         for opaque in _assigned(graph, nodes.is_unshard):
             _lower_all_gather(opaque, tuple(params[node] for node in opaque))
         for opaque in _assigned(graph, nodes.is_reduce_grad):
@@ -53,20 +53,6 @@ def _require_no_cuda_graphs(graph: fx.Graph) -> None:
             "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
             "compile with mode='max-autotune-no-cudagraphs' or the default"
         )
-
-
-def _params(graph: fx.Graph) -> dict[fx.Node, ParamSpec]:
-    """Return what travels at each node, its unit named by its order in the graph.
-
-    A process numbers outermost units as it makes them, so their own names may differ between ranks.
-    """
-    outermost, params = dict[str, str](), dict[fx.Node, ParamSpec]()
-    for node in filter(nodes.travels, graph.nodes):
-        param = nodes.spec_of(node).param
-        first, dot, rest = param.unit.partition(".")
-        local = outermost.setdefault(first, f"{first.partition('#')[0]}#{len(outermost)}")
-        params[node] = replace(param, unit=f"{local}{dot}{rest}")
-    return params
 
 
 def _assigned(graph: fx.Graph, is_kind: Callable[[fx.Node], bool]) -> Iterable[list[fx.Node]]:

@@ -116,6 +116,41 @@ def test_options_of_the_user_are_kept(spy):
     assert len(user.seen) == 1
 
 
+@pytest.mark.parametrize("slot", SLOTS[1:])
+def test_a_pass_among_the_options_runs_beside_ours(spy, slot):
+    user = Spy()
+    forward, backward = seen(spy, fsdp_compiled.compile(sharded(), fullgraph=True))
+    config.post_grad_custom_post_pass = None
+    call = fsdp_compiled.compile(sharded(), fullgraph=True, options={slot: user})
+    call(torch.ones(2, 8)).sum().backward()
+    config.post_grad_custom_post_pass = spy
+    assert user.seen == [forward, backward]
+
+
+def test_models_of_one_class_compile_once(fake_group):
+    graphs = []
+
+    def backend(gm, inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    for _ in range(50):
+        torch.compile(sharded(), backend=backend, fullgraph=True)(torch.ones(2, 8)).sum().backward()
+    assert len(graphs) == 1
+
+
+def test_models_of_one_class_in_one_graph_are_told_apart(spy):
+    first, second = sharded(), sharded()
+
+    def both(x):
+        return first(x) + second(x)
+
+    call = fsdp_compiled.compile(both, schedule=SchedulePolicy(bucket="unit"), fullgraph=True)
+    call(torch.ones(2, 8)).sum().backward()
+    assert spy.seen[0].count("launch_all_gather") == 6
+    assert spy.seen[1].count("launch_reduce_scatter") == 6
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="backend: expected 'inductor', got 'eager'; only Inductor runs"):
         fsdp_compiled.compile(Net(), backend="eager")

@@ -100,6 +100,40 @@ def test_the_clusters_that_ship():
         assert cluster.intra.bytes_per_s >= cluster.inter.bytes_per_s
 
 
+@pytest.mark.parametrize("given", ["", "0"])
+def test_no_number_of_local_ranks(monkeypatch, given):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    assert cost.detect(torch.device("cpu")).ranks_per_node == CLUSTERS["CPU"].ranks_per_node
+
+
+@pytest.mark.parametrize("given", ["two", "-1", "1.5"])
+def test_a_wrong_number_of_local_ranks(monkeypatch, given):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", given)
+    with pytest.raises(
+        ValueError, match=f"LOCAL_WORLD_SIZE: expected the number of ranks .* got '{given}'; unset it"
+    ):
+        cost.detect(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("number", [-1, float("nan"), float("inf")])
+def test_numbers_out_of_range(number):
+    with pytest.raises(ValueError, match=rf"Link.latency_us: expected 0 or more, got {number}"):
+        Link(number, 1.0, 1.0)
+    with pytest.raises(ValueError, match=rf"Link.bytes_per_s: expected more than 0, got {number}"):
+        Link(1.0, 1.0, number)
+    with pytest.raises(ValueError, match=rf"Cluster.piece_us: expected 0 or more, got {number}"):
+        Cluster("x", 1, 1, 1, 1, LINK, LINK, piece_us=number)
+
+
+def test_what_is_no_number():
+    with pytest.raises(TypeError, match="Link.hop_us: expected 0 or more, got '3'"):
+        Link(1.0, "3", 1.0)
+    with pytest.raises(TypeError, match="Cluster.flops_16bit: expected more than 0, got True"):
+        Cluster("x", True, 1, 1, 1, LINK, LINK)
+    with pytest.raises(TypeError, match="Cluster.inter: expected a Link, got 3"):
+        Cluster("x", 1, 1, 1, 1, LINK, 3)
+
+
 def test_bad_numbers():
     with pytest.raises(ValueError, match=r"Link.bytes_per_s: expected more than 0, got 0"):
         Link(1.0, 1.0, 0)

@@ -47,6 +47,15 @@ def test_a_module_sharded_twice():
     _assert_refused(ValueError, "FSDPModel: expected a module that is not sharded yet, got one that", model)
 
 
+def test_an_outer_module_sharded_before_an_inner_one():
+    model = fully_shard(Model())
+    message = (
+        "Linear: expected parameters that no unit around it has taken, got those of Model; apply fully_shard to inn"
+    )
+    _assert_refused(ValueError, message, model, model.layers[0])
+    _assert_refused(ValueError, message, model, [model.layers[1], model.layers[0]])
+
+
 def test_a_scalar_parameter():
     model = Model()
     model.layers[0].gain = nn.Parameter(torch.tensor(1.0))
@@ -307,6 +316,33 @@ def test_a_refused_assignment_leaves_every_parameter_sharded():
     with pytest.raises(ValueError, match=r"layers\.1\.weight: expected shape \(8, 6\) with .* got \(4, 8\)"):
         model.load_state_dict(other, strict=False, assign=True)
     assert all(param is before[name] for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("value", [nn.Parameter(torch.zeros(6, 8)), None])
+def test_assigning_what_is_not_sharded(value):
+    model = Model()
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    before = dict(model.named_parameters())
+    with pytest.raises(
+        TypeError, match=rf"layers\.0\.weight: expected a sharded DTensor, got a {type(value).__name__}"
+    ):
+        model.layers[0].weight = value
+    with pytest.raises(ValueError, match=r"layers\.1\.weight: expected shape \(8, 6\) with .* got \(6, 8\)"):
+        model.layers[1].weight = model.layers[0].weight
+    assert all(param is before[name] for name, param in model.named_parameters())
+
+
+def test_deleting_a_sharded_parameter():
+    model = fully_shard(Model())
+    message = (
+        r"layers\.0\.bias: expected to stay after fully_shard, which all-gathers it with its unit; delete it before"
+    )
+    with pytest.raises(AttributeError, match=message):
+        del model.layers[0].bias
+    assert isinstance(model.layers[0].bias, DTensor)
+    del model.layers[0]._parameters["bias"]  # as torch.nn.utils.weight_norm does
+    assert not hasattr(model.layers[0], "bias")
 
 
 def test_slicing_a_sharded_sequential_gives_a_plain_one():

@@ -86,6 +86,19 @@ def check_complete_units_below(modules: Sequence[nn.Module]) -> None:
             )
 
 
+def check_no_unit_above(modules: Sequence[nn.Module]) -> None:
+    """Raise ValueError if a unit around ``modules`` has taken the parameters there."""
+    units = {unit for root in modules for module in root.modules() for unit in module.__dict__.get("_fsdp_units", ())}
+    for unit in units:
+        around = {module for outer in unit.modules for module in outer.modules()} - set(unit.modules)
+        if around.intersection(modules):
+            cls = getattr(modules[0], "_fsdp_user_class", type(modules[0]))
+            raise ValueError(
+                f"{cls.__name__}: expected parameters that no unit around it has taken, got those of "
+                f"{unit.unit.config.name}; apply fully_shard to inner modules first and to the outermost one last"
+            )
+
+
 def check_device(mesh_info: DataParallelMeshInfo) -> None:
     """Raise ValueError unless this machine has the mesh's kind of device."""
     device_type = mesh_info.mesh.device_type

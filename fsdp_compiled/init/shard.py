@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import count
 
 from torch import nn
 
@@ -15,8 +14,6 @@ from ..param.placement import ParamPlacement
 from ..param.properties import TracedCall, own, rebase
 from ..param.unit import Unit, UnitConfig
 from .parameters import FoundParameters, Place, modules_outside_units
-
-_unit_numbers = count()  # tells apart units that no outer fully_shard has named
 
 
 def shard(
@@ -37,8 +34,8 @@ def shard(
         if tensor is not None and tensor.device.type != "meta" and tensor.device != device:
             tensor.data = tensor.data.to(device)
     size = 0 if isinstance(reshard, bool | None) else reshard
-    unit_name = f"{type(modules[0]).__name__}#{next(_unit_numbers)}"
-    unit = Unit(UnitConfig(unit_name, reshard_after_forward=bool(reshard), post_forward_size=size))
+    # A number of the unit would make the guards of the second model of a class differ from those of the first.
+    unit = Unit(UnitConfig(type(modules[0]).__name__, reshard_after_forward=bool(reshard), post_forward_size=size))
     params = [
         FSDPParam(info, placement, unit, name, param)
         for (name, param, info), placement in zip(found.own, placements, strict=True)

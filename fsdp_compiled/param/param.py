@@ -60,6 +60,7 @@ class FSDPParam:
         self._length = self.layout.length(mesh_info.shard_rank)  # of this rank's shard, without padding
         self._reduce_scatter_group = mesh_info.shards
         self.state = ShardedState.SHARDED
+        self.is_registering = False  # what is assigned to a module comes from here and not from the user
         self.sharded_param: nn.Parameter  # DTensor
         self.shard: Tensor  # padded; shares storage with the DTensor's local tensor
         self.leaf: nn.Parameter  # the shard as graphs read it; its gradient is accumulated into sharded_param.grad
@@ -74,12 +75,20 @@ class FSDPParam:
         spec = sharded_spec(mesh_info, first, self.placement.dim)
         sharded = DTensor(self._unpadded(padded), spec, requires_grad=False)
         self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded)
-        self._register(self.sharded_param)
+        self.register(self.sharded_param)
 
     # ---- sharded ----
 
     def _unpadded(self, padded: Tensor) -> Tensor:
         return padded if self._length == self.layout.chunk else padded.narrow(self.layout.dim, 0, self._length)
+
+    def _padded(self, local: Tensor) -> Tensor:
+        """Return ``local`` with padding: behind it in its own memory, if that is a shard's, or else copied."""
+        nbytes = self.layout.shard_numel * local.itemsize
+        is_padded = type(local) is Tensor and local.is_contiguous() and local.shape != self.layout.shard_shape
+        if is_padded and not local.storage_offset() and local.untyped_storage().nbytes() == nbytes:
+            return torch.as_strided(local, self.layout.shard_shape, local.stride(), 0)
+        return padded_shard(local, self.layout)
 
     def _pinned(self, shard: Tensor) -> Tensor:
         offload = self.placement.offload
@@ -126,26 +135,26 @@ class FSDPParam:
         try:
             self.check_replacement(current)
         except (TypeError, ValueError):
-            self._register(self.sharded_param)
+            self.register(self.sharded_param)
             raise
         local = local_of(current)
         if current is self.sharded_param and (
             local is self._local or _same_memory(local, self._unpadded(self.shard))
         ):
-            self._register(current)  # load_state_dict(assign=True) may have parted shared places
+            self.register(current)  # load_state_dict(assign=True) may have parted shared places
             return
         unsharded_grad, partial_grad = self.unsharded_grad.take(), self.partial_grad.take()
-        padded = self._pinned(padded_shard(local.detach(), self.layout))
+        padded = self._pinned(self._padded(local.detach()))
         if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)
-        self._register(current)
+        self.register(current)
         if unsharded_grad is not None:
             self.unsharded_grad.add(unsharded_grad.to(self.placement.device))
         if partial_grad is not None:
             self.partial_grad.add(partial_grad.to(self.placement.device))
 
-    def check_replacement(self, current: Tensor) -> None:
+    def check_replacement(self, current: Tensor | None) -> None:
         """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""
         if not isinstance(current, DTensor):
             raise TypeError(
@@ -168,7 +177,7 @@ class FSDPParam:
         self.info = replace(self.info, shared=(*self.info.shared, *places))
         self.users.append(user)
         self.is_shared = True
-        self._register(self.sharded_param)
+        self.register(self.sharded_param)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -326,7 +335,7 @@ class FSDPParam:
             raise FSDPError(f"{self.name}: unsharded before it was all-gathered")
         self._unsharded.complete()
         self._unsharded.param.requires_grad_(self.sharded_param.requires_grad)
-        self._register(self._unsharded.param)
+        self.register(self._unsharded.param)
         self._post_forward = None
         self.state = ShardedState.UNSHARDED
 
@@ -337,7 +346,7 @@ class FSDPParam:
 
     def to_sharded(self) -> None:
         """Register the sharded parameter and free all other memory."""
-        self._register(self.sharded_param)
+        self.register(self.sharded_param)
         self._free()
         self._post_forward = None
         self.state = ShardedState.SHARDED
@@ -357,12 +366,17 @@ class FSDPParam:
         self._post_forward = (kept, self.spec.after_forward)
         self.state = ShardedState.SHARDED_POST_FORWARD
 
-    def _register(self, param: nn.Parameter) -> None:
+    def register(self, param: nn.Parameter) -> None:
+        """Register ``param`` wherever the parameter is used."""
         for module, name in self.info.places():
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = param
-            else:
+                continue
+            self.is_registering = True
+            try:
                 setattr(module, name, param)
+            finally:
+                self.is_registering = False
 
 
 def _without_memory(like: Tensor) -> Tensor:

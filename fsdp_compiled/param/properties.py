@@ -63,6 +63,31 @@ class ShardedModule:
         _relink(self)
         return self
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take ``param`` in place of a sharded one, as ``module.weight = ...`` and ``assign=True`` do.
+
+        Raises:
+            TypeError: it is no DTensor.
+            ValueError: it has another shape or other placements.
+        """
+        replaced = self.__dict__.get("_fsdp_params", {}).get(name)
+        if replaced is None or replaced.is_registering:
+            super().register_parameter(name, param)  # type: ignore[misc]
+            return
+        replaced.check_replacement(param)
+        _reshard_units(self)
+        replaced.register(param)
+        _relink(self)
+
+    def __delattr__(self, name: str) -> None:
+        sharded = self.__dict__.get("_fsdp_params", {}).get(name)
+        if sharded is not None:
+            raise AttributeError(
+                f"{sharded.name}: expected to stay after fully_shard, which all-gathers it with its unit; "
+                "delete it before"
+            )
+        super().__delattr__(name)
+
 
 def _reader(name: str) -> property:
     def read(module: ShardedModule) -> Tensor | None:
@@ -72,6 +97,8 @@ def _reader(name: str) -> property:
                 return param.traced()
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return param.traced()
+        if name not in module._parameters:  # type: ignore[attr-defined]
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
         return module._parameters[name]  # type: ignore[attr-defined]
 
     skip_code(read.__code__)

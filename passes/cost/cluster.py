@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ class Link:
     knee_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _positive(self, ("bytes_per_s", "reduce_factor"))
+        _check_numbers(self, may_be_0=("latency_us", "hop_us", "knee_bytes"))
 
     def collective_us(self, size_bytes: int, world: int, reduces: bool = False) -> float:
         """Return the time to all-gather or reduce ``size_bytes``, counted unsharded, over ``world`` ranks.
@@ -84,7 +85,10 @@ class Cluster:
     host_bytes_per_s: float = 64e9
 
     def __post_init__(self) -> None:
-        _positive(self, ("flops_16bit", "flops_32bit", "memory_bytes_per_s", "ranks_per_node", "host_bytes_per_s"))
+        _check_numbers(self, may_be_0=("kernel_us", "compute_blocked_fraction", "piece_us"))
+        for name in ("intra", "inter"):
+            if not isinstance(getattr(self, name), Link):
+                raise TypeError(f"Cluster.{name}: expected a Link, got {getattr(self, name)!r}")
         fraction = self.compute_blocked_fraction
         if not 0.0 <= fraction <= 1.0:
             raise ValueError(f"Cluster.compute_blocked_fraction: expected 0 to 1, got {fraction}")
@@ -165,11 +169,16 @@ class AllGatherTimes(NamedTuple):
     unpack_us: float
 
 
-def _positive(record: object, fields: tuple[str, ...]) -> None:
-    for field in fields:
-        value = getattr(record, field)
-        if not value > 0:
-            raise ValueError(f"{type(record).__name__}.{field}: expected more than 0, got {value}")
+def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
+    """Raise unless every field that is a number is positive and finite; those named may be 0."""
+    for field in fields(record):
+        value, least = getattr(record, field.name), "0 or more" if field.name in may_be_0 else "more than 0"
+        if field.type not in ("int", "float"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise TypeError(f"{type(record).__name__}.{field.name}: expected {least}, got {value!r}")
+        if not (0 <= value < inf) or (value == 0 and field.name not in may_be_0):
+            raise ValueError(f"{type(record).__name__}.{field.name}: expected {least}, got {value}")
 
 
 # NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
@@ -246,5 +255,8 @@ def description(device: torch.device) -> tuple[str, int]:
     """Return all that :func:`detect` looks at, which compile-cache keys must hold."""
     is_gpu = device.type == "cuda" and torch.cuda.is_available()
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU" if device.type == "cpu" else device.type
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    given = os.environ.get("LOCAL_WORLD_SIZE") or "0"
+    if not given.isdecimal():
+        raise ValueError(f"LOCAL_WORLD_SIZE: expected the number of ranks on this machine, got {given!r}; unset it")
+    local = int(given)
     return name, local or (torch.cuda.device_count() if is_gpu else 0) or CLUSTERS["CPU"].ranks_per_node

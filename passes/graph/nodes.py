@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch import fx
 
-from ...sharding.spec import AllGatherBucket, CommSpec, ReductionBucket, Stage
+from ...sharding.spec import AllGatherBucket, CommSpec, ParamSpec, ReductionBucket, Stage
 
 NAMESPACE = "fsdp_compiled"
 UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
@@ -123,6 +125,20 @@ def is_getitem(node: fx.Node) -> bool:
 def computes_on(node: fx.Node) -> torch.device:
     """Return the device where compute uses what an ``unshard`` makes, or makes what a ``reduce_grad`` takes."""
     return value_of(source_of(node) if is_reduce_grad(node) else node).device
+
+
+def params_of(graph: fx.Graph) -> dict[fx.Node, ParamSpec]:
+    """Return what travels at each node. Models of one class name units alike; in one graph they are numbered."""
+    met, params = Counter[tuple[bool, str, str]](), dict[fx.Node, ParamSpec]()
+    for node in filter(travels, graph.nodes):
+        param = spec_of(node).param
+        place = (is_unshard(node), param.unit, param.name)
+        if met[place]:
+            outermost, dot, rest = param.unit.partition(".")
+            param = replace(param, unit=f"{outermost}#{met[place]}{dot}{rest}")
+        met[place] += 1
+        params[node] = param
+    return params
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -66,13 +66,13 @@ class _Reader:
 def opaque_requests(graph: fx.Graph, opaque: Sequence[fx.Node], cluster: Cluster) -> Requests:
     """Return what the opaque nodes of ``graph`` ask for; a request's index is its node's."""
     read = _Reader(Compute(graph, set(opaque).__contains__), cluster)
-    all_gathers, reductions = [], []
+    params, all_gathers, reductions = nodes.params_of(graph), [], []
     for node in opaque:
         spec, source = nodes.spec_of(node), nodes.source_of(node)
         if nodes.is_unshard(node):
-            all_gathers.append(read.all_gather(spec.param, spec.all_gather, source, node))
+            all_gathers.append(read.all_gather(params[node], spec.all_gather, source, node))
         else:
-            reductions.append(read.reduction(spec.param, spec.reduction, source, node))
+            reductions.append(read.reduction(params[node], spec.reduction, source, node))
     all_gathers.sort(key=lambda request: request.task.first)
     reductions.sort(key=lambda request: request.task.ready)
     return Requests(read.compute.time(cluster), tuple(all_gathers), tuple(reductions), cluster)

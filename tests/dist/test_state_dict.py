@@ -29,6 +29,7 @@ from tests.training import (
     MLP,
     MODES,
     assert_close,
+    assert_trains_like_one_process,
     batches,
     full,
     full_params,
@@ -332,3 +333,30 @@ def test_a_full_state_dict_into_a_model_made_on_the_meta_device(mode):
     model, call = meta()
     model.load_state_dict(_sharded(mode, _other())[0].state_dict(), assign=True)
     assert train(model, call, batches(*DATA), square_loss) == want
+
+
+@row("state dict")
+@each_mode
+@on_ranks(2)
+def test_a_parameter_assigned_before_the_first_forward_is_trained(mode):
+    alone, model = MLP(width=9, hidden=5), MLP(width=9, hidden=5)  # uneven
+    call = shard(model, mode)
+    weight = model.blocks[0][0].weight
+    model.blocks[0][0].weight = nn.Parameter(
+        distribute_tensor(full(weight).detach() * 2, weight.device_mesh, weight.placements)
+    )
+    assert model.blocks[0][0].weight is not weight
+    with torch.no_grad():
+        alone.blocks[0][0].weight *= 2
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
+
+
+@row("tied and shared")
+@each_mode
+@on_ranks(2)
+def test_parameters_tied_after_they_were_sharded(mode):
+    alone, model = MLP(width=9, hidden=5), MLP(width=9, hidden=5)  # uneven
+    call = shard(model, mode)
+    for each in (alone, model):
+        each.blocks[1][0].weight = each.blocks[0][0].weight
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
