@@ -97,9 +97,10 @@ def _reader(name: str) -> property:
                 return param.traced()
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return param.traced()
-        if name not in module._parameters:  # type: ignore[attr-defined]
-            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-        return module._parameters[name]  # type: ignore[attr-defined]
+        try:
+            return module._parameters[name]  # type: ignore[attr-defined]
+        except KeyError:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}") from None
 
     skip_code(read.__code__)
     return property(read)

@@ -172,9 +172,9 @@ class AllGatherTimes(NamedTuple):
 def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
     """Raise unless every field that is a number is positive and finite; those named may be 0."""
     for field in fields(record):
-        value, least = getattr(record, field.name), "0 or more" if field.name in may_be_0 else "more than 0"
         if field.type not in ("int", "float"):
             continue
+        value, least = getattr(record, field.name), "0 or more" if field.name in may_be_0 else "more than 0"
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"{type(record).__name__}.{field.name}: expected {least}, got {value!r}")
         if not (0 <= value < inf) or (value == 0 and field.name not in may_be_0):
