@@ -7,8 +7,8 @@ from .api import (
     options,
     register_fsdp_forward_method,
 )
-from .collectives import AllGather, Comm, ReduceScatter
-from .errors import FSDPError
+from .collectives import AllGather, Comm, ReduceScatter, set_rank_agreement
+from .errors import FSDPError, RankFailureError, RankMismatchError
 from .hooks.context import GradientReductionHandle
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
 from .optim import step_on_shards
@@ -36,6 +36,8 @@ __all__ = [
     "HSDPMeshInfo",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "RankFailureError",
+    "RankMismatchError",
     "ReduceScatter",
     "SchedulePolicy",
     "ShardPlacementResult",
@@ -45,6 +47,7 @@ __all__ = [
     "fully_shard_with_compiled_compute",
     "options",
     "register_fsdp_forward_method",
+    "set_rank_agreement",
     "share_comm_ctx",
     "step_on_shards",
 ]

@@ -1,5 +1,13 @@
-"""The library's own error: a broken invariant, never a user's mistake."""
+"""The library's own errors: a broken invariant, or ranks that differ or fail."""
 
 
 class FSDPError(RuntimeError):
-    """The library found its own state inconsistent. Users' mistakes raise ValueError or TypeError."""
+    """The library found its own state inconsistent. Users' mistakes in arguments raise ValueError or TypeError."""
+
+
+class RankMismatchError(FSDPError):
+    """Ranks were about to start different collectives, or one did not come to any; nothing was started."""
+
+
+class RankFailureError(FSDPError):
+    """Another rank has failed while this one waited for it in a collective."""

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import inductor
+from .agree import Agree
 from .bucket import Bucket
 from .cost import CLUSTERS, Cluster, Link
 from .inductor import Pass, Pipeline, beside_users_passes
@@ -24,6 +25,7 @@ from .reshard import Reshard
 
 __all__ = [
     "CLUSTERS",
+    "Agree",
     "Bucket",
     "Cluster",
     "Link",
@@ -59,6 +61,7 @@ def post_grad(policy: SchedulePolicy) -> tuple[Pass, ...]:
         Bucket(policy),  # every collective costs a launch, and an exposed one costs all its time
         Lower(),  # one launch and one wait for each collective, which the next pass moves apart
         Reorder(policy),  # a collective that is waited for at once is fully exposed
+        Agree(policy),  # ranks that differ would hang, or compute with each other's numbers
     )
 
 

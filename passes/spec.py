@@ -94,11 +94,18 @@ def _result_that_is_not_there(graph: fx.Graph) -> Iterator[str]:
                 yield f"{user.name} takes result {user.args[1]} of {results}"
 
 
+def _contract_elsewhere(graph: fx.Graph) -> Iterator[str]:
+    for place, node in enumerate(filter(nodes.is_launch, graph.nodes)):
+        if place and nodes.contract_at(node) is not None:
+            yield f"{node.name} carries the graph's contract, but launches after another"
+
+
 RULES: dict[str, Callable[[fx.Graph], Iterator[str]]] = {
     "order": _used_before_defined,
     "launch and wait": _launch_without_its_wait,
     "wait and launch": _wait_without_a_launch,
     "stages": _stage_out_of_turn,
     "bucket": _bucket_of_other_tensors,
+    "contract": _contract_elsewhere,
     "results": _result_that_is_not_there,
 }

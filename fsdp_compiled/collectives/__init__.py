@@ -4,6 +4,7 @@ It knows tensors and what travels (:mod:`sharding`). It must not know modules, u
 """
 
 from . import bucket_operators as bucket_operators
+from .agreement import agree, attend, report_failure, set_rank_agreement
 from .all_gather import launch_all_gather
 from .interfaces import AllGather, Comm, Hook, ReduceScatter, register
 from .operators import reduce_grad, unshard, with_gradient
@@ -17,12 +18,16 @@ __all__ = [
     "Hook",
     "Pending",
     "ReduceScatter",
+    "agree",
+    "attend",
     "launch_all_gather",
     "launch_reduction",
     "launch_replica_reduction",
     "padded_shard",
     "reduce_grad",
     "register",
+    "report_failure",
+    "set_rank_agreement",
     "take_shard",
     "unshard",
     "with_gradient",

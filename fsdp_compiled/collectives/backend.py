@@ -15,6 +15,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 
+from ..errors import RankFailureError
+from . import peers
+
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
@@ -58,9 +61,20 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
 
 
 def wait(work: dist.Work | None) -> None:
-    """Let the current stream, or on the CPU the host, wait for ``work``."""
-    if work is not None:
+    """Let the current stream, or on the CPU the host, wait for ``work``.
+
+    Raises:
+        RankFailureError: it failed, and another rank has reported an error.
+    """
+    if work is None:
+        return
+    try:
         work.wait()
+    except RuntimeError as error:
+        failure = peers.failure()
+        if not failure:
+            raise
+        raise RankFailureError(f"{failure}; this rank waited for it in a collective") from error
 
 
 def _known(tensor: Tensor) -> Tensor:

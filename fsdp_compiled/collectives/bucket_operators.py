@@ -17,8 +17,10 @@ from torch import Tensor
 
 from ..errors import FSDPError
 from ..passes.graph import nodes
+from ..sharding.contract import Contract
 from ..sharding.spec import AllGatherBucket, ReductionBucket
 from . import reduction
+from .agreement import agree
 from .all_gather import compute_device, launch_all_gather, unpadded
 from .library import define
 from .streams import Pending
@@ -44,19 +46,26 @@ def _take(handle: Tensor) -> Any:
     return carried
 
 
-def _fake_handle(inputs: Sequence[Tensor], text: str) -> Tensor:
+def _agree(contract: str) -> None:
+    """Agree with the other ranks on the whole graph, before its first launch."""
+    if contract:
+        agree(Contract.unpack(contract))
+
+
+def _fake_handle(inputs: Sequence[Tensor], text: str, contract: str = "") -> Tensor:
     return inputs[0].new_empty(1, dtype=torch.uint8)
 
 
 # ---- all-gather ----
 
 
-def _launch_all_gather(shards: Sequence[Tensor], text: str) -> Tensor:
+def _launch_all_gather(shards: Sequence[Tensor], text: str, contract: str = "") -> Tensor:
+    _agree(contract)
     bucket = AllGatherBucket.decode(text)
     return _handle(compute_device(shards, bucket), launch_all_gather(shards, bucket))
 
 
-def _launch_all_gather_fake(shards: Sequence[Tensor], text: str) -> Tensor:
+def _launch_all_gather_fake(shards: Sequence[Tensor], text: str, contract: str = "") -> Tensor:
     return shards[0].new_empty(1, dtype=torch.uint8, device=compute_device(shards, AllGatherBucket.decode(text)))
 
 
@@ -73,8 +82,9 @@ def _wait_all_gather_fake(handle: Tensor, text: str) -> list[Tensor]:
 # ---- reduction ----
 
 
-def _launch_reduction_stage(stage: str, inputs: Sequence[Tensor], text: str) -> Tensor:
+def _launch_reduction_stage(stage: str, inputs: Sequence[Tensor], text: str, contract: str = "") -> Tensor:
     """Start a stage on gradients, or on what the handle of the stage before carries."""
+    _agree(contract)
     bucket = ReductionBucket.decode(text)
     packed = reduction.pack(inputs, bucket).view(-1) if stage == bucket.stages[0] else _take(inputs[0])
     is_last = stage == bucket.stages[-1]

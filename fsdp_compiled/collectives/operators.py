@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..passes.graph import nodes
+from ..sharding.contract import contract_of
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
 from . import reference
+from .agreement import agree
 from .all_gather import launch_all_gather, unpadded
 from .backend import process_group
 from .library import define, differentiate
@@ -89,6 +91,7 @@ def _unshard(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor 
     spec = _spec_for(shard, text)
     layout = spec.layout
     bucket = AllGatherBucket(spec.all_gather, (spec.param,), into_place=layout.dim == 0 and not spec.all_gather.comm)
+    agree(contract_of(bucket))
     (padded,) = launch_all_gather([shard], bucket).wait()
     return unpadded(padded, layout)
 
@@ -111,7 +114,9 @@ def meta_parameter(name: str) -> str:
 
 def _reduce_grad(grad: Tensor, text: str) -> Tensor:
     spec = CommSpec.decode(text)
-    pending = launch_reduction([grad], ReductionBucket(spec.reduction, (spec.param,), inputs_persist=True))
+    bucket = ReductionBucket(spec.reduction, (spec.param,), inputs_persist=True)
+    agree(contract_of(bucket))
+    pending = launch_reduction([grad], bucket)
     (reduced,) = pending.wait()
     if spec.reduction.to_host:
         pending.wait_on_host()

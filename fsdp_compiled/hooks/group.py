@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import Pending, launch_all_gather, launch_reduction, launch_replica_reduction
+from ..collectives import Pending, agree, launch_all_gather, launch_reduction, launch_replica_reduction
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..passes.cost.cluster import gathers_into_place
+from ..sharding.contract import Contract, contract_of
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
 
 Bucket = TypeVar("Bucket", AllGatherBucket, ReductionBucket)
@@ -29,12 +30,14 @@ class _AllGather:
     """One all-gather of a group: whose inputs, in which bucket, and the work under way."""
 
     bucket: AllGatherBucket
+    contract: Contract
     members: list[_Member]
     inputs: list[Tensor]
     pending: Pending[Sequence[Tensor]] | None = None
 
     def launch(self, outputs: Callable[[], dict[FSDPParam, Sequence[Tensor]]]) -> None:
         inputs, self.inputs = self.inputs, []
+        agree(self.contract)
         self.pending = launch_all_gather(
             inputs, self.bucket, lambda: [outputs()[param][number] for param, number in self.members]
         )
@@ -73,21 +76,24 @@ class FSDPParamGroup:
     _all_gathers: list[_AllGather] = field(default_factory=list, repr=False)
     _reductions: list[_Reduction] = field(default_factory=list, repr=False)
     _to_host: list[tuple[_Reduction, list[Tensor]]] = field(default_factory=list, repr=False)
-    _buckets: dict[Hashable, tuple[object, Any]] = field(default_factory=dict, repr=False)
+    _buckets: dict[Hashable, tuple[object, Any, Contract]] = field(default_factory=dict, repr=False)
 
     @property
     def is_unsharded(self) -> bool:
         """Whether the unsharded parameters are registered."""
         return self.params[0].state is ShardedState.UNSHARDED
 
-    def _bucket(self, make: Callable[[Sequence[CommSpec]], Bucket], specs: Sequence[CommSpec]) -> Bucket:
-        """Return ``make(specs)``, made once for these very specs: to hash records in every step is slow."""
+    def _bucket(
+        self, make: Callable[[Sequence[CommSpec]], Bucket], specs: Sequence[CommSpec]
+    ) -> tuple[Bucket, Contract]:
+        """Return ``make(specs)`` and its contract, made once for these very specs: hashing records is slow."""
         key = (make, *map(id, specs))
         if key not in self._buckets:
             if len(self._buckets) >= _BUCKETS:
                 self._buckets.clear()
-            self._buckets[key] = (specs, make(specs))  # specs are kept, so that their ids stay theirs
-        return self._buckets[key][1]
+            bucket = make(specs)
+            self._buckets[key] = (specs, bucket, contract_of(bucket))  # specs are kept, so that their ids stay theirs
+        return self._buckets[key][1:]
 
     # ---- unshard and reshard ----
 
@@ -111,7 +117,7 @@ class FSDPParamGroup:
                 found.setdefault(spec.all_gather.dtype, []).append(((param, number), shard, spec))
         return [
             _AllGather(
-                self._bucket(self._all_gather_bucket, [spec for *_, spec in each]),
+                *self._bucket(self._all_gather_bucket, [spec for *_, spec in each]),
                 [member for member, *_ in each],
                 [shard for _, shard, _ in each],
             )
@@ -183,7 +189,9 @@ class FSDPParamGroup:
             return
         params, grads = [param for param, _ in ready], [grad for _, grad in ready]
         is_partial = not self.unit.config.all_reduce_grads
-        bucket = self._bucket(_partial_bucket if is_partial else _complete_bucket, [param.spec for param in params])
+        make = _partial_bucket if is_partial else _complete_bucket
+        bucket, contract = self._bucket(make, [param.spec for param in params])
+        agree(contract)
         earlier = [] if is_partial else [param.partial_grad.take() for param in params]
         self._reductions.append(_Reduction(params, launch_reduction(grads, bucket, earlier), is_partial))
 
@@ -195,7 +203,8 @@ class FSDPParamGroup:
         parts = [(param, part) for param in self.params if (part := param.partial_grad.take()) is not None]
         if parts:
             params = [param for param, _ in parts]
-            bucket = self._bucket(_complete_bucket, [param.spec for param in params])
+            bucket, contract = self._bucket(_complete_bucket, [param.spec for param in params])
+            agree(contract.by_group[bucket.spec.replicas.name])
             pending = launch_replica_reduction([part for _, part in parts], bucket)
             self._reductions.append(_Reduction(params, pending))
 

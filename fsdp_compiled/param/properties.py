@@ -18,6 +18,7 @@ from torch import Tensor, nn
 # function into a caller that it traces.
 from torch._dynamo.eval_frame import skip_code
 
+from ..collectives import attend, report_failure
 from .param import FSDPParam
 from .placement import ShardedState
 
@@ -145,10 +146,12 @@ class TracedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        attend()
         self._fsdp_state.mirror_leaves(True)
         try:
             return self._fsdp_call(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            report_failure(error)
             self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise
         finally:

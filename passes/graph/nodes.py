@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import fx
 
+from ...sharding.contract import Contract
 from ...sharding.spec import AllGatherBucket, CommSpec, ParamSpec, ReductionBucket, Stage
 
 NAMESPACE = "fsdp_compiled"
@@ -33,8 +34,11 @@ BUCKET = "fsdp_compiled_bucket"  # key in the meta of an opaque node: the number
 
 
 def launch_schema(stage: str) -> str:
-    """Return the schema of the operator that starts a stage, on tensors or on the handle of the stage before."""
-    return f"launch_{stage}(Tensor[] inputs, str bucket) -> Tensor"
+    """Return the schema of the operator that starts a stage, on tensors or on the handle of the stage before.
+
+    A graph's first launch carries what ranks have to agree on before it, see :class:`Contract`.
+    """
+    return f"launch_{stage}(Tensor[] inputs, str bucket, str contract='') -> Tensor"
 
 
 def wait_schema(stage: str) -> str:
@@ -190,6 +194,16 @@ def insert_take_shard(before: fx.Node, unsharded: fx.Node, spec: CommSpec) -> fx
     group = spec.post_forward
     args = (unsharded, spec.param.dim, group.world, group.name)
     return insert(before, torch.ops.fsdp_compiled.take_shard.default, *args)
+
+
+def set_contract(launch: fx.Node, contract: Contract) -> None:
+    """Let ranks agree on ``contract`` before ``launch``."""
+    launch.args = (*launch.args[:2], contract.pack())
+
+
+def contract_at(launch: fx.Node) -> Contract | None:
+    """Return what ranks agree on before ``launch``."""
+    return Contract.unpack(str(launch.args[2])) if len(launch.args) > 2 else None
 
 
 def insert_stage(

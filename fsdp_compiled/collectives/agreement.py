@@ -1,0 +1,212 @@
+"""Ranks agree on what they are about to start before they start it, through the store of the process group.
+
+Whatever follows something else on a group for the first time, a graph or a single collective of a hook, is compared
+by all ranks of that group first: each posts a digest, the last to arrive compares and posts the verdict. A collective
+would do for that only if ranks agreed already. What ranks have agreed on may follow again without asking: the steady
+state looks one pair up. It knows process groups and contracts; it must not know units, or graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # see peers.py
+
+from ..errors import RankFailureError, RankMismatchError
+from ..passes.inductor import source_hash
+from ..sharding.contract import Contract
+from . import mismatch, peers
+from .backend import process_group
+
+_LONGEST_PAUSE_S = 0.1  # between two looks at the store
+_ATTENTION_S = 1.0  # how often a rank that waits looks whether others compile or have failed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Whether ranks agree, and how long one waits for another that neither comes nor compiles."""
+
+    enabled: bool = True
+    deadline: timedelta | None = None  # None for the process group's timeout
+
+
+_setting = Setting()
+
+
+def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = None) -> None:
+    """Let ranks agree on collectives before they start them, which they do by default, or not.
+
+    Whatever runs for the first time is compared through the process group's store: every collective of an uncompiled
+    model, and every compiled graph as a whole. Ranks that differ raise :class:`RankMismatchError`, which names the
+    first difference, before anything is started. Afterwards nothing is sent. Call it alike on all ranks.
+
+    Args:
+        enabled: False never compares.
+        deadline: how long a rank waits for one that does not come; while that one compiles, time does not count.
+            None: the process group's timeout.
+
+    Raises:
+        TypeError: not a bool, or not a timedelta.
+        ValueError: ``deadline`` is not positive.
+    """
+    global _setting
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: expected a bool, got {enabled!r} of {type(enabled).__name__}")
+    if deadline is not None and not isinstance(deadline, timedelta):
+        raise TypeError(f"deadline: expected a timedelta or None, got {deadline!r} of {type(deadline).__name__}")
+    if deadline is not None and deadline <= timedelta(0):
+        raise ValueError(f"deadline: expected a positive time, got {deadline}")
+    _setting = Setting(enabled, deadline)
+
+
+def attend() -> None:
+    """Keep other ranks informed; called when a model's forward begins."""
+    if _setting.enabled:
+        peers.attend()
+
+
+def report_failure(error: BaseException) -> None:
+    """Tell other ranks why this one does not come."""
+    if _setting.enabled:
+        peers.report_failure(error)
+
+
+def agree(contract: Contract) -> None:
+    """Return once all ranks of the contract's groups are known to be about to start the same.
+
+    Raises:
+        RankMismatchError: ranks differ, or one did not come before the deadline.
+        RankFailureError: a rank that did not come has failed.
+    """
+    if not _setting.enabled:
+        return
+    for name, part in contract.by_group.items():
+        ledger = _ledger(process_group(name))
+        if ledger is not None:
+            ledger.enter(part)
+
+
+@dataclass(eq=False)
+class _Ledger:
+    """What the ranks of one process group have agreed on."""
+
+    store: Store
+    rank: int  # of this process in the group
+    ranks: tuple[int, ...]  # of the group, by their numbers in the default group
+    timeout: timedelta
+    agreed: set[tuple[str, str]] = field(default_factory=set)  # digests of what may follow what
+    previous: str = ""  # the digest of what ran last
+    exchanged: int = 0
+
+    def enter(self, contract: Contract) -> None:
+        """Note that ``contract`` runs next; ask the other ranks if it has not followed the previous one before."""
+        if (self.previous, contract.digest) not in self.agreed:
+            self._ask(contract)
+            self.agreed.add((self.previous, contract.digest))
+        self.previous = contract.digest
+
+    def _ask(self, contract: Contract) -> None:
+        prefix = f"fsdp_compiled/agreement/{self.exchanged}"
+        self.exchanged += 1
+        post = {"versions": versions(), "after": self.previous, "contract": contract.encode()}
+        self.store.set(f"{prefix}/post/{self.rank}", json.dumps(post))
+        digest = f"{contract.digest} {self.previous} {versions()}"
+        self.store.set(f"{prefix}/digest/{self.rank}", digest)
+        if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks) and not self._is_decided(prefix):
+            self.store.set(f"{prefix}/verdict", self._verdict(prefix))
+        else:
+            self._wait(prefix, contract)
+        verdict = self.store.get(f"{prefix}/verdict").decode()
+        if verdict:
+            raise RankMismatchError(verdict)
+
+    def _is_decided(self, prefix: str) -> bool:
+        return self.store.check([f"{prefix}/verdict"])
+
+    def _verdict(self, prefix: str) -> str:
+        """Compare what all ranks have posted; return "" if they agree, else in what they do not."""
+        digests = _values(self.store, [f"{prefix}/digest/{rank}" for rank in range(len(self.ranks))])
+        odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if odd is None:
+            return ""
+        sides = [[self.ranks[r] for r, digest in enumerate(digests) if digest == digests[one]] for one in (0, odd)]
+        posts = [json.loads(post) for post in _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)])]
+        return mismatch.difference(sides, posts)
+
+    def _wait(self, prefix: str, contract: Contract) -> None:
+        """Return when there is a verdict."""
+        pause, seen = 0.0005, time.monotonic()
+        allowed = (_setting.deadline or self.timeout).total_seconds()
+        looked, beats = seen, dict.fromkeys(self.ranks, 0)
+        while not self._is_decided(prefix):
+            time.sleep(pause)
+            pause, now = min(pause * 1.3, _LONGEST_PAUSE_S), time.monotonic()
+            if now - looked < min(_ATTENTION_S, allowed):
+                continue
+            looked = now
+            missing = [rank for r, rank in enumerate(self.ranks) if not self.store.check([f"{prefix}/post/{r}"])]
+            if missing and (failure := peers.failure()):
+                raise RankFailureError(f"{failure}; this rank waited for it before {mismatch.described(contract)}")
+            count = {rank: peers.beats(rank) for rank in missing}
+            if any(count[rank] != beats[rank] for rank in missing):
+                seen = now
+            beats |= count
+            if now - seen > allowed:
+                self.store.set(f"{prefix}/verdict", self._absent(missing, contract, allowed))
+
+    def _absent(self, missing: Sequence[int], contract: Contract, allowed: float) -> str:
+        last = "; ".join(f"rank {rank} {self._last_post(self.ranks.index(rank))}" for rank in missing)
+        return (
+            f"{mismatch.ranks(missing)} neither came to {mismatch.described(contract)} nor compiled for {allowed:g} s: "
+            f"{last}. Look there for another path through the program or an error, or allow more time by "
+            "set_rank_agreement(deadline=)"
+        )
+
+    def _last_post(self, rank: int) -> str:
+        for number in reversed(range(self.exchanged)):
+            key = f"fsdp_compiled/agreement/{number}/post/{rank}"
+            if self.store.check([key]):
+                contract = Contract.decode(json.loads(self.store.get(key))["contract"])
+                return f"last asked for {mismatch.described(contract)}"
+        return "has asked for nothing so far"
+
+
+_ledgers: WeakKeyDictionary[dist.ProcessGroup, _Ledger | None] = WeakKeyDictionary()
+
+
+def _ledger(group: dist.ProcessGroup) -> _Ledger | None:
+    """Return the ledger of a group; None if no other process is in it."""
+    if group not in _ledgers:
+        store = peers.store_of(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _ledgers[group] = None if store is None else _Ledger(store, group.rank(), ranks, _timeout(group))
+    return _ledgers[group]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout  # type: ignore[no-any-return]
+    return dist.default_pg_timeout
+
+
+def _values(store: Store, keys: list[str]) -> list[str]:
+    values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
+    return [value.decode() for value in values]
+
+
+@cache
+def versions() -> str:
+    """Return what must be the same on every rank whatever it runs: the library, by its source, and torch."""
+    return f"fsdp_compiled {source_hash(Path(__file__).parents[1])[:12]}, torch {torch.__version__}"

@@ -1,0 +1,89 @@
+"""What the ranks of a process group must agree on before they start collectives, as records that can be compared.
+
+Pure facts: how ranks compare them is not known here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from base64 import b85decode, b85encode
+from dataclasses import dataclass
+from functools import cache, cached_property
+from hashlib import sha256
+
+import torch
+
+from .spec import AllGatherBucket, AllGatherSpec, Bucket, ParamSpec, ReductionBucket, Text
+
+
+@dataclass(frozen=True)
+class Collective(Text):
+    """One collective as every rank of its group must see it."""
+
+    group: str  # name of the process group
+    kind: str  # "all-gather", "reduce-scatter" or "all-reduce"
+    how: str  # the dtype that travels and, of a reduction, how the sum becomes a mean
+    params: tuple[str, ...]  # name, dtype and shape of each parameter, in packing order
+
+
+@dataclass(frozen=True)
+class Contract(Text):
+    """Collectives that ranks agree on at once: one that a hook starts, or all of a graph, in order of launch.
+
+    ``basis`` is what they were decided from, "name: value" each. It is not compared, but tells why ranks differ.
+    """
+
+    collectives: tuple[Collective, ...]
+    basis: tuple[str, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """The same for the same collectives in the same order."""
+        return sha256(Contract(self.collectives).encode().encode()).hexdigest()
+
+    @cached_property
+    def by_group(self) -> dict[str, Contract]:
+        """What each process group has to agree on, by its name: its own collectives."""
+        names = dict.fromkeys(each.group for each in self.collectives)
+        return {
+            name: Contract(tuple(each for each in self.collectives if each.group == name), self.basis)
+            for name in names
+        }
+
+    def pack(self) -> str:
+        """Return a short text for a graph to carry."""
+        return b85encode(zlib.compress(self.encode().encode(), 9)).decode()
+
+    @classmethod
+    @cache
+    def unpack(cls, text: str) -> Contract:
+        """Read back what :meth:`pack` wrote: the same record for the same text."""
+        return cls.decode(zlib.decompress(b85decode(text)).decode())
+
+
+def collectives_of(bucket: Bucket) -> tuple[Collective, ...]:
+    """Return the collectives of a bucket that involve other ranks, in order."""
+    spec, params = bucket.spec, tuple(map(_described, bucket.params))
+    how = f"sent as {_word(spec.dtype)}"
+    if isinstance(spec, AllGatherSpec):
+        groups = {"all-gather": spec.group}
+    else:
+        groups = {"reduce-scatter": spec.shards, "all-reduce": spec.replicas}
+        scaling = spec.scaling
+        how += f" ({scaling.op}, divided by {scaling.pre_divide:g} before and {scaling.post_divide:g} after)"
+    how += f" by communicator {spec.comm}" if spec.comm else ""
+    return tuple(Collective(group.name, kind, how, params) for kind, group in groups.items() if group.world > 1)
+
+
+def contract_of(bucket: AllGatherBucket | ReductionBucket) -> Contract:
+    """Return what ranks have to agree on before a bucket travels alone."""
+    return Contract(collectives_of(bucket))
+
+
+def _described(param: ParamSpec) -> str:
+    dim = f" sharded along dim {param.dim}" if param.dim else ""
+    return f"{param.name} {_word(param.dtype)}{list(param.shape or ())}{dim}"
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

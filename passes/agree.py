@@ -1,0 +1,61 @@
+"""Writes into a graph what the ranks have to agree on before it runs.
+
+It reads the order that the passes before have decided; it must not change it, nor know how ranks agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from ..sharding.contract import Collective, Contract, collectives_of
+from .graph import nodes
+from .graph.liveness import cluster_of
+from .policy import DEFAULT, SchedulePolicy
+
+_SHAPES = 6  # of inputs, named where ranks differ
+
+
+@dataclass(frozen=True)
+class Agree:
+    """Gives the first launch the contract of all collectives. Numerics cannot change.
+
+    ::
+
+        launch_all_gather([s1, s2], bucket)  ->  launch_all_gather([s1, s2], bucket, contract)
+
+    As an argument it is there on a hit of the compile caches too, where no pass runs.
+    """
+
+    policy: SchedulePolicy = DEFAULT
+
+    def __call__(self, graph: fx.Graph) -> None:
+        launches = list(filter(nodes.is_launch, graph.nodes))
+        collectives = tuple(each for launch in launches for each in _started_by(launch))
+        if collectives:
+            nodes.set_contract(launches[0], Contract(collectives, self._basis(graph, launches)))
+
+    def _basis(self, graph: fx.Graph, launches: list[fx.Node]) -> tuple[str, ...]:
+        cluster = cluster_of(graph, self.policy.cluster)
+        return (
+            f"inputs: {_input_shapes(graph, launches)}",
+            f"schedule: {replace(self.policy, cluster=None)!r}",
+            f"cluster: {cluster.name}, {cluster.ranks_per_node} ranks on a node",
+        )
+
+
+def _started_by(launch: fx.Node) -> tuple[Collective, ...]:
+    """Return the collective of one launch; a copy to the host is none."""
+    wanted = nodes.stage_of(launch).replace("_", "-")
+    return tuple(each for each in collectives_of(nodes.bucket_of(launch)) if each.kind == wanted)
+
+
+def _input_shapes(graph: fx.Graph, launches: list[fx.Node]) -> str:
+    """Return the different shapes of the graph's inputs, but for shards."""
+    shards = {source for launch in launches for source in launch.all_input_nodes}
+    values = (n.meta.get("val") for n in graph.nodes if n.op == "placeholder" and n not in shards)
+    shapes = dict.fromkeys(str(list(value.shape)) for value in values if isinstance(value, torch.Tensor))
+    more = ", ..." if len(shapes) > _SHAPES else ""
+    return ", ".join(list(shapes)[:_SHAPES]) + more
