@@ -166,7 +166,7 @@ class _Ledger:
     def _absent(self, missing: Sequence[int], contract: Contract, allowed: float) -> str:
         last = "; ".join(f"rank {rank} {self._last_post(self.ranks.index(rank))}" for rank in missing)
         return (
-            f"{mismatch.ranks(missing)} neither came to {mismatch.described(contract)} nor compiled for {allowed:g} s: "
+            f"{mismatch.ranks(missing)} neither came to {mismatch.described(contract)} nor compiled in {allowed:g} s: "
             f"{last}. Look there for another path through the program or an error, or allow more time by "
             "set_rank_agreement(deadline=)"
         )
@@ -202,8 +202,8 @@ def _timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def _values(store: Store, keys: list[str]) -> list[str]:
-    values = store.multi_get(keys) if store.has_extended_api() else map(store.get, keys)
-    return [value.decode() for value in values]
+    extended = store.has_extended_api()  # type: ignore[attr-defined]
+    return [value.decode() for value in (store.multi_get(keys) if extended else map(store.get, keys))]
 
 
 @cache
