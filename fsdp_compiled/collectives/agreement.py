@@ -96,7 +96,7 @@ def agree(contract: Contract) -> None:
 
 
 @dataclass(eq=False)
-class _Ledger:
+class Ledger:
     """What the ranks of one process group have agreed on."""
 
     store: Store
@@ -180,15 +180,15 @@ class _Ledger:
         return "has asked for nothing so far"
 
 
-_ledgers: WeakKeyDictionary[dist.ProcessGroup, _Ledger | None] = WeakKeyDictionary()
+_ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger | None] = WeakKeyDictionary()
 
 
-def _ledger(group: dist.ProcessGroup) -> _Ledger | None:
+def _ledger(group: dist.ProcessGroup) -> Ledger | None:
     """Return the ledger of a group; None if no other process is in it."""
     if group not in _ledgers:
         store = peers.store_of(group)
         ranks = tuple(dist.get_process_group_ranks(group))
-        _ledgers[group] = None if store is None else _Ledger(store, group.rank(), ranks, _timeout(group))
+        _ledgers[group] = None if store is None else Ledger(store, group.rank(), ranks, _timeout(group))
     return _ledgers[group]
 
 
