@@ -70,7 +70,7 @@ class Search:
 
 @pytest.fixture
 def search(request, pytestconfig, capsys):
-    """Run a search for its part of the given time, say how many values were drawn, and fail with the first failure."""
+    """Run a search for its part of the given time, say how many values were drawn, and fail if one failed."""
 
     def run(strategy, check, part):
         seconds, seed = pytestconfig.getoption("seconds"), pytestconfig.getoption("seed")

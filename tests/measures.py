@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ def growing(samples: Sequence[Sample], allowed: Mapping[str, float]) -> list[str
         margin = allowed.get(name, 0.0) * steps / 3
         third = len(values) // 3
         thirds = values[:third], values[third:-third], values[-third:]
-        if all(max(before) + margin < min(after) for before, after in zip(thirds, thirds[1:], strict=False)):
+        if all(max(before) + margin < min(after) for before, after in pairwise(thirds)):
             rate = (values[-1] - values[0]) / steps
             sentences.append(f"{name} grows by {rate:.2f} a step: {', '.join(map(str, values))}")
     return sentences
