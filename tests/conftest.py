@@ -14,6 +14,9 @@ from .ranks import close_pool
 def pytest_addoption(parser):
     parser.addoption("--inductor", action="store_true", help="generate code for every compiled model; takes long")
     parser.addoption("--write-parity", action="store_true", help="write tests/PARITY.md from this run's results")
+    parser.addoption("--seconds", type=float, default=120, help="how long tests/soak.py or tests/fuzz.py run")
+    parser.addoption("--seed", type=int, default=0, help="of the first models that tests/fuzz.py draws")
+    parser.addoption("--case", help="the one model for tests/fuzz.py to train")
 
 
 def pytest_configure(config):

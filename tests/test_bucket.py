@@ -251,18 +251,33 @@ def bytes_in_flight(graph):
 @settings(max_examples=60, deadline=None)
 @given(chains(), PASSES_POLICIES, st.floats(0, 1))
 def test_the_memory_bound_holds_on_any_graph(layers, policy, room):
-    least = least_bound(layers, policy)
-    bound = least + int(room * 2000)
-    policy = SchedulePolicy(policy.bucket, policy.prefetch, bound, cluster=policy.cluster)
+    check_graph(layers, policy, room)
+
+
+def check_graph(layers, policy, room):
+    """Every parameter travels once; within the bound."""
+    bound = least_bound(layers, policy) + int(room * 2000)
+    policy = replace(policy, in_flight_bytes=bound)
     graph = build(layers)
     run(graph, policy)
-    assert bytes_in_flight(graph) <= bound * (1 + 1e-9)
+    assert bytes_in_flight(graph) <= bound
+    gathered = [("v", i) for i in range(len(layers))] + [("w", i) for i in range(len(layers))]
+    assert travelling(graph, "launch_all_gather") == sorted(f"{name}{i}" for name, i in gathered)
+    assert travelling(graph, "launch_reduce_scatter") == [
+        f"w{i}" for i, layer in enumerate(layers) if layer["trained"]
+    ]
+
+
+def travelling(graph, launch):
+    """The names of the parameters in all buckets of a kind of launch."""
+    launches = [node for node in graph.nodes if launch in str(node.target)]
+    return sorted(param.name for node in launches for param in nodes.bucket_of(node).params)
 
 
 def least_bound(layers, policy):
     """The least bound that the error for too small a bound asks for."""
     try:
-        run(build(layers), SchedulePolicy(policy.bucket, policy.prefetch, 1, cluster=policy.cluster))
+        run(build(layers), replace(policy, in_flight_bytes=1))
     except ValueError as error:
         return int(re.search(r"expected at least (\d+)", str(error)).group(1))
     return 1

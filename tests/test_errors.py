@@ -175,10 +175,12 @@ def test_parameters_tied_across_units_of_different_policies():
     fully_shard(model.layers[0])
     _assert_refused(
         ValueError,
-        r"layers\.1\.weight: is the same parameter as weight of unit .*; expected the same mp_policy for both, got",
+        r"layers\.1\.weight: is the same parameter as weight of unit .*; expected the same param_dtype and "
+        r"reduce_dtype for both, got \(torch\.float32, torch\.float32\) there and \(torch\.bfloat16, ",
         model,
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     )
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))  # concerns no parameter
 
 
 def test_a_smaller_group_needs_the_whole_world():

@@ -175,26 +175,36 @@ def test_with_a_given_prefetch_and_room_the_order_of_launches_follows_from_no_es
     assert launched(lambda us: us) == launched(lambda us: slower * us + 1.0)
 
 
-@given(loads(), st.integers(0, 60), st.sampled_from([None, 0, 1, 3]))
+ROOMS, PREFETCHES = st.integers(0, 60), st.sampled_from([None, 0, 1, 3])
+
+
+@given(loads(), ROOMS, PREFETCHES)
 def test_any_schedule_is_legal_and_inside_its_bound(load, room, prefetch):
+    check_schedule(load, room, prefetch)
+
+
+def check_schedule(load, room, prefetch):
+    """Every launch and wait once, in turn, where inputs exist and results are read; within the bound; repeatable."""
     bound = max(tasks.least_bytes(load)) + room
     actions = schedule.decide(load, bound, prefetch)
-    assert max(tasks.bytes_in_flight(load, actions)) <= bound
+    assert actions == schedule.decide(load, bound, prefetch)
+    assert max(bytes_by_a_walk(load, actions)) <= bound
     assert [a.position for a in actions] == sorted(a.position for a in actions)
     where = {(a.verb, a.kind, a.index): (i, a.position) for i, a in enumerate(actions)}
     assert len(where) == len(actions)
     for index, gather in enumerate(load.all_gathers):
-        launch, wait = where["launch", "all_gather", index], where["wait", "all_gather", index]
+        launch, wait = where.pop(("launch", "all_gather", index)), where.pop(("wait", "all_gather", index))
         assert gather.earliest <= launch[1] <= wait[1] == gather.first
         assert launch < wait
     for index, reduction in enumerate(load.reductions):
-        launch, wait = where["launch", "reduction", index], where["wait", "reduction", index]
+        launch, wait = where.pop(("launch", "reduction", index)), where.pop(("wait", "reduction", index))
         assert reduction.ready == launch[1] <= wait[1] <= reduction.needed
         assert launch < wait
-        assert (("launch", "all_reduce", index) in where) == (reduction.all_reduce_us > 0)
         if reduction.all_reduce_us:
-            assert wait < where["launch", "all_reduce", index] < where["wait", "all_reduce", index]
-            assert where["wait", "all_reduce", index][1] <= reduction.needed
+            relaunch, complete = (where.pop((verb, "all_reduce", index)) for verb in ("launch", "wait"))
+            assert wait < relaunch < complete
+            assert complete[1] <= reduction.needed
+    assert not where
     timeline = simulate.simulate(load, actions)
     assert timeline.total_us == pytest.approx(
         sum(load.compute_us) + sum(timed.exposed_us for timed in timeline.collectives.values())
@@ -203,8 +213,12 @@ def test_any_schedule_is_legal_and_inside_its_bound(load, room, prefetch):
 
 @given(loads())
 def test_the_bytes_in_flight_are_those_of_a_walk(load):
-    """Counted anew: what is launched or made, and not yet read for the last time or reduced."""
     actions = schedule.decide(load, max(tasks.least_bytes(load)) + 20)
+    assert bytes_by_a_walk(load, actions) == tasks.bytes_in_flight(load, actions)
+
+
+def bytes_by_a_walk(load, actions):
+    """Count anew, for each position: what is launched or made, and not yet read for the last time or reduced."""
     alive, curve = {}, []
     for index, reduction in enumerate(load.reductions):
         for part, (made, size) in enumerate(reduction.parts):
@@ -225,4 +239,4 @@ def test_the_bytes_in_flight_are_those_of_a_walk(load):
                 if made == position:
                     alive["reduction", index, part] = size
         curve.append(sum(alive.values()))
-    assert curve == tasks.bytes_in_flight(load, actions)
+    return curve

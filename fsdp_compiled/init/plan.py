@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..param.extension import check_extension, is_extended
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
+from ..policy import resolved
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from ..sharding.placement import local_of
 from .parameters import FoundParameters
@@ -22,9 +23,10 @@ def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> Non
     """Raise ValueError unless the unit of ``taken`` shards it as the unit that shares it would."""
     original = taken.original()
     assert original is not None  # this unit's modules hold it
+    policy, dtype = placement.mp_policy.for_param(name, original), original.dtype
     for what, there, here in (
         ("mesh", taken.placement.mesh_info.mesh, placement.mesh_info.mesh),
-        ("mp_policy", taken.placement.mp_policy, placement.mp_policy.for_param(name, original)),
+        ("param_dtype and reduce_dtype", resolved(taken.placement.mp_policy, dtype), resolved(policy, dtype)),
         ("offload_policy", taken.placement.offload, placement.offload),
     ):
         if there != here:

@@ -193,6 +193,38 @@ def test_an_exception_in_forward_leaves_nothing_behind(then):
     _same_step(model, compiled(model, fullgraph=False) if then == "full" else model, alone)
 
 
+@torch.library.custom_op("fsdp_compiled_tests::stop_if_nan", mutates_args=())
+def stop_if_nan(x: torch.Tensor) -> torch.Tensor:
+    if x.isnan().any():
+        raise ValueError("stop")
+    return x.clone()
+
+
+stop_if_nan.register_fake(torch.empty_like)
+stop_if_nan.register_autograd(lambda ctx, grad: stop_if_nan(grad))
+
+
+class Checked(MLP):
+    def forward(self, x):
+        return stop_if_nan(super().forward(x))
+
+
+@row("methods", mode="full")
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_an_exception_inside_a_graph_reaches_the_caller_and_leaves_nothing_behind(where):
+    alone, model = Checked(), Checked()
+    call = shard(model, "full")
+    _same_step(model, call, alone)
+    x = my_part(batches(1, 8, 10)[0])
+    with pytest.raises(ValueError, match="^stop$"):
+        if where == "forward":
+            call(x * torch.nan)
+        else:
+            (call(x) * torch.nan).sum().backward()
+    _same_step(model, call, alone)
+
+
 @row("methods", mode="eager")
 @pytest.mark.parametrize("ask", [True, False])
 @on_ranks(2)
