@@ -68,12 +68,14 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
     _setting = Setting(enabled, deadline)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend() -> None:
     """Keep other ranks informed; called when a model's forward begins."""
     if _setting.enabled:
         peers.attend()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def report_failure(error: BaseException) -> None:
     """Tell other ranks why this one does not come."""
     if _setting.enabled:
