@@ -96,7 +96,7 @@ def test_the_uuid_covers_passes_and_their_fields():
 
 
 def _uuid_with_a_group_of(*ranks):
-    """The uuid, and the name of a process group of these of 16 ranks, the first that is made after the default one."""
+    """The uuid, and the name of a process group of these of 16 ranks, the first after the default one."""
     dist.init_process_group("fake", rank=0, world_size=16)
     try:
         name = dist.new_group(list(ranks)).group_name

@@ -68,7 +68,7 @@ class _Counts:
         return sum(prod(self.shape(tensor)) * tensor.element_size() for tensor in _tensors(node))
 
     def stand_in(self, value: Any) -> Any:
-        """Return what formulas for FLOPs take in place of an argument: tensors without memory, and rounded numbers."""
+        """Return what formulas for FLOPs take in place of an argument: tensors without memory, rounded numbers."""
         if isinstance(value, fx.Node):
             return tree_map(self.stand_in, value.meta.get("val"))
         if isinstance(value, torch.Tensor):
