@@ -43,9 +43,9 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         graph.lint()
 
     def uuid(self) -> str:
-        """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machine."""
+        """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines."""
         machine = cost.description(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        return f"{source_hash(Path(__file__).parent)}:{self.core}:{self.passes!r}:{machine}"
+        return f"{source_hash(Path(__file__).parent)}:{self.core}:{self.passes!r}:{machine}:{cost.group_places()}"
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ MIB = 2**20
 class SchedulePolicy:
     """How collectives are bucketed, how early they start, and how much memory that may take.
 
+    All ranks must decide alike, from estimated times. So sizes that are not dimensions of the model (batch, sequence)
+    count as the nearest of 2^k and 1.5 * 2^k, in estimates alone: 520 tokens as 512.
+
     Args:
         bucket: "auto": the buckets with the shortest estimated step; "unit": one bucket per ``fully_shard`` call
             and dtype; "none": every parameter alone; an integer: full buckets of at most that many bytes. Where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config, custom_graph_pass
@@ -92,3 +93,37 @@ def test_the_uuid_covers_passes_and_their_fields():
     assert Pipeline(passes.joint(default)).uuid() != Pipeline(passes.post_grad(default)).uuid()
     assert Pipeline(passes.joint(default)).uuid() == Pipeline(passes.joint(SchedulePolicy())).uuid()
     assert Pipeline(passes.post_grad(default)).uuid() != Pipeline(passes.post_grad(units)).uuid()
+
+
+def _uuid_with_a_group_of(*ranks):
+    """The uuid, and the name of a process group of these of 16 ranks, the first after the default one."""
+    dist.init_process_group("fake", rank=0, world_size=16)
+    try:
+        name = dist.new_group(list(ranks)).group_name
+        return Pipeline(passes.post_grad(SchedulePolicy())).uuid(), name
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_uuid_covers_where_the_ranks_of_a_group_are(monkeypatch):
+    """Equal names, worlds and graphs; but one group lies inside a node and the other one does not."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    (inside, name), (between, same_name) = _uuid_with_a_group_of(0, 1), _uuid_with_a_group_of(0, 8)
+    assert name == same_name
+    assert inside != between
+    assert _uuid_with_a_group_of(0, 8) == (between, name)
+    assert _uuid_with_a_group_of(0, 1) == (inside, name)
+
+
+def test_the_uuid_is_the_same_beside_a_further_group_of_all_ranks():
+    """As one for checkpoints, which a process that resumes may make earlier than the one before it."""
+    dist.init_process_group("fake", rank=0, world_size=16)
+    try:
+        pipeline = Pipeline(passes.post_grad(SchedulePolicy()))
+        before = pipeline.uuid()
+        dist.new_group()
+        assert pipeline.uuid() == before
+        dist.new_group([0, 1, 2, 15])
+        assert pipeline.uuid() != before
+    finally:
+        dist.destroy_process_group()

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed import distributed_c10d
 
 from ...sharding.spec import AllGatherSpec, Group
 
@@ -95,12 +95,13 @@ class Cluster:
 
     def link(self, group: str, world: int) -> Link:
         """Return the link that a process group runs over."""
-        # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only.
+        # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only; see group_places.
         try:
-            ranks = dist.get_process_group_ranks(_resolve_process_group(group))  # type: ignore[arg-type]
+            ranks = dist.get_process_group_ranks(distributed_c10d._resolve_process_group(group))  # type: ignore
         except (LookupError, RuntimeError, ValueError):
             ranks = list(range(world))
-        return self.intra if len({rank // self.ranks_per_node for rank in ranks}) == 1 else self.inter
+        is_in_one_node = min(ranks) // self.ranks_per_node == max(ranks) // self.ranks_per_node
+        return self.intra if is_in_one_node else self.inter
 
     def lane(self, group: Group) -> Lane:
         """Return the link that collectives of a process group queue for."""
@@ -244,11 +245,25 @@ def detect(device: torch.device) -> Cluster:
 
     The device's name chooses the constants; an unknown GPU is taken for an H100. The number of ranks on a node
     is ``torchrun``'s ``LOCAL_WORLD_SIZE``, else the number of this machine's GPUs. Ranks on machines of different
-    kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there.
+    kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there. Inputs of somewhat different sizes
+    are no such difference: sizes that are not the model's are rounded before times are estimated from them.
     """
     name, ranks_per_node = description(device)
     known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
     return replace(known, ranks_per_node=ranks_per_node)
+
+
+def group_places() -> tuple[tuple[str, int, int], ...]:
+    """Return name, lowest and highest rank of each process group, which compile-cache keys must hold.
+
+    They are all that :meth:`Cluster.link` looks at. Groups of the first ranks, such as all ranks, are left out: there
+    the world, which specs hold, tells as much, and a group for something else then leaves the keys as they are.
+    """
+    # Checked on torch 2.11.0 and 2.13.0.
+    named = distributed_c10d._world.pg_names.items()
+    ranks_of = {str(name): dist.get_process_group_ranks(group) for group, name in named}
+    places = ((name, min(ranks), max(ranks)) for name, ranks in ranks_of.items() if max(ranks) >= len(ranks))
+    return tuple(sorted(places))
 
 
 def description(device: torch.device) -> tuple[str, int]:

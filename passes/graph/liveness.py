@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from torch import fx
@@ -23,9 +23,9 @@ class Compute:
         """The position after the last node."""
         return len(self.nodes)
 
-    def time(self, cluster: Cluster) -> tuple[float, ...]:
-        """Return each node's estimated time in microseconds."""
-        return tuple(node_us(node, cluster) for node in self.nodes)
+    def time(self, cluster: Cluster, model: Set[int]) -> tuple[float, ...]:
+        """Return each node's estimated time in microseconds; ``model`` as in :func:`node_us`."""
+        return tuple(node_us(node, cluster, model) for node in self.nodes)
 
     def after(self, source: fx.Node) -> int:
         """Return the first position at which ``source`` exists."""

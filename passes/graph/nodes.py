@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -143,6 +143,15 @@ def params_of(graph: fx.Graph) -> dict[fx.Node, ParamSpec]:
         met[place] += 1
         params[node] = param
     return params
+
+
+def param_shapes(graph: fx.Graph) -> Iterator[tuple[int, ...]]:
+    """Yield the unsharded shapes of what a graph, opaque or lowered, all-gathers and reduces."""
+    for node in graph.nodes:
+        if is_unshard(node) or is_reduce_grad(node):
+            yield spec_of(node).layout.shape
+        elif is_launch(node):
+            yield from (layout.shape for layout in bucket_of(node).layouts)
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -12,6 +12,7 @@ from torch import fx
 
 from ...sharding.spec import AllGatherBucket, AllGatherSpec, ParamSpec, ReductionBucket, ReductionSpec
 from ..cost import Cluster
+from ..cost.extents import model_extents
 from ..planning.requests import AllGatherRequest, Buckets, ReductionRequest, Requests
 from ..planning.tasks import Action, AllGatherTask, Kind, ReductionTask
 from . import nodes
@@ -75,7 +76,11 @@ def opaque_requests(graph: fx.Graph, opaque: Sequence[fx.Node], cluster: Cluster
             reductions.append(read.reduction(params[node], spec.reduction, source, node))
     all_gathers.sort(key=lambda request: request.task.first)
     reductions.sort(key=lambda request: request.task.ready)
-    return Requests(read.compute.time(cluster), tuple(all_gathers), tuple(reductions), cluster)
+    return Requests(_compute_us(read.compute, graph, cluster), tuple(all_gathers), tuple(reductions), cluster)
+
+
+def _compute_us(compute: Compute, graph: fx.Graph, cluster: Cluster) -> tuple[float, ...]:
+    return compute.time(cluster, model_extents(nodes.param_shapes(graph), graph))
 
 
 # ---- lowered buckets ----
@@ -136,8 +141,9 @@ def lowered_requests(graph: fx.Graph, found: Sequence[LoweredBucket], cluster: C
             all_gathers.append(tuple(read.all_gather(p, bucket.spec, shard, out) for p, shard, out in parts))
         else:
             reductions.append(tuple(read.reduction(p, bucket.spec, grad, out) for p, grad, out in parts))
+    compute_us = _compute_us(read.compute, graph, cluster)
     return (
-        Requests(read.compute.time(cluster), tuple(chain(*all_gathers)), tuple(chain(*reductions)), cluster),
+        Requests(compute_us, tuple(chain(*all_gathers)), tuple(chain(*reductions)), cluster),
         Buckets(tuple(all_gathers), tuple(reductions)),
     )
 

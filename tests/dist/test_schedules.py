@@ -12,7 +12,8 @@ from torch._dynamo.backends.common import aot_autograd
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
 from fsdp_compiled.inspect import capture
-from tests.graphs import without_code
+from fsdp_compiled.inspect.reading import Scheduled
+from tests.graphs import record, without_code
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
@@ -22,10 +23,14 @@ from tests.training import (
     batches,
     full_grads,
     full_params,
+    llama,
+    llama_loss,
     my_part,
     shard,
     square_loss,
+    token_batches,
     train,
+    train_replicas,
 )
 
 SCHEDULES = {
@@ -123,6 +128,28 @@ def test_hooks_and_graphs_of_any_schedule_agree_bit_by_bit_in_fp32():
 def test_hooks_and_graphs_over_replicas_agree_bit_by_bit_in_fp32():
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     _check_that_no_bit_changes(mesh=mesh)
+
+
+@on_ranks(2)
+def test_ranks_with_sequences_of_somewhat_different_lengths():
+    """14 and 15 tokens in static graphs: equal estimates, and gradients that are means over ranks."""
+    alone, model = llama(), llama()
+    shard(model, "eager")
+    call, recorder = record(model)
+    length = (14, 15)[dist.get_rank()]
+
+    def loss_of(call, tokens):
+        return llama_loss(call, tokens[:, : length + 1])
+
+    data = token_batches(3)
+    want = train_replicas(alone, alone, data, loss_of)
+    torch.testing.assert_close(torch.tensor(train(model, call, data, loss_of)), torch.tensor(want), rtol=1e-5, atol=0)
+    assert_close(full_params(model), full_params(alone))
+    assert [kind for kind, _ in recorder.after] == ["forward", "backward"]
+    scheduled = [Scheduled(graph, SchedulePolicy()) for _, graph in recorder.after]
+    same_on_ranks([[lowered.bucket for lowered in each.buckets] for each in scheduled])
+    same_on_ranks([each.actions for each in scheduled])
+    same_on_ranks([each.timeline for each in scheduled])
 
 
 class Uneven(nn.Module):
