@@ -38,6 +38,7 @@ class Node:
     unit: bool = True
     reshard: bool | None = None
     runs: int = 1  # how often the module above calls it
+    rests: int = -1  # a step in which it is not called
     checkpointed: bool = False
     below: tuple[Node, ...] = ()
 
@@ -51,6 +52,8 @@ class Case:
     root: Node = Node()
     policy: str = "none"
     output_dtype: str = ""
+    replicas: bool = False  # ranks hold replicas, not shards
+    on_shards: bool = False  # the optimizer steps on plain local shards
     last_dim: bool = False  # shard the last dimension of what it divides
     micro: int = 1  # batches that a step accumulates
     evaluates: bool = False  # without gradients, between steps
@@ -106,6 +109,7 @@ def nodes(draw: Any, depth: int = 0) -> Node:
         unit=draw(st.booleans()) if depth else True,
         reshard=draw(st.sampled_from([None, True, False])),
         runs=draw(st.sampled_from([1, 1, 1, 0, 2])) if depth else 1,
+        rests=draw(st.sampled_from([-1, -1, 1, 2])) if depth else -1,
         checkpointed=draw(st.sampled_from([False, False, True])) if depth else False,
         below=below,
     )
@@ -118,6 +122,8 @@ CASES = st.builds(
     root=nodes(),
     policy=st.sampled_from(list(POLICIES)),
     output_dtype=st.sampled_from(["", "float32", "float64"]),
+    replicas=st.sampled_from([False, False, True]),
+    on_shards=st.booleans(),
     last_dim=st.booleans(),
     micro=st.sampled_from([1, 1, 2]),
     evaluates=st.booleans(),

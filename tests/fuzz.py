@@ -82,7 +82,7 @@ def search(request, pytestconfig, capsys):
             return
         seed, value = failure
         pytest.fail(
-            f"{found.tried[repr(value)]}\n{len(found.tried)} drawn, this failed: {value!r}\n"
+            f"{found.tried[repr(value)]}\n{len(found.tried)} drawn, this failed: {value}\n"
             f"Again: python -m pytest tests/fuzz.py -k {request.node.name} --seed {seed}\n"
             f'A model alone: python -m pytest tests/fuzz.py -k models --case "{value}"',
             pytrace=False,
