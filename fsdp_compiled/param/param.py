@@ -275,7 +275,7 @@ class FSDPParam:
         grad, leaf.grad = leaf.grad, None
         self._on_compiled_gradient()
         if grad is not None:
-            self.accumulate_grad(grad)
+            self.accumulate_grad(grad.detach())  # create_graph=True gives it a graph
 
     def _on_compiled_gradient(self) -> None:
         self.unit.on_compiled_gradient()
@@ -334,7 +334,7 @@ class FSDPParam:
         if self._unsharded is None:
             raise FSDPError(f"{self.name}: unsharded before it was all-gathered")
         self._unsharded.complete()
-        self._unsharded.param.requires_grad_(self.sharded_param.requires_grad)
+        self._unsharded.param.requires_grad = self.sharded_param.requires_grad
         self.register(self._unsharded.param)
         self._post_forward = None
         self.state = ShardedState.UNSHARDED
