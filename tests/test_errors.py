@@ -262,6 +262,33 @@ def test_deepcopy():
         copy.deepcopy(model)
 
 
+def test_pickling_and_copying():
+    import copy
+    import io
+    import pickle
+
+    model = Model()
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    for target in (model, model.layers[1], nn.Sequential(model)):
+        for save in (pickle.dumps, lambda module: torch.save(module, io.BytesIO())):
+            with pytest.raises(
+                TypeError, match=r"a sharded module cannot be pickled or copied.*; save state_dict\(\)"
+            ):
+                save(target)
+    with pytest.raises(TypeError, match="FSDPModel: a sharded module cannot be pickled or copied"):
+        copy.copy(model)
+
+
+def test_sharing_memory_with_other_processes():
+    model = Model()
+    fully_shard(model.layers[0])
+    for target in (nn.Sequential(model), model.layers[0]):
+        with pytest.raises(TypeError, match="FSDPLinear: a sharded module cannot share its memory"):
+            target.share_memory()
+    nn.Linear(1, 1).share_memory()
+
+
 def test_methods():
     model = fully_shard(Model())
     with pytest.raises(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .autograd import outside_functorch
+
 
 class TrainingState(Enum):
     """Where a unit is in an eager step.
@@ -165,6 +167,7 @@ class FSDPStateContext:
             # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
+    @outside_functorch
     def finish_backward(self) -> None:
         """Reduce the gradients that no hook has reduced, then wait for all reductions.
 

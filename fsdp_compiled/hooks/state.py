@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
 from ..collectives import Comm, Hook, streams
@@ -19,7 +19,8 @@ from ..collectives.operators import meta_parameter
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
-from .casts import cast_floating, map_tensors, tensors_in
+from .autograd import after_backward, before_backward, outside_functorch
+from .casts import cast_floating
 from .context import FSDPStateContext, TrainingState, states_below
 from .group import FSDPParamGroup, group_params
 
@@ -174,12 +175,13 @@ class FSDPState:
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling():
-            output = self._leave_forward(module, output)
+            output = self._watch_output(module, output)
         if self.mp_policy.output_dtype is not None:
             output = cast_floating(output, self.mp_policy.output_dtype)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @outside_functorch
     def _enter_forward(self, module: nn.Module) -> None:
         context = self._lazy_init()
         context.recover()
@@ -200,19 +202,20 @@ class FSDPState:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Run ``post_backward`` once the gradients of all inputs are computed."""
         if not torch.is_grad_enabled() or self.training_state is TrainingState.PRE_BACKWARD:
             return args, kwargs
-        watched = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not watched:
-            return args, kwargs
-        outputs = iter(_PostBackward.apply(self, *watched))
-        return map_tensors(lambda tensor: next(outputs) if tensor.requires_grad else tensor, (args, kwargs))
+        watched: tuple[Any, Any] = after_backward(self, (args, kwargs))
+        return watched
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave_forward(self, module: nn.Module, output: Any) -> Any:
+    def _watch_output(self, module: nn.Module, output: Any) -> Any:
         if self.training_state is TrainingState.PRE_BACKWARD or not self.unit.hooked:
             return output
+        self._leave_forward(module)
+        return before_backward(self, output) if torch.is_grad_enabled() else output
+
+    @outside_functorch
+    def _leave_forward(self, module: nn.Module) -> None:
         self._to_run.discard(module)
         if not self._to_run:
             self._complete_forward()
@@ -221,11 +224,6 @@ class FSDPState:
         if self.is_root:
             for state in self._lazy_init().states:
                 state.complete_list_unit()
-        if torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._pre_backward)
-        return output
 
     def _complete_forward(self) -> None:
         self.unit.hooked = False
@@ -249,7 +247,8 @@ class FSDPState:
     # ---- backward ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _pre_backward(self, grad: Tensor) -> Tensor:
+    @outside_functorch
+    def pre_backward(self) -> None:
         """All-gather the unit again when the first output gradient arrives."""
         context = self._lazy_init()
         context.queue_finish()
@@ -259,7 +258,6 @@ class FSDPState:
                 self.unshard()
                 self.unit.hooked = True
             self._prefetch_backward(context)
-        return grad
 
     def _prefetch_backward(self, context: FSDPStateContext) -> None:
         states = self.backward_prefetch
@@ -272,6 +270,7 @@ class FSDPState:
             if state.unit.config.unshard_in_backward:
                 state.launch_unshard()
 
+    @outside_functorch
     def post_backward(self) -> None:
         """Start reducing the unit's gradients and free its unsharded parameters."""
         self.training_state = TrainingState.POST_BACKWARD
@@ -360,17 +359,3 @@ class FSDPState:
 
 for _hook in (FSDPState._pre_forward, FSDPState._post_forward):
     skip_code(_hook.__code__)
-
-
-class _PostBackward(torch.autograd.Function):
-    """Identity whose backward runs when the gradients of all of a unit's inputs have been computed."""
-
-    @staticmethod
-    def forward(ctx: Any, state: FSDPState, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.state = state
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.state.post_backward()
-        return (None, *grads)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..sharding.placement import local_of
 
 
 def call_after_accumulation(leaf: nn.Parameter, method: Callable[[Tensor], None]) -> None:
@@ -23,6 +26,33 @@ def call_after_accumulation(leaf: nn.Parameter, method: Callable[[Tensor], None]
             method(leaf)
 
     leaf.register_post_accumulate_grad_hook(run)
+
+
+def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
+    """Return the local gradient that the hooks of ``sharded.register_hook`` make of a sharded one.
+
+    Autograd does not run them, because the sharded parameter takes no part in the forward.
+
+    Raises:
+        TypeError: a hook returned something else than None or a DTensor.
+        ValueError: it returned one that is sharded otherwise or has another shape.
+    """
+    for hook in list((sharded._backward_hooks or {}).values()):
+        result = hook(grad)
+        if result is None:
+            continue
+        if not isinstance(result, DTensor):
+            raise TypeError(
+                f"{name}: expected a hook on its gradient to return None or a DTensor as it was given, got a "
+                f"{type(result).__name__}"
+            )
+        if result.shape != grad.shape or result.placements != grad.placements:
+            raise ValueError(
+                f"{name}: expected a hook on its gradient to return shape {tuple(grad.shape)} with "
+                f"{grad.placements}, got {tuple(result.shape)} with {result.placements}; redistribute it first"
+            )
+        grad = result
+    return local_of(grad.detach())
 
 
 class AccumulatedGrad:

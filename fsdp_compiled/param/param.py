@@ -23,7 +23,7 @@ from ..sharding.layout import ShardLayout
 from ..sharding.placement import local_of, outer_parallelism, sharded_spec
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, is_extended
-from .gradients import AccumulatedGrad, call_after_accumulation
+from .gradients import AccumulatedGrad, after_user_hooks, call_after_accumulation
 from .placement import ParamModuleInfo, ParamPlacement, ShardedState, comm_spec
 from .unit import Unit
 from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
@@ -275,7 +275,7 @@ class FSDPParam:
         grad, leaf.grad = leaf.grad, None
         self._on_compiled_gradient()
         if grad is not None:
-            self.accumulate_grad(grad)
+            self.accumulate_grad(grad.detach())  # create_graph=True gives it a graph
 
     def _on_compiled_gradient(self) -> None:
         self.unit.on_compiled_gradient()
@@ -285,13 +285,19 @@ class FSDPParam:
         local = self._unpadded(padded)
         if local.device != self.device:
             local = local.to(self.device)
-        if self.sharded_param.grad is None:
-            # Without DTensor.__init__, which does nothing but leave Dynamo, for 2 us a gradient.
-            self.sharded_param.grad = DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
+        sharded = self.sharded_param
+        if sharded._backward_hooks:
+            local = after_user_hooks(sharded, self.name, self._sharded_grad(local))
+        if sharded.grad is None:
+            sharded.grad = self._sharded_grad(local)
         else:
-            local_of(self.sharded_param.grad).add_(local)
-        for hook in (getattr(self.sharded_param, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(self.sharded_param)
+            local_of(sharded.grad).add_(local)
+        for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(sharded)
+
+    def _sharded_grad(self, local: Tensor) -> DTensor:
+        # Without DTensor.__init__, which does nothing but leave Dynamo, for 2 us a gradient.
+        return DTensor.__new__(DTensor, local, self._spec, requires_grad=False)
 
     def accumulate_zeros(self) -> None:
         """Give a trainable parameter that has no gradient one of zeros."""
@@ -334,7 +340,7 @@ class FSDPParam:
         if self._unsharded is None:
             raise FSDPError(f"{self.name}: unsharded before it was all-gathered")
         self._unsharded.complete()
-        self._unsharded.param.requires_grad_(self.sharded_param.requires_grad)
+        self._unsharded.param.requires_grad = self.sharded_param.requires_grad
         self.register(self._unsharded.param)
         self._post_forward = None
         self.state = ShardedState.UNSHARDED

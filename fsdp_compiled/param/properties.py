@@ -59,6 +59,11 @@ class ShardedModule:
             self.__dict__["_fsdp_calling"] = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if getattr(fn, "__code__", None) in nn.Module.share_memory.__code__.co_consts:
+            raise TypeError(
+                f"{type(self).__name__}: a sharded module cannot share its memory with other processes, which would "
+                "have no part in its process groups; share what full_tensor() returns for each value of state_dict()"
+            )
         _reshard_units(self)
         super()._apply(fn, recurse)  # type: ignore[misc]
         _relink(self)
@@ -184,6 +189,7 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
     body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy}
+    body["__reduce_ex__"] = _refuse_pickle
     if TracedCall in mixins:
         body["_fsdp_call"] = with_code_of_its_own(TracedCall._fsdp_traced)
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
@@ -205,6 +211,13 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
     raise TypeError(
         f"{type(module).__name__}: a sharded module cannot be deep-copied, because its copy would share no "
         "process group state; use state_dict() and load_state_dict() on a second sharded model"
+    )
+
+
+def _refuse_pickle(module: nn.Module, protocol: object) -> None:
+    raise TypeError(
+        f"{type(module).__name__}: a sharded module cannot be pickled or copied, because it refers to process "
+        "groups; save state_dict(), for example by torch.distributed.checkpoint, and load it into a second sharded model"
     )
 
 

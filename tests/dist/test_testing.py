@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import FSDPModule, fully_shard
 from fsdp_compiled.collectives import backend
-from fsdp_compiled.hooks.state import FSDPState, _PostBackward
+from fsdp_compiled.hooks.autograd import PostBackward
+from fsdp_compiled.hooks.state import FSDPState
 from fsdp_compiled.testing import (
     MLP,
     AlwaysWrapNestedWrappedModule,
@@ -101,7 +102,7 @@ def _my_loss(model, rank):
 
 class TestPatches(RankTest):
     def test_each_intercepts_what_eager_hooks_do(self):
-        before = (FSDPState.unshard, vars(_PostBackward)["backward"], backend.all_reduce)
+        before = (FSDPState.unshard, vars(PostBackward)["backward"], backend.all_reduce)
         model = _mlps()
         fully_shard(model[1])
         fully_shard(model)
@@ -120,7 +121,7 @@ class TestPatches(RankTest):
             "post_backward": 2,
             "backward": 2,
         }
-        assert before == (FSDPState.unshard, vars(_PostBackward)["backward"], backend.all_reduce)
+        assert before == (FSDPState.unshard, vars(PostBackward)["backward"], backend.all_reduce)
 
     def test_all_reduce_of_replicas_and_the_output_of_reduce_scatter(self):
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
