@@ -22,6 +22,7 @@ from .init.arguments import (
     checked_modules,
     checked_reshard,
 )
+from .init.composable import check_composable
 from .init.parameters import managed_parameters
 from .init.plan import ShardPlacementFn, checked_placements
 from .init.shard import shard
@@ -72,14 +73,15 @@ def fully_shard(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a container without forward, a module that is sharded already, itself or by a unit around it, a
-            scalar or non-contiguous parameter, a mesh of the wrong shape or of a device this machine lacks, a shard
-            dimension that a parameter does not have or that is uneven, or a list unit only part of which lies below
-            ``module``. The model is left as it was.
+        ValueError: a container without forward, a scripted module, one that is distributed already, itself or by a
+            unit around it, a scalar, sparse or non-contiguous parameter, a mesh of the wrong shape or of a device
+            that the machine lacks, a shard dimension that a parameter does not have or that is uneven, or a list unit
+            only part of which lies below ``module``. The model is left as it was.
         NotImplementedError: an option that does not exist yet.
     """
     modules = checked_modules(module)
     check_options(mp_policy, offload_policy, ignored_params, shard_placement_fn)
+    check_composable(modules)
     mesh_info = data_parallel_mesh(mesh, dp_mesh_dims)
     reshard = checked_reshard(reshard_after_forward, mesh_info)
     found = managed_parameters(modules, ignored_params or set())

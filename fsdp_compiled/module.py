@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collectives import AllGather, Hook, ReduceScatter
+from .collectives import AllGather, ReduceScatter
 from .hooks import comms
 from .hooks.context import GradientReductionHandle, is_in_backward, states_below
 from .hooks.state import FSDPState
@@ -204,7 +204,7 @@ class FSDPModule:
             raise TypeError(f"hook: expected a function, got {hook!r}")
         if stream is not None and not hasattr(stream, "wait_stream"):
             raise TypeError(f"stream: expected a torch.Stream or None, got {stream!r} of {type(stream).__name__}")
-        comms.use(unit_state(self), Hook, Hook(hook, stream))
+        comms.use_hook(unit_state(self), hook, stream)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take this unit's buffers of all-gathers and reduce-scatters from the process group (True), or PyTorch.

@@ -5,6 +5,11 @@ The unit's state keeps the objects alive, and its configuration their names. It 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
 from ..collectives import AllGather, Comm, Hook, ReduceScatter, communicators, register
 from ..collectives.backend import process_group
 from .state import FSDPState
@@ -19,6 +24,16 @@ def use(state: FSDPState, kind: type, custom: Comm | Hook) -> None:
         raise TypeError(f"comm: expected an {kind.__name__}, got {custom!r} of {type(custom).__name__}")
     state.custom[kind] = custom
     state.configure(**{_FIELDS[kind]: register(custom)})
+
+
+def use_hook(state: FSDPState, hook: Callable[[Tensor], None], stream: torch.Stream | None) -> None:
+    """Call ``hook`` on the unit's reduced gradients; ValueError if its own ``stream`` is none to wait for."""
+    if stream is not None and any(param.placement.mesh_info.replicate_mesh_dim is not None for param in state.params):
+        raise ValueError(
+            f"stream: expected None for {state.unit.config.name}, whose gradients are reduced over replicas, got "
+            f"{stream!r}; the hook runs on the stream of that reduction"
+        )
+    use(state, Hook, Hook(hook, stream))
 
 
 def use_process_group_memory(state: FSDPState, enable: bool) -> None:

@@ -121,6 +121,7 @@ class FSDPStateContext:
     """What the units below one root share."""
 
     states: list[UnitState]  # the root's unit and all below it, outermost first
+    tree: Any = None  # the ModuleTree that they were found in
     comm: FSDPCommContext = field(default_factory=FSDPCommContext)
     forward_order: ForwardOrder = field(default_factory=ForwardOrder)  # by which units are all-gathered ahead of use
     ahead: UnitState | None = None  # the unit whose all-gather was started by that order and has not been used

@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
 from ..collectives import Comm, Hook, streams
-from ..collectives.operators import meta_parameter
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
 from .autograd import after_backward, before_backward, outside_functorch
 from .casts import cast_floating
-from .context import FSDPStateContext, TrainingState, states_below
+from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .group import FSDPParamGroup, group_params
+from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized
 
 
 class FSDPState:
@@ -39,6 +40,7 @@ class FSDPState:
         self.modules = tuple(modules)
         self.params = list(params)
         self.shared: list[tuple[FSDPState, FSDPParam]] = []  # parameters that other units have sharded
+        self.ignored: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # names of parameters left alone
         self.mp_policy = default.mp_policy
         self.unit = unit  # what the parameters read
         self.device = default.device  # where compute runs
@@ -136,6 +138,8 @@ class FSDPState:
 
     def launch_unshard(self) -> None:
         """Start the unit's all-gathers."""
+        if self._context is None:
+            self.take_over()
         for group in self.groups:
             group.launch_unshard()
 
@@ -192,7 +196,7 @@ class FSDPState:
             self._to_run = set(self.modules)
             self.training_state = TrainingState.FORWARD
         if self.is_root and not context.callback_queued:
-            context.begin_forward()
+            self._begin_call().begin_forward()
         self.unshard()
         self.unit.hooked = True
         for state in self.forward_prefetch:
@@ -321,20 +325,34 @@ class FSDPState:
 
     def _lazy_init(self) -> FSDPStateContext:
         """Return the context that all units below the outermost share; the first call makes it."""
-        if self._context is None:
-            states = states_below(self.outermost.modules)
-            for state in states:
-                state.check_materialized()
-            context = self._context = FSDPStateContext(states)
-            for state in states:
-                state._context = context
-            context.comm.max_reducing = max(state.max_reducing for state in states)
-        return self._context
+        return self._context or self.outermost._collect(FSDPStateContext([]))
+
+    def _begin_call(self) -> FSDPStateContext:
+        """Return the context of the outermost unit, which is about to be called, after modules were added below."""
+        context = self._lazy_init()
+        return self._collect(context) if context.tree.has_changed else context
+
+    def _collect(self, context: FSDPStateContext) -> FSDPStateContext:
+        """Let all units below share ``context``; an error leaves them as they were."""
+        states: list[FSDPState] = states_below(self.modules)
+        check_all_sharded(self.modules, states)
+        for state in states:
+            state.take_over()
+            check_materialized(state.params)
+        adopt_units_below(self)
+        for left in set(context.states).difference(states):
+            left.outermost, left._context = left, None
+        context.states, context.tree = states, ModuleTree(self.modules)
+        for state in states:
+            state._context = context
+        context.comm.max_reducing = max(state.max_reducing for state in states)
+        return context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mirror_leaves(self, mirror: bool) -> None:
         """Let all units' leaves require gradients as their parameters do, see :class:`Unit`, or wherever they can."""
-        for state in self._lazy_init().states:
+        context = self._begin_call() if mirror else self._lazy_init()
+        for state in context.states:
             state.unit.leaves_mirror = mirror
             for param in state.params:
                 param.leaf.requires_grad = param.sharded_param.requires_grad if mirror else param.is_differentiable
@@ -345,16 +363,21 @@ class FSDPState:
         if self._context is not None:
             self._context.reset(drop_accumulated)
 
-    def check_materialized(self) -> None:
-        """Raise RuntimeError if a parameter is on the meta device."""
-        for param in self.params:
-            if param.device.type == "meta":
-                raise RuntimeError(meta_parameter(param.name))
-            if param.placement.offload is not None and param.device.type != "cpu":
-                raise RuntimeError(
-                    f"{param.name}: expected a shard on the CPU, as offload_policy says, got one on {param.device}; "
-                    "load it there, or move the model with model.cpu()"
-                )
+    def take_over(self) -> None:
+        """Follow what the user has put in place of parameters since they were sharded; called before their first use.
+
+        Raises:
+            RuntimeError: a compiled forward has used the old ones already.
+        """
+        replaced = [param.name for param in self.params if param.take_over()]
+        if replaced and is_in_backward():
+            raise RuntimeError(
+                f"{replaced[0]}: expected a replacement by assignment, module.name = ..., got one that the compiled "
+                "forward has not seen; assign it, or call the model once before it is compiled inside a function"
+            )
+        if replaced:
+            self.drop_unshard()
+            self.regroup()
 
 
 for _hook in (FSDPState._pre_forward, FSDPState._post_forward):

@@ -33,6 +33,12 @@ def _check_module(module: object) -> None:
             f"{type(module).__name__}: expected a module that is not sharded yet, got one that fully_shard has "
             "already been applied to; apply it once to each module"
         )
+    for name, below in module.named_modules():
+        if isinstance(below, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or type(module).__name__}: expected a Python module, got a {type(below).__name__}, whose "
+                "compiled code would not see its parameters change; shard the module that it was made from"
+            )
     without_forward = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward in without_forward:
         raise ValueError(

@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from ..module import FSDPModule
+from ..param.composable import applied
 from ..param.param import FSDPParam, TakenOriginal
 from ..param.placement import ParamModuleInfo
-from ..param.properties import ShardedModule
+from ..param.properties import is_managed
 
 Place = tuple[nn.Module, str]
 
@@ -22,18 +24,21 @@ class FoundParameters:
 
     own: list[tuple[str, nn.Parameter, ParamModuleInfo]]  # with the full name
     shared: list[tuple[str, FSDPParam, list[Place]]]  # with the full name and the places in this unit
+    ignored: list[Place]
 
 
 def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> FoundParameters:
     """Return the parameters below ``modules`` and outside the units there."""
     names: dict[nn.Parameter, str] = {}
     places: dict[nn.Parameter, list[Place]] = {}
+    found = FoundParameters([], [], [])
     for prefix, module in modules_outside_units(modules):
         for name, param in module._parameters.items():
-            if param is not None and param not in ignored and not is_managed(module, name):
+            if param is not None and param in ignored:
+                found.ignored.append((module, name))
+            elif param is not None and not is_managed(module, name):
                 names.setdefault(param, f"{prefix}{name}")
                 places.setdefault(param, []).append((module, name))
-    found = FoundParameters([], [])
     for param, full_name in names.items():
         (module, name), *others = places[param]
         taken = next((ref.taken_by for ref in weakref.getweakrefs(param) if isinstance(ref, TakenOriginal)), None)
@@ -46,25 +51,29 @@ def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter])
 
 
 def modules_outside_units(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """Yield (name prefix, module), skipping everything below another unit."""
+    """Yield (name prefix, module), skipping everything below another unit or a module under ``replicate``."""
     seen: set[int] = set()
     for index, root in enumerate(modules):
         stack = [(f"{index}." if len(modules) > 1 else "", root)]
         while stack:
             prefix, module = stack.pop()
-            if id(module) in seen or isinstance(module, FSDPModule):
+            if id(module) in seen or isinstance(module, FSDPModule) or "replicate" in applied(module):
                 continue
             seen.add(id(module))
             yield prefix, module
             stack += reversed([(f"{prefix}{name}.", child) for name, child in module.named_children()])
 
 
-def is_managed(module: nn.Module, name: str) -> bool:
-    """Tell whether a unit has taken the parameter registered here."""
-    return isinstance(module, ShardedModule) and name in module._fsdp_params
-
-
 def _check_parameter(name: str, param: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(param):
+        raise ValueError(
+            f"{name}: expected a parameter with a shape, got one of a lazy module; run the module once before"
+        )
+    if param.layout != torch.strided:
+        raise ValueError(
+            f"{name}: expected a dense parameter, got layout {param.layout}; replace it by "
+            "nn.Parameter(param.to_dense()), or leave it alone with ignored_params"
+        )
     if param.dim() == 0:
         raise ValueError(
             f"{name}: expected at least 1 dimension, got a scalar; make it a 1-D parameter of one element"

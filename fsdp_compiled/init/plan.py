@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from ..param.extension import check_extension, is_extended
+from ..param.extension import check_extension, check_smaller_group
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..policy import resolved
@@ -95,11 +95,7 @@ def _check_smaller_group(name: str, local: Tensor, world: int, size: int) -> Non
             f"{name}: expected reshard_after_forward to be a divisor of the {world} ranks that it is sharded over, "
             f"got {size}"
         )
-    if world > 1 and is_extended(local):
-        raise NotImplementedError(
-            f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
-            "extension; use True or False"
-        )
+    check_smaller_group(name, local, world)
 
 
 def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..hooks.context import states_below
 from ..hooks.state import FSDPState
+from ..hooks.tree import adopt_units_below
 from ..module import FSDPModule
+from ..param.composable import note_sharded
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.properties import TracedCall, own, rebase
@@ -41,8 +42,10 @@ def shard(
         for (name, param, info), placement in zip(found.own, placements, strict=True)
     ]
     state = FSDPState(modules, params, default, reshard is None, unit)
+    for module, name in found.ignored:
+        state.ignored.setdefault(module, set()).add(name)
     _install(modules, state, found.shared)
-    _adopt_units_below(modules, state)
+    adopt_units_below(state)
     return state
 
 
@@ -63,19 +66,5 @@ def _install(
         own(module, by_name, state)
     for module in modules:
         module.__dict__["_fsdp_state"] = state
+        note_sharded(module)
         rebase(module, add=(FSDPModule, TracedCall))
-
-
-def _adopt_units_below(modules: Sequence[nn.Module], state: FSDPState) -> None:
-    """Give the units below their full names, now that there is an outer one."""
-    names: dict[nn.Module, str] = {}
-    for index, root in enumerate(modules):
-        prefix = str(index) if len(modules) > 1 else ""
-        for name, module in root.named_modules(prefix=prefix):
-            names.setdefault(module, name)
-    for below in states_below(modules):
-        if below is not state:
-            params = {param: f"{names[param.info.module]}.{param.info.name}" for param in below.params}
-            below.adopt(state, names[below.modules[0]], params)
-            for module in below.modules:
-                rebase(module, drop=TracedCall)

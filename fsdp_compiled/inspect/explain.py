@@ -11,8 +11,8 @@ from torch import nn
 
 from ..hooks.context import states_below
 from ..hooks.state import FSDPState
-from ..init.parameters import is_managed
 from ..param.param import FSDPParam
+from ..param.properties import is_managed
 from ..passes import cost
 from ..passes.policy import DEFAULT, SchedulePolicy
 from ..passes.reshard import Candidate, decide_kept

@@ -1,19 +1,21 @@
 """What a tensor subclass may do around the all-gather of its parameter: quantise it, and make the result.
 
-A parameter's local tensor takes part if its class has both methods of the protocol that PyTorch's FSDP2 defines:
+A parameter's local tensor takes part if its class, or that tensor itself, has both methods of the protocol that
+PyTorch's FSDP2 defines:
 
 * ``fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)``, or with ``mesh`` alone, returns
   ``(inputs, metadata)``: what this rank sends, each with the shard's dimension 0 first, and anything;
 * ``fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)`` returns ``(unsharded, inner tensors)``,
-  or fills ``out``, which it returned before. Under tensor parallelism all of these are this rank's part.
+  or fills ``out``, which it returned before; rows that pad an uneven dimension 0 are cut off afterwards. Under tensor
+  parallelism all of these are this rank's part.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 def is_extended(tensor: Tensor) -> bool:
-    """Tell whether the class of ``tensor`` extends the all-gather."""
+    """Tell whether ``tensor``, or its class, extends the all-gather."""
     return hasattr(tensor, PRE) or hasattr(tensor, POST)
 
 
@@ -40,23 +42,41 @@ def check_extension(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_smaller_group(name: str, tensor: Tensor, world: int) -> None:
+    """Raise NotImplementedError if an extended parameter is to stay sharded over a group of ``world`` ranks."""
+    if world > 1 and is_extended(tensor):
+        raise NotImplementedError(
+            f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
+            "extension; use True or False"
+        )
+
+
 def _pre_arguments(tensor: Tensor) -> int:
     return len(inspect.signature(getattr(tensor, PRE)).parameters)
 
 
+def _function(tensor: Tensor, method: str) -> Callable[..., Any]:
+    """Return a method as a function of the tensor: bound methods are not traced by Dynamo."""
+    found: Any = getattr(tensor, method)
+    function: Callable[..., Any] | None = getattr(found, "__func__", None)
+    return function if function is not None else lambda _, *args, **kwargs: found(*args, **kwargs)
+
+
 @dataclass(eq=False)
 class AllGatherExtension:
-    """The two methods of one parameter's class, and what passes between them."""
+    """The two methods of one parameter's local tensor, and what passes between them."""
 
+    extended: InitVar[Tensor]  # it or its class has the methods
     shard: Tensor  # this rank's, padded
     arguments: InitVar[tuple[Any, ...]]  # the five of the first method, which may take the mesh alone
     dtype: torch.dtype  # of compute
     device: torch.device  # of compute
+    shape: tuple[int, ...]  # of the unsharded parameter
+    name: str = ""  # full name
 
-    def __post_init__(self, arguments: tuple[Any, ...]) -> None:
-        # Functions rather than bound methods, which Dynamo does not trace.
-        self._pre, self._post = getattr(type(self.shard), PRE), getattr(type(self.shard), POST)
-        self._arguments = arguments[: _pre_arguments(self.shard)]
+    def __post_init__(self, extended: Tensor, arguments: tuple[Any, ...]) -> None:
+        self._pre, self._post = _function(extended, PRE), _function(extended, POST)
+        self._arguments = arguments[: _pre_arguments(extended)]
         self._metadata: Any = None
 
     def split(self) -> tuple[Sequence[Tensor], Any]:
@@ -65,19 +85,53 @@ class AllGatherExtension:
             shard = self.shard
             if shard.device.type != self.device.type:
                 shard = shard.to(self.device, non_blocking=True)
-            return self._pre(shard, *self._arguments)
+            sent = self._pre(shard, *self._arguments)
+            if not (_is_pair(sent) and _are_tensors(sent[0])):
+                self._refuse(PRE, "(a tuple of tensors, metadata)", sent)
+            return sent
 
-    def join(self, outputs: Sequence[Tensor], metadata: Any, out: Tensor | None = None) -> Any:
-        """Return (unsharded parameter, tensors that hold its memory); with ``out``, fill that and return None."""
-        into = {} if out is None else {"out": out}
+    def join(self, outputs: Sequence[Tensor], metadata: Any) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return (unsharded parameter, maybe with padding, tensors that hold its memory); Dynamo traces this."""
         with torch.no_grad():
-            return self._post(self.shard, tuple(outputs), metadata, self.dtype, **into)
+            made = self._post(self.shard, tuple(outputs), metadata, self.dtype)
+            if not (_is_pair(made) and isinstance(made[0], Tensor)):
+                self._refuse(POST, "(the unsharded tensor, a tuple of tensors that hold its memory)", made)
+            return made
+
+    def without_padding(self, unsharded: Tensor) -> Tensor:
+        """Return the part of ``unsharded`` that has the parameter's shape."""
+        shape = self.shape
+        if unsharded.shape == shape:
+            return unsharded
+        if unsharded.shape[1:] != shape[1:] or unsharded.dim() != len(shape) or unsharded.shape[0] < shape[0]:
+            self._refuse(POST, f"a tensor of shape {shape}, or with more rows as padding", tuple(unsharded.shape))
+        with torch.no_grad():
+            return unsharded.narrow(0, 0, shape[0])
+
+    def _refuse(self, method: str, expected: str, got: object) -> NoReturn:
+        got = got if isinstance(got, tuple) and not any(isinstance(each, Tensor) for each in got) else type(got)
+        raise ValueError(
+            f"{self.name}: expected {type(self.shard).__name__}.{method} to return {expected}, got {got}"
+        )
 
     def launch(self) -> Sequence[Tensor]:
         """Return what this rank sends, and keep the metadata until :meth:`finish`."""
         sent, self._metadata = self.split()
         return sent
 
-    def finish(self, outputs: Sequence[Tensor], out: Tensor | None = None) -> Any:
+    def finish(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Do what :meth:`join` does for the last launch."""
-        return self.join(outputs, self._metadata, out)
+        return self.join(outputs, self._metadata)
+
+    def refill(self, outputs: Sequence[Tensor], out: Tensor) -> None:
+        """Fill ``out``, which :meth:`finish` returned before."""
+        with torch.no_grad():
+            self._post(self.shard, tuple(outputs), self._metadata, self.dtype, out=out)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _are_tensors(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(each, Tensor) for each in value)

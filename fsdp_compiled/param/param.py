@@ -22,9 +22,10 @@ from ..policy import resolved
 from ..sharding.layout import ShardLayout
 from ..sharding.placement import local_of, outer_parallelism, sharded_spec
 from ..sharding.spec import CommSpec
-from .extension import AllGatherExtension, is_extended
+from .extension import AllGatherExtension, check_extension, check_smaller_group, is_extended
 from .gradients import AccumulatedGrad, after_user_hooks, call_after_accumulation
-from .placement import ParamModuleInfo, ParamPlacement, ShardedState, comm_spec
+from .memory import same_memory, without_memory
+from .placement import ParamModuleInfo, ParamPlacement, ShardedState, check_replacement, comm_spec
 from .unit import Unit
 from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
 
@@ -103,9 +104,9 @@ class FSDPParam:
         self._local = local_of(sharded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
         self.is_differentiable = padded.is_floating_point() or padded.is_complex()
-        self.extension = self._new_extension() if is_extended(padded) else None
+        self.extension = self._new_extension()
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
-        plain = padded if self.extension is None else _without_memory(padded)
+        plain = padded if self.extension is None else without_memory(padded)
         self.leaf = nn.Parameter(plain, requires_grad=self.is_differentiable)
         if self.is_differentiable:
             call_after_accumulation(self.leaf, self._accumulate_leaf_grad)
@@ -114,13 +115,17 @@ class FSDPParam:
         self.partial_grad = AccumulatedGrad(self.layout.shard_shape, self.dtypes[1], self._on_compiled_gradient)
         self.refresh()
 
-    def _new_extension(self) -> AllGatherExtension:
+    def _new_extension(self) -> AllGatherExtension | None:
+        extended = next((tensor for tensor in (self._local, self.shard) if is_extended(tensor)), None)
+        if extended is None:
+            return None
         policy, mesh = self.placement.mp_policy, self.placement.mesh_info.shard_mesh
         unsharded = torch.empty(self.layout.shape, device="meta")
         arguments = (mesh, unsharded.shape, unsharded.stride(), self.info.module, policy)
         # The DTensor's local tensor itself, if it needs no padding: torchao keeps its scale there.
         shard = self._local if self._local.shape == self.shard.shape else self.shard
-        return AllGatherExtension(shard, arguments, resolved(policy, self.shard.dtype)[0], self.placement.device)
+        dtype, shape = resolved(policy, self.shard.dtype)[0], self.layout.shape
+        return AllGatherExtension(extended, shard, arguments, dtype, self.placement.device, shape)
 
     def relink(self) -> None:
         """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
@@ -138,14 +143,12 @@ class FSDPParam:
             self.register(self.sharded_param)
             raise
         local = local_of(current)
-        if current is self.sharded_param and (
-            local is self._local or _same_memory(local, self._unpadded(self.shard))
-        ):
+        if current is self.sharded_param and (local is self._local or same_memory(local, self._unpadded(self.shard))):
             self.register(current)  # load_state_dict(assign=True) may have parted shared places
             return
         unsharded_grad, partial_grad = self.unsharded_grad.take(), self.partial_grad.take()
         padded = self._pinned(self._padded(local.detach()))
-        if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
+        if not same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)
         self.register(current)
@@ -156,16 +159,31 @@ class FSDPParam:
 
     def check_replacement(self, current: Tensor | None) -> None:
         """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""
-        if not isinstance(current, DTensor):
-            raise TypeError(
-                f"{self.name}: expected a sharded DTensor, got a {type(current).__name__}; assign a DTensor with "
-                f"placements {self._spec.placements}, or load without assign=True"
-            )
-        if current.shape != self._spec.shape or current.placements != self._spec.placements:
-            raise ValueError(
-                f"{self.name}: expected shape {tuple(self._spec.shape)} with {self._spec.placements}, got "
-                f"{tuple(current.shape)} with {current.placements}; redistribute it first"
-            )
+        check_replacement(self.name, self._spec, current)
+
+    def take_over(self) -> bool:
+        """Follow what the user has put in place of the parameter past its module, or on its local tensor.
+
+        Returns:
+            Whether there was anything.
+
+        Raises:
+            TypeError, ValueError: as :meth:`relink`, or only one extension method was put on the local tensor.
+            NotImplementedError: an extension of a parameter that stays sharded over a smaller group after forward.
+        """
+        registered = [module._parameters.get(name) for module, name in self.info.places()]
+        others = [each for each in registered if isinstance(each, nn.Parameter) and each is not self.sharded_param]
+        is_replaced = bool(others) and self.state is ShardedState.SHARDED
+        if is_replaced:
+            self.check_replacement(others[0])
+            self.register(others[0])
+            self.relink()
+        is_extended_now = self.extension is None and is_extended(self._local)
+        if is_extended_now:
+            check_extension(self.name, self._local)
+            check_smaller_group(self.name, self._local, self.spec.post_forward.world)
+            self._link(self.sharded_param, self.shard)
+        return is_replaced or is_extended_now
 
     @property
     def is_hooked(self) -> bool:
@@ -202,6 +220,8 @@ class FSDPParam:
             self.spec = spec
             self.spec_text = spec.encode()
             self.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
+        if self.extension is not None:
+            self.extension.name = self.name
         self._choose_read()
 
     def _choose_read(self) -> None:
@@ -240,7 +260,7 @@ class FSDPParam:
         outputs = [
             collectives.unshard(each, None, None, self.input_spec_text).view(-1, *each.shape[1:]) for each in sent
         ]
-        unsharded, _ = extension.join(outputs, metadata)
+        unsharded = extension.without_padding(extension.join(outputs, metadata)[0])
         return collectives.with_gradient(unsharded, *self._leaves(), self.spec_text)
 
     def _leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -383,15 +403,3 @@ class FSDPParam:
                 setattr(module, name, param)
             finally:
                 self.is_registering = False
-
-
-def _without_memory(like: Tensor) -> Tensor:
-    return torch.zeros(1, dtype=like.dtype, device=like.device).expand(like.shape)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
-        return False
-    return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())

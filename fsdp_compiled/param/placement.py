@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, resolved
 from ..sharding.layout import ShardLayout
@@ -76,3 +80,17 @@ def comm_spec(
         reshard=config.reshard_after_forward,
         post_forward=smaller.group if smaller is not None else Group(),
     )
+
+
+def check_replacement(name: str, spec: DTensorSpec, current: Tensor | None) -> None:
+    """Raise TypeError or ValueError unless ``current`` is a DTensor as ``spec`` says."""
+    if not isinstance(current, DTensor):
+        raise TypeError(
+            f"{name}: expected a sharded DTensor, got a {type(current).__name__}; assign a DTensor with "
+            f"placements {spec.placements}, or load without assign=True"
+        )
+    if current.shape != spec.shape or current.placements != spec.placements:
+        raise ValueError(
+            f"{name}: expected shape {tuple(spec.shape)} with {spec.placements}, got "
+            f"{tuple(current.shape)} with {current.placements}; redistribute it first"
+        )

@@ -123,6 +123,11 @@ def _relink(module: ShardedModule, *_: object) -> None:
         unit.regroup()
 
 
+def is_managed(module: nn.Module, name: str) -> bool:
+    """Tell whether a unit has taken the parameter registered here."""
+    return isinstance(module, ShardedModule) and name in module._fsdp_params
+
+
 def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> None:
     """Make ``module`` read ``params`` through properties, beside those that it owns already."""
     if isinstance(module, ShardedModule):

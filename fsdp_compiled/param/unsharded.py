@@ -81,17 +81,17 @@ class ExtendedUnsharded(Unsharded):
         super().__init__(specs, device, outer)
         self._extension = extension
         self._shapes = [spec.layout.shape for spec in specs]
-        self._is_made = False
+        self._made: Tensor | None = None  # what the extension returned, maybe with padding
 
     def complete(self) -> None:
         """Make the parameter at first, and fill it afterwards."""
         outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
-        if self._is_made:
-            local = local_of(self.param)
-            with torch.autograd._unsafe_preserve_version_counter(local):  # type: ignore[attr-defined]
-                self._extension.finish(outputs, out=local)
+        if self._made is None:
+            self._made, inner = self._extension.finish(outputs)
+            self.param = self._parameter(self._extension.without_padding(self._made))
+            self._hold(inner)
             return
-        unsharded, inner = self._extension.finish(outputs)
-        self.param = self._parameter(unsharded)
-        self._hold(inner)
-        self._is_made = True
+        # A subclass may keep more than memory, such as a scale, on the very object that compute reads.
+        out = self._made if type(self._made) is Tensor else local_of(self.param)
+        with torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
+            self._extension.refill(outputs, out)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantised_all_gather import gather_quantised, quantise
+from quantised_all_gather import QuantisedGathered, gather_quantised, quantise
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -17,12 +17,15 @@ from tests.graphs import record
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
+    MODES,
     assert_trains_like_replicas,
     batches,
+    compiled,
     full,
     full_grads,
     mean_over_ranks,
     my_part,
+    shard,
     square_loss,
 )
 
@@ -159,6 +162,68 @@ def test_float8_training_of_torchao_on_top_of_tensor_parallelism(mode):
         for model in (alone, sharded):
             torch.optim.SGD(model.parameters(), lr=0.1).step()
             model.zero_grad()
+
+
+class WithPadding(QuantisedGathered):
+    """What arrives keeps the padding of an uneven dimension 0."""
+
+    def fsdp_pre_all_gather(self, mesh):
+        return quantise(self.values if isinstance(self, WithPadding) else self, torch.int8), None
+
+    def fsdp_post_all_gather(self, outputs, metadata, dtype, *, out=None):
+        unsharded = (outputs[0].to(torch.float32) * outputs[1]).to(dtype)
+        return (unsharded, (unsharded,)) if out is None else out.copy_(unsharded)
+
+
+class Uneven(nn.Module):
+    """9 and 1 rows; ``alone`` it reads what arrives from the others."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.alone = alone
+        self.blocks = nn.ModuleList([nn.Linear(6, 9, bias=False), nn.Linear(9, 1, bias=False)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            weight = through(block.weight, torch.int8) if self.alone else None
+            x = (nn.functional.linear(x, weight) if self.alone else block(x)).tanh()
+        return x
+
+
+def _on_class(model, shard_it):
+    for block in model.blocks:
+        block.weight = nn.Parameter(WithPadding(block.weight.detach(), torch.int8))
+    shard_it()
+
+
+def _on_instance(model, shard_it):
+    shard_it()
+    for block in model.blocks:
+        local = block.weight._local_tensor
+        for method in (WithPadding.fsdp_pre_all_gather, WithPadding.fsdp_post_all_gather):
+            setattr(local, method.__name__, method.__get__(local))
+
+
+@row("tensor-subclass extensions", "uneven shards")
+@pytest.mark.parametrize("put", [_on_class, _on_instance])
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_an_extended_all_gather_of_uneven_shards(mode, put):
+    alone, model = Uneven(True), Uneven(False)
+    put(model, lambda: shard(model, mode))
+    call = compiled(model) if mode == "full" else model
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for data in batches(3, 8, 6):
+        want, got = alone(data).square().mean(), call(my_part(data)).square().mean()
+        for loss in (want, got):
+            loss.backward()
+        torch.testing.assert_close(mean_over_ranks(got), want.item(), rtol=1e-5, atol=0)
+        for name, grad in full_grads(model).items():
+            torch.testing.assert_close(grad, dict(alone.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def _shard(model, mode, **kwargs):

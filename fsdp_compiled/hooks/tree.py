@@ -1,0 +1,97 @@
+"""What lies below an outermost unit: other units, and what modules were added or swapped since it was sharded.
+
+It must not know what units do in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from ..collectives.operators import meta_parameter
+from ..param.composable import applied
+from ..param.param import FSDPParam
+from ..param.properties import TracedCall, is_managed, rebase
+from .context import states_below
+
+UnitState = Any  # an FSDPState, whose file imports this one
+
+
+def adopt_units_below(state: UnitState) -> None:
+    """Give the units below their full names, if ``state`` is not their outermost one yet."""
+    names = _names(state.modules)
+    for below in states_below(state.modules):
+        if below is not state and below.outermost is not state:
+            params = {param: f"{names[param.info.module]}.{param.info.name}" for param in below.params}
+            below.adopt(state, names[below.modules[0]], params)
+            for module in below.modules:
+                rebase(module, drop=TracedCall)
+
+
+def _names(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    names: dict[nn.Module, str] = {}
+    for index, root in enumerate(modules):
+        for name, module in root.named_modules(prefix=str(index) if len(modules) > 1 else ""):
+            names.setdefault(module, name)
+    return names
+
+
+class ModuleTree:
+    """The modules below an outermost unit, to notice in every step whether the user has changed them since."""
+
+    def __init__(self, roots: Sequence[nn.Module]) -> None:
+        modules = {module: None for root in roots for module in root.modules()}
+        self._children: list[dict[str, nn.Module | None]] = [module._modules for module in modules]
+        self._params = [module._parameters for module in modules]
+        self._expected = self._now()
+
+    def _now(self) -> tuple[list[tuple[nn.Module | None, ...]], list[int]]:
+        # Without a loop in Python: this runs in every step. Parameters themselves are swapped in every step.
+        return list(map(tuple, map(dict.values, self._children))), list(map(len, self._params))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a module or a parameter was added, removed or, a module, swapped."""
+        return self._now() != self._expected
+
+
+def check_all_sharded(roots: Sequence[nn.Module], states: Sequence[UnitState]) -> None:
+    """Raise ValueError if a trainable parameter below ``roots`` belongs to no unit and was not ignored."""
+    ignored = {(module, name) for state in states for module, names in state.ignored.items() for name in names}
+    for prefix, module in _modules_outside_replicate(roots):
+        for name, param in module._parameters.items():
+            if param is None or not param.requires_grad or is_managed(module, name) or (module, name) in ignored:
+                continue
+            where = f"{prefix.removesuffix('.')} ({type(module).__name__})" if prefix else type(module).__name__
+            is_sharded = "_fsdp_units" in module.__dict__ or "_fsdp_state" in module.__dict__
+            remedy = "add it before fully_shard" if is_sharded else f"call fully_shard on {where} first"
+            raise ValueError(
+                f"{prefix}{name}: expected a parameter that fully_shard has seen, got one that was added to the "
+                f"model afterwards and would train unsharded, without communication; {remedy}, or freeze it"
+            )
+
+
+def check_materialized(params: Iterable[FSDPParam]) -> None:
+    """Raise RuntimeError if a parameter is on the meta device, or not on the CPU where it is offloaded."""
+    for param in params:
+        if param.device.type == "meta":
+            raise RuntimeError(meta_parameter(param.name))
+        if param.placement.offload is not None and param.device.type != "cpu":
+            raise RuntimeError(
+                f"{param.name}: expected a shard on the CPU, as offload_policy says, got one on {param.device}; "
+                "load it there, or move the model with model.cpu()"
+            )
+
+
+def _modules_outside_replicate(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    seen = set[nn.Module]()
+    stack = [(f"{index}." if len(roots) > 1 else "", root) for index, root in enumerate(roots)]
+    while stack:
+        prefix, module = stack.pop()
+        if module in seen or "replicate" in applied(module):
+            continue
+        seen.add(module)
+        yield prefix, module
+        stack += [(f"{prefix}{name}.", child) for name, child in module.named_children()]

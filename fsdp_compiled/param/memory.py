@@ -1,0 +1,22 @@
+"""What memory a tensor has: none, or the same as another."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .extension import is_extended
+
+
+def without_memory(like: Tensor) -> Tensor:
+    """Return a tensor of the same shape, dtype and device whose elements are all one."""
+    return torch.zeros(1, dtype=like.dtype, device=like.device).expand(like.shape)
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two tensors are the same view of the same memory; of an all-gather extension, the same object."""
+    if a is b:
+        return True
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
+        return False
+    return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
