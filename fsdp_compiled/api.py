@@ -93,6 +93,7 @@ def fully_shard(
     check_complete_units_below(modules)
     shard(modules, found, placements, default, reshard)
     passes.install(core_hash())
+    collectives.attend()
     return module
 
 

@@ -20,7 +20,6 @@ from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 
 WORLD = 4
-SETTING = Setting(group_timeout=timedelta(seconds=90), test_timeout_s=600)
 
 # torch's caches keep process groups of compiled models, and gloo's threads for each take time as long as it lives.
 TESTS_PER_POOL = 80
@@ -47,13 +46,14 @@ def close_pool() -> None:
     _pool = None
 
 
-def on_ranks(world: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run the decorated test on ``world`` ranks."""
+def on_ranks(world: int, timeout_s: float = 90) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated test on ``world`` ranks; their collectives and agreements end after ``timeout_s``."""
+    setting = Setting(group_timeout=timedelta(seconds=timeout_s), test_timeout_s=600)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**kwargs: Any) -> None:
-            pool().run(world, functools.partial(_call, test.__module__, test.__name__, kwargs), SETTING)
+            pool().run(world, functools.partial(_call, test.__module__, test.__name__, kwargs), setting)
 
         return run
 

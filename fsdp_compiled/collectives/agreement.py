@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -29,6 +30,8 @@ from .backend import process_group
 
 _LONGEST_PAUSE_S = 0.1  # between two looks at the store
 _ATTENTION_S = 1.0  # how often a rank that waits looks whether others compile or have failed
+_LOOKED_AT = 8  # of the ranks waited for, at a time: all of them would be too many for the store's host
+_AGREED, _DIFFER, _FAILED = "agreed", "differ", "failed"  # verdicts; the last two with a text
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ def agree(contract: Contract) -> None:
     """
     if not _setting.enabled:
         return
+    peers.watch_backward()
     for name, part in contract.by_group.items():
         ledger = _ledger(process_group(name))
         if ledger is not None:
@@ -117,69 +121,124 @@ class Ledger:
         self.previous = contract.digest
 
     def _ask(self, contract: Contract) -> None:
-        prefix = f"fsdp_compiled/agreement/{self.exchanged}"
+        peers.go_on()
+        prefix = self._prefix(self.exchanged)
         self.exchanged += 1
         post = {"versions": versions(), "after": self.previous, "contract": contract.encode()}
         self.store.set(f"{prefix}/post/{self.rank}", json.dumps(post))
         digest = f"{contract.digest} {self.previous} {versions()}"
         self.store.set(f"{prefix}/digest/{self.rank}", digest)
-        if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks) and not self._is_decided(prefix):
-            self.store.set(f"{prefix}/verdict", self._verdict(prefix))
+        if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks):
+            self._decide(prefix, *self._verdict(prefix))
         else:
             self._wait(prefix, contract)
-        verdict = self.store.get(f"{prefix}/verdict").decode()
-        if verdict:
-            raise RankMismatchError(verdict)
+        kind, _, text = self.store.get(f"{prefix}/verdict").decode().partition(" ")
+        if kind != _AGREED:
+            error = RankMismatchError(text) if kind == _DIFFER else RankFailureError(text)
+            peers.report_failure(error)  # here, since an error in backward passes none of our frames
+            raise error
+        if self.exchanged > 1:
+            self._forget(self.exchanged - 2)
+
+    def _prefix(self, exchange: int) -> str:
+        return f"fsdp_compiled/agreement/{exchange}"
 
     def _is_decided(self, prefix: str) -> bool:
         return self.store.check([f"{prefix}/verdict"])
 
-    def _verdict(self, prefix: str) -> str:
-        """Compare what all ranks have posted; return "" if they agree, else in what they do not."""
+    def _decide(self, prefix: str, kind: str, text: str = "") -> None:
+        self.store.compare_set(f"{prefix}/verdict", "", f"{kind} {text}")  # the first one counts, on all ranks
+
+    def _forget(self, exchange: int) -> None:
+        """Delete what an exchange left: all ranks have come to a later one, so that nobody reads it."""
+        names = ["arrived", "verdict"] if self.rank == 0 else []
+        for name in (f"post/{self.rank}", f"digest/{self.rank}", *names):
+            self.store.delete_key(f"{self._prefix(exchange)}/{name}")
+
+    def _verdict(self, prefix: str) -> tuple[str, str]:
+        """Compare what all ranks have posted; tell whether they agree, or in what they do not."""
         digests = _values(self.store, [f"{prefix}/digest/{rank}" for rank in range(len(self.ranks))])
         odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
         if odd is None:
-            return ""
+            return _AGREED, ""
         sides = [[self.ranks[r] for r, digest in enumerate(digests) if digest == digests[one]] for one in (0, odd)]
         posts = [json.loads(post) for post in _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)])]
-        return mismatch.difference(sides, posts)
+        return _DIFFER, mismatch.difference(sides, posts)
 
     def _wait(self, prefix: str, contract: Contract) -> None:
-        """Return when there is a verdict."""
-        pause, seen = 0.0005, time.monotonic()
+        """Return when there is a verdict; leave one for the others if interrupted."""
         allowed = (_setting.deadline or self.timeout).total_seconds()
-        looked, beats = seen, dict.fromkeys(self.ranks, 0)
-        while not self._is_decided(prefix):
-            time.sleep(pause)
-            pause, now = min(pause * 1.3, _LONGEST_PAUSE_S), time.monotonic()
-            if now - looked < min(_ATTENTION_S, allowed):
-                continue
-            looked = now
-            missing = [rank for r, rank in enumerate(self.ranks) if not self.store.check([f"{prefix}/post/{r}"])]
-            if missing and (failure := peers.failure()):
-                raise RankFailureError(f"{failure}; this rank waited for it before {mismatch.described(contract)}")
-            count = {rank: peers.beats(rank) for rank in missing}
-            if any(count[rank] != beats[rank] for rank in missing):
-                seen = now
-            beats |= count
-            if now - seen > allowed:
-                self.store.set(f"{prefix}/verdict", self._absent(missing, contract, allowed))
+        pause, awaited = 0.0005, _Awaited(list(self.ranks), allowed)
+        try:
+            while not self._is_decided(prefix):
+                time.sleep(pause)
+                pause = min(pause * 1.3, _LONGEST_PAUSE_S)
+                if awaited.is_due():
+                    self._look(prefix, contract, awaited)
+        except BaseException as error:
+            with suppress(RuntimeError):  # the store's host may have ended
+                self._decide(prefix, _FAILED, f"rank {self.ranks[self.rank]} raised {type(error).__name__} and left")
+            raise
 
-    def _absent(self, missing: Sequence[int], contract: Contract, allowed: float) -> str:
-        last = "; ".join(f"rank {rank} {self._last_post(self.ranks.index(rank))}" for rank in missing)
+    def _look(self, prefix: str, contract: Contract, awaited: _Awaited) -> None:
+        """Decide if all ranks have come, if one that has not come has failed, or if time is up."""
+        awaited.drop(lambda rank: self.store.check([f"{prefix}/digest/{self.ranks.index(rank)}"]))
+        if not awaited.ranks:
+            self._decide(prefix, *self._verdict(prefix))  # the last one to come has not: it was interrupted
+        elif failure := peers.failure(awaited.first):
+            self._decide(prefix, _FAILED, f"{failure}; others waited for it before {mismatch.described(contract)}")
+        elif awaited.is_over():
+            self._decide(prefix, _DIFFER, self._absent(awaited, contract))
+
+    def _absent(self, awaited: _Awaited, contract: Contract) -> str:
+        last = "; ".join(f"rank {rank} {self._last_post(self.ranks.index(rank))}" for rank in awaited.first)
         return (
-            f"{mismatch.ranks(missing)} neither came to {mismatch.described(contract)} nor compiled in {allowed:g} s: "
-            f"{last}. Look there for another path through the program or an error, or allow more time by "
-            "set_rank_agreement(deadline=)"
+            f"{mismatch.ranks(awaited.ranks)} neither came to {mismatch.described(contract)} nor compiled in "
+            f"{awaited.allowed:g} s: {last}. Look there for another path through the program or an error, or allow "
+            "more time by set_rank_agreement(deadline=)"
         )
 
     def _last_post(self, rank: int) -> str:
-        for number in reversed(range(self.exchanged)):
-            key = f"fsdp_compiled/agreement/{number}/post/{rank}"
-            if self.store.check([key]):
-                contract = Contract.decode(json.loads(self.store.get(key))["contract"])
-                return f"last asked for {mismatch.described(contract)}"
-        return "has asked for nothing so far"
+        key = f"{self._prefix(self.exchanged - 2)}/post/{rank}"  # nobody is further behind
+        if not self.store.check([key]):
+            return "has asked for nothing so far"
+        contract = Contract.decode(json.loads(self.store.get(key))["contract"])
+        return f"last asked for {mismatch.described(contract)}"
+
+
+@dataclass
+class _Awaited:
+    """The ranks that have not come yet, as one that waits for them knows it."""
+
+    ranks: list[int]  # by their numbers in the default group
+    allowed: float  # seconds without a sign of life
+    _looked: float = field(default_factory=time.monotonic)
+    _alive: float = field(default_factory=time.monotonic)  # when the last of them came or was seen to compile
+    _beats: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def first(self) -> list[int]:
+        """Those to look at: looking at all would be too much for the store's host."""
+        return self.ranks[:_LOOKED_AT]
+
+    def is_due(self) -> bool:
+        """Tell whether it is time to look at them."""
+        now = time.monotonic()
+        is_due = now - self._looked >= min(_ATTENTION_S, self.allowed)
+        self._looked = now if is_due else self._looked
+        return is_due
+
+    def drop(self, has_come: Callable[[int], bool]) -> None:
+        """Drop those that have come."""
+        self.ranks = [rank for rank in self.first if not has_come(rank)] + self.ranks[_LOOKED_AT:]
+
+    def is_over(self) -> bool:
+        """Tell whether none of them has compiled for as long as is allowed."""
+        beats = {rank: peers.beats(rank) for rank in self.first}
+        if any(count > self._beats.get(rank, 0) for rank, count in beats.items()):
+            self._alive = time.monotonic()
+        self._beats |= beats
+        return time.monotonic() - self._alive > self.allowed
 
 
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger | None] = WeakKeyDictionary()

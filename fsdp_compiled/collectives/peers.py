@@ -1,15 +1,19 @@
-"""What ranks tell each other beside collectives, through the store: that one is compiling, that one has failed.
+"""What ranks know of each other beside collectives, through the store: that one compiles, has failed or has ended.
 
 It knows the default process group's store; it must not know what ranks agree on.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
+import torch
 import torch.distributed as dist
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
@@ -22,7 +26,10 @@ _WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this pr
 _BEAT_S = 0.5  # how often a rank that compiles says so
 _FAILURES = "fsdp_compiled/failures"
 
-_reported: list[str] = []  # keys of the failures of this rank that still stand in the store
+_PROCESS = "fsdp_compiled/process"
+
+_reported: list[str] = []  # the key of the failure of this rank that still stands in the store
+_introduced: WeakSet[dist.ProcessGroup] = WeakSet()  # default groups whose ranks can find this process
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store | None:
@@ -37,17 +44,19 @@ def _world_store() -> Store | None:
 
 
 def attend() -> None:
-    """Keep other ranks informed from now on: while this one compiles, and if it fails.
+    """Keep other ranks informed from now on: while this one compiles, if it fails, and if its process ends.
 
-    Called whenever a model's forward begins, since ``torch.compiler.reset`` forgets who asked to know of compiling.
+    Called by ``fully_shard``, and whenever a model's forward begins, since ``torch.compiler.reset`` forgets who asked
+    to know of compiling.
     """
     if _beats.begin not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_beats.begin)
         callback_handler.register_end_callback(_beats.end)
     if not isinstance(sys.excepthook, _ReportUncaught):
         sys.excepthook = _ReportUncaught(sys.excepthook)
-    if _reported:
-        _withdraw()
+    if dist.is_initialized() and dist.group.WORLD not in _introduced:
+        _introduce()
+    go_on()
 
 
 # ---- compiling ----
@@ -108,35 +117,117 @@ class _ReportUncaught:
 
 
 def report_failure(error: BaseException) -> None:
-    """Let ranks that wait for this one know why it does not come, until its next forward begins."""
-    if isinstance(error, (SystemExit, RankFailureError)) or _reported:
-        return
+    """Let ranks that wait for this one know why it does not come, until it goes on."""
+    if not isinstance(error, (SystemExit, RankFailureError)):
+        _report(f"raised {type(error).__name__}: {error}")
+
+
+def _report(what: str) -> None:
     try:
         store = _world_store()
         if store is None:
             return
-        key = f"{_FAILURES}/{store.add(_FAILURES, 1)}"
-        store.set(key, f"rank {dist.get_rank()} raised {type(error).__name__}: {error}")
+        if not _reported:
+            _reported.append(f"{_FAILURES}/{store.add(_FAILURES, 1)}")
+        store.set(_reported[0], f"rank {dist.get_rank()} {what}")
     except (RuntimeError, ValueError):
         return  # the store's host has ended
-    _reported.append(key)
 
 
-def _withdraw() -> None:
-    store = _world_store()
+def go_on() -> None:
+    """Withdraw what this rank has reported: it comes after all."""
+    store = _world_store() if _reported else None
     while _reported:
         key = _reported.pop()
         if store is not None:
             store.set(key, "")
 
 
-def failure() -> str:
-    """Return what the first rank that failed, and did not go on, has reported; "" if none has."""
+class _Backward:
+    """Queued as a callback of the backward under way: the engine calls it at the end, or drops it after an error."""
+
+    task = -1  # the engine's number of the last backward that was watched
+
+    def __init__(self, task: int) -> None:
+        _Backward.task, self._is_complete = task, False
+
+    def __call__(self) -> None:
+        self._is_complete = True
+
+    def __del__(self) -> None:
+        if not self._is_complete and not sys.is_finalizing():
+            _report("raised an error in backward")  # which passes none of our frames; see _ReportUncaught
+
+
+def watch_backward() -> None:
+    """Report it if the backward under way, if any, ends with an error."""
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+    task = torch._C._current_graph_task_id()
+    if task not in (-1, _Backward.task):
+        torch.autograd.Variable._execution_engine.queue_callback(_Backward(task))
+
+
+def failure(awaited: Iterable[int] | None = None) -> str:
+    """Return what the first rank that failed, and did not go on, has reported; "" if none has.
+
+    Else name one of the ``awaited`` ranks, by default of all, whose process has ended.
+    """
     try:
         store = _world_store()
         if store is None:
             return ""
         reports = (store.get(f"{_FAILURES}/{number + 1}") for number in range(store.add(_FAILURES, 0)))
-        return next((report.decode() for report in reports if report), "")
+        reported = next((report.decode() for report in reports if report), "")
+        awaited = range(dist.get_world_size()) if awaited is None else awaited
+        return reported or next((f"the process of rank {rank} has ended" for rank in awaited if _is_gone(rank)), "")
     except (RuntimeError, ValueError):
         return ""
+
+
+# ---- ending ----
+
+
+def _introduce() -> None:
+    """Let other ranks find this process, where the system says enough of it; nothing tells of other machines."""
+    store, process = _world_store(), _process()
+    if store is not None and process:
+        store.set(f"{_PROCESS}/{dist.get_rank()}", process)
+    assert dist.group.WORLD is not None
+    _introduced.add(dist.group.WORLD)
+
+
+def _is_gone(rank: int) -> bool:
+    store, key = _world_store(), f"{_PROCESS}/{rank}"
+    return store is not None and store.check([key]) and _has_ended(store.get(key).decode())
+
+
+def _process() -> str:
+    """Return the machine's boot, its namespace of processes, and this process's number and start; "" if unknown."""
+    try:
+        return " ".join((*_machine(), str(os.getpid()), _state(os.getpid())[1]))
+    except OSError:
+        return ""
+
+
+def _has_ended(process: str) -> bool:
+    *machine, number, start = process.split()
+    try:
+        if machine != _machine():
+            return False
+    except OSError:
+        return False
+    try:
+        state, started = _state(int(number))
+    except OSError:
+        return True
+    return state in "XZ" or started != start
+
+
+def _machine() -> list[str]:
+    return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+
+
+def _state(number: int) -> tuple[str, str]:
+    """Return a process's state, X or Z once it has ended, and when it started."""
+    fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+    return fields[0], fields[19]
