@@ -59,9 +59,11 @@ def model_extents(params: Iterable[Sequence[int]], graph: fx.Graph) -> frozenset
 
 def _split_by(node: fx.Node, dims: Set[int]) -> Iterable[tuple[int, int]]:
     """Yield the last two extents on one side of a view where their product, in ``dims``, is the last on the other."""
-    if node.target not in _VIEWS:
+    values = [each.meta.get("val") for each in (*node.all_input_nodes[:1], node)] if node.target in _VIEWS else []
+    shapes = [list(value.shape) for value in values if isinstance(value, torch.Tensor)]
+    if len(shapes) < 2:
         return
-    before, after = (list(each.meta["val"].shape) for each in (node.all_input_nodes[0], node))
+    before, after = shapes
     for split, whole in ((after[-2:], before[-1:]), (before[-2:], after[-1:])):
         is_fixed = all(isinstance(extent, int) for extent in (*split, *whole))
         if is_fixed and len(split) == 2 and whole == [prod(split)] and whole[0] in dims:
