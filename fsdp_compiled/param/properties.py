@@ -185,7 +185,7 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
     prefix = mixins[0].__name__.removesuffix("Module")
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
-    body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy}
+    body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy, "__reduce_ex__": _refuse_pickle}
     if TracedCall in mixins:
         body["_fsdp_call"] = with_code_of_its_own(TracedCall._fsdp_traced)
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
@@ -207,6 +207,13 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
     raise TypeError(
         f"{type(module).__name__}: a sharded module cannot be deep-copied, because its copy would share no "
         "process group state; use state_dict() and load_state_dict() on a second sharded model"
+    )
+
+
+def _refuse_pickle(module: nn.Module, protocol: object) -> None:
+    raise TypeError(
+        f"{type(module).__name__}: a sharded module cannot be pickled, because its shards belong to this process; "
+        "save its state_dict(), and load that into a second sharded model"
     )
 
 
