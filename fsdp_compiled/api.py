@@ -122,6 +122,8 @@ def fully_shard_with_compiled_compute(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected one nn.Module, got {type(module).__name__}; call it on each module")
+    if not isinstance(compile_kwargs, Mapping | None):
+        raise TypeError(f"compile_kwargs: expected a mapping of torch.compile's arguments, got {compile_kwargs!r}")
     compiled = torch.compile(module.forward, **(compile_kwargs or {}))
     fully_shard(module, **fully_shard_kwargs)
     module.forward = compiled  # type: ignore[method-assign]
@@ -134,8 +136,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     A module that was not given to ``fully_shard`` is left alone.
 
     Raises:
+        TypeError: not a module, or not a name.
         ValueError: the module has no such method.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, got {module!r} of {type(module).__name__}")
+    if not isinstance(method_name, str):
+        raise TypeError(f"method_name: expected the name of a method, got {method_name!r}")
     if not isinstance(module, FSDPModule):
         return
     method = getattr(module, method_name, None)
@@ -189,13 +196,17 @@ def compile(
         What ``torch.compile`` returns.
 
     Raises:
-        TypeError: ``schedule`` is no SchedulePolicy.
+        TypeError: ``model`` cannot be called, ``schedule`` is no SchedulePolicy, or ``options`` no mapping.
         ValueError: another backend than Inductor, which alone runs the passes, or both ``mode`` and ``options``.
     """
+    if not callable(model):
+        raise TypeError(f"model: expected a module or a function that calls one, got {model!r}")
     backend = torch_compile_kwargs.get("backend", "inductor")
     if backend != "inductor":
         raise ValueError(f"backend: expected 'inductor', got {backend!r}; only Inductor runs the graph passes")
     mode, given = torch_compile_kwargs.pop("mode", None), torch_compile_kwargs.pop("options", None) or {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"options: expected a mapping of Inductor's options or None, got {given!r}")
     if mode is not None and given:
         raise ValueError(f"mode: expected None beside options, got {mode!r}; put what the mode sets into options")
     of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}

@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .collectives import AllGather, ReduceScatter
 from .hooks import comms
@@ -19,6 +19,8 @@ from .policy import require_bool
 
 def unit_state(module: Any) -> FSDPState:
     """Return the state of the unit that ``module`` was given to ``fully_shard`` for; ValueError if to none."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected a module given to fully_shard, got {module!r} of {type(module).__name__}")
     state = module.__dict__.get("_fsdp_state")
     if state is None:
         raise ValueError(f"{type(module).__name__}: expected a module given to fully_shard, got one without state")
@@ -316,7 +318,7 @@ def _outermost(method: str, module: FSDPModule) -> FSDPState:
 
 def _states(module: FSDPModule, recurse: bool, **flags: object) -> list[FSDPState]:
     """Return the states that a setter configures, once its ``flags`` are known to be bools."""
-    for name, value in flags.items():
+    for name, value in {**flags, "recurse": recurse}.items():
         require_bool(name, value)
     return states_below([module]) if recurse else [unit_state(module)]  # type: ignore[list-item]
 

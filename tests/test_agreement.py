@@ -249,15 +249,14 @@ def test_a_rank_that_is_interrupted_as_it_waits_spoils_the_exchange(monkeypatch)
 
 def test_the_last_rank_is_interrupted_before_it_decides(monkeypatch):
     monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
-    with _ledgers(2) as (first, second):
-        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(first.enter, A)
-            while not first.store.check([f"{first._prefix(0)}/digest/0", f"{first._prefix(0)}/arrived"]):
-                pass
-            patch.setattr(second, "_verdict", lambda prefix: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                second.enter(A)
-            waiting.result(timeout=20)
+    with _ledgers(2) as (first, second), monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.enter, A)
+        while not first.store.check([f"{first._prefix(0)}/digest/0", f"{first._prefix(0)}/arrived"]):
+            pass
+        patch.setattr(second, "_verdict", lambda prefix: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.enter(A)
+        waiting.result(timeout=20)
 
 
 # ---- arguments ----

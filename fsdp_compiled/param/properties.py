@@ -193,8 +193,7 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
     prefix = mixins[0].__name__.removesuffix("Module")
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
-    body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy}
-    body["__reduce_ex__"] = _refuse_pickle
+    body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy, "__reduce_ex__": _refuse_pickle}
     if TracedCall in mixins:
         body["_fsdp_call"] = with_code_of_its_own(TracedCall._fsdp_traced)
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
@@ -221,8 +220,8 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
 
 def _refuse_pickle(module: nn.Module, protocol: object) -> None:
     raise TypeError(
-        f"{type(module).__name__}: a sharded module cannot be pickled or copied, because it refers to process "
-        "groups; save state_dict(), for example by torch.distributed.checkpoint, and load it into a second sharded model"
+        f"{type(module).__name__}: a sharded module cannot be pickled or copied, because it refers to process groups; "
+        "save state_dict(), for example by torch.distributed.checkpoint, and load it into a second sharded model"
     )
 
 

@@ -35,15 +35,24 @@ class DataParallelMeshDims:
         replicate: name, or names, of those over which they are replicated.
 
     Raises:
-        ValueError: both are None.
+        TypeError: not names.
+        ValueError: neither has any, or both have the same.
     """
 
     shard: str | tuple[str, ...] | None = None
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.shard is None and self.replicate is None:
+        for role in ("shard", "replicate"):
+            value = getattr(self, role)
+            if not all(isinstance(name, str) for name in (value if isinstance(value, tuple) else (value or "",))):
+                raise TypeError(f"dp_mesh_dims.{role}: expected a name, a tuple of names or None, got {value!r}")
+        if not self.shard_names and not self.replicate_names:
             raise ValueError("dp_mesh_dims: at least one of shard and replicate must be given, got neither")
+        if both := set(self.shard_names).intersection(self.replicate_names):
+            raise ValueError(
+                f"dp_mesh_dims: expected each dimension once, got {sorted(both)} for shard and replicate"
+            )
 
     @property
     def shard_names(self) -> tuple[str, ...]:

@@ -176,7 +176,8 @@ def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
         if field.type not in ("int", "float"):
             continue
         value, least = getattr(record, field.name), "0 or more" if field.name in may_be_0 else "more than 0"
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if isinstance(value, bool) or not isinstance(value, int if field.type == "int" else (int, float)):
+            least = f"an integer, {least}" if field.type == "int" else least
             raise TypeError(f"{type(record).__name__}.{field.name}: expected {least}, got {value!r}")
         if not (0 <= value < inf) or (value == 0 and field.name not in may_be_0):
             raise ValueError(f"{type(record).__name__}.{field.name}: expected {least}, got {value}")

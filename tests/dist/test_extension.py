@@ -262,3 +262,42 @@ def test_half_an_extension_is_refused(fake_group):
         model.weight = nn.Parameter(model.weight.detach().as_subclass(cls))
         with pytest.raises(ValueError, match=message):
             fully_shard(model, mp_policy=MixedPrecisionPolicy())
+
+
+def test_extension_methods_that_return_something_else(fake_group):
+    pre, post = (lambda mesh: ((), None)), (lambda *args, out=None: (torch.ones(3), ()))
+    for methods, error, message in (
+        (
+            {"fsdp_pre_all_gather": pre},
+            ValueError,
+            "weight: expected Tensor to define both fsdp_pre_all_gather and fsd",
+        ),
+        (
+            {"fsdp_pre_all_gather": lambda mesh: torch.ones(2), "fsdp_post_all_gather": post},
+            ValueError,
+            r"weight: expected Tensor.fsdp_pre_all_gather to return \(a tuple of tensors, metadata\), got <class",
+        ),
+        (
+            {"fsdp_pre_all_gather": pre, "fsdp_post_all_gather": lambda *args, out=None: torch.ones(2)},
+            ValueError,
+            r"weight: expected Tensor.fsdp_post_all_gather to return \(the unsharded tensor, a tuple of tensors that",
+        ),
+        (
+            {"fsdp_pre_all_gather": pre, "fsdp_post_all_gather": post},
+            ValueError,
+            r"weight: expected Tensor.fsdp_post_all_gather to return a tensor of shape \(4, 4\), or with more rows "
+            r"as padding, got \(3,\)",
+        ),
+    ):
+        model = fully_shard(nn.Linear(4, 4))
+        for name, method in methods.items():
+            setattr(model.weight._local_tensor, name, method)
+        with pytest.raises(error, match=message):
+            model(torch.ones(1, 4))
+    model = fully_shard(nn.Linear(4, 4), reshard_after_forward=2)
+    for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(model.weight._local_tensor, name, pre)
+    with pytest.raises(
+        NotImplementedError, match="weight: reshard_after_forward as a group size is not implemented f"
+    ):
+        model(torch.ones(1, 4))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_compiled import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from fsdp_compiled import fully_shard_with_compiled_compute as with_compiled_compute
+from fsdp_compiled.sharding.mesh import ShardPlacementResult
 from tests.errors.models import Model, assert_refused
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -231,3 +234,126 @@ def test_a_dtensor_that_is_sharded_over_a_data_parallel_dimension():
         mesh=mesh,
         dp_mesh_dims=DataParallelMeshDims(shard="dp"),
     )
+
+
+def _with(param):
+    model = Model()
+    model.layers[0].extra = param
+    return model
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        (
+            nn.Parameter(torch.eye(4).to_sparse()),
+            r"layers\.0\.extra: expected a dense parameter, got layout torch.sparse_coo; replace it by "
+            r"nn.Parameter\(param.to_dense\(\)\), or leave it alone with ignored_params",
+        ),
+        (
+            nn.UninitializedParameter(),
+            r"layers\.0\.extra: expected a parameter with a shape, got one of a lazy module",
+        ),
+    ],
+    ids=["sparse", "lazy"],
+)
+def test_parameters_that_cannot_be_cut(param, message):
+    assert_refused(ValueError, message, _with(param))
+
+
+def test_a_sparse_parameter_may_be_ignored():
+    model = _with(nn.Parameter(torch.eye(4).to_sparse()))
+    fully_shard(model, ignored_params={model.layers[0].extra})
+    assert model.layers[0].extra.layout is torch.sparse_coo
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+def test_scripted_modules():
+    scripted = torch.jit.script(Model())
+    assert_refused(
+        ValueError,
+        "RecursiveScriptModule: expected a Python module, got a RecursiveScriptModule, .*shard the module that",
+        scripted,
+    )
+    model = Model()
+    model.layers[1] = torch.jit.script(model.layers[1])
+    assert_refused(ValueError, r"layers\.1: expected a Python module, got a RecursiveScriptModule", model)
+
+
+def test_modules_that_something_else_distributes():
+    assert_refused(
+        ValueError,
+        "DataParallel: expected a module that nothing distributes yet, got a DataParallel; shard its .module",
+        nn.DataParallel(Model()),
+    )
+    model = Model()
+    model.layers[0] = nn.DataParallel(model.layers[0])
+    assert_refused(ValueError, r"layers\.0: expected a module that nothing distributes yet, got a DataPar", model)
+    message = "DDPModel: expected a module that nothing distributes yet, got one that replicate was applied to"
+    assert_refused(ValueError, message, replicate(Model()))
+    model = Model()
+    torch_fsdp.fully_shard(model.layers[1])
+    message = r"layers\.1: expected units of fsdp_compiled.fully_shard alone, got one of torch.distributed.fsdp; use"
+    assert_refused(ValueError, message, model)
+
+
+def test_torchs_fully_shard_on_one_of_ours():
+    with pytest.raises(AssertionError, match="fully_shard has already been applied"):
+        torch_fsdp.fully_shard(fully_shard(Model()))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "error", "message"),
+    [
+        ("0", TypeError, "expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got '0'"),
+        (Replicate(), TypeError, r"expected shard_placement_fn to return a Shard, .* got R"),
+        ((Shard(0),), TypeError, r"expected shard_placement_fn to return a Shard, .* got \("),
+        (
+            Shard(2),
+            ValueError,
+            r"expected a shard dimension of a 2-D parameter, got Shard\(2\); use Shard\(0\) to Sha",
+        ),
+        (Shard(-3), ValueError, r"expected a shard dimension of a 2-D parameter, got Shard\(-3\)"),
+        (ShardPlacementResult("0"), TypeError, r"expected shard_placement_fn to return a Shard, .* got '0'"),
+        (
+            ShardPlacementResult(Shard(0), 3),
+            ValueError,
+            "expected ShardPlacementResult.mesh_info to be an FSDPMeshInfo",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_placements(chosen, error, message):
+    assert_refused(error, rf"layers\.0\.weight: {message}", shard_placement_fn=lambda param: chosen)
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "kwargs"),
+    [
+        (TypeError, "mesh: expected a DeviceMesh or None, got 'cpu' of str", {"mesh": "cpu"}),
+        (TypeError, r"mesh: expected a DeviceMesh or None, got \[0, 1\] of list", {"mesh": [0, 1]}),
+        (TypeError, "mp_policy: expected a MixedPrecisionPolicy, got None", {"mp_policy": None}),
+        (TypeError, "mp_policy: expected a MixedPrecisionPolicy, got <class", {"mp_policy": MixedPrecisionPolicy}),
+        (
+            TypeError,
+            "mp_policy: expected a MixedPrecisionPolicy, got MixedPrecisionPolicy",
+            {"mp_policy": torch_fsdp.MixedPrecisionPolicy()},
+        ),
+        (TypeError, "offload_policy: expected an OffloadPolicy, got 'cpu'", {"offload_policy": "cpu"}),
+        (TypeError, "ignored_params: expected parameters, got a int among them", {"ignored_params": {1}}),
+        (TypeError, "reshard_after_forward: expected True, .* got 2.0 of float", {"reshard_after_forward": 2.0}),
+        (ValueError, "reshard_after_forward: expected a divisor of .* 4, got -2", {"reshard_after_forward": -2}),
+        (
+            TypeError,
+            r"layers\.0\.weight: expected param_dtype_override_fn to return None, .* got 'bf16' of str",
+            {"mp_policy": MixedPrecisionPolicy(param_dtype_override_fn=lambda param: "bf16")},
+        ),
+        (
+            ValueError,
+            r"layers\.0\.weight: expected param_dtype_override_fn to return None, .* got torch.float16",
+            {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda param: torch.half)},
+        ),
+    ],
+)
+def test_more_wrong_arguments(error, message, kwargs):
+    assert_refused(error, message, **kwargs)

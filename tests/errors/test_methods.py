@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_compiled import fully_shard, share_comm_ctx
-from tests.errors.models import Model
+from fsdp_compiled import DataParallelMeshDims, fully_shard, register_fsdp_forward_method, share_comm_ctx
+from tests.errors.models import Model, sharded_model
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -45,3 +46,140 @@ def test_methods():
     assert fully_shard.state(model) is model._get_fsdp_state()
     with pytest.raises(ValueError, match="share_comm_ctx: expected modules given to fully_shard, got Linear"):
         share_comm_ctx([nn.Linear(1, 1)])
+
+
+FLAGS = {
+    "set_requires_gradient_sync": "requires_gradient_sync",
+    "set_requires_all_reduce": "requires_all_reduce",
+    "set_reshard_after_forward": "reshard_after_forward",
+    "set_reshard_after_backward": "reshard_after_backward",
+    "set_keep_unsharded_storage": "keep",
+    "set_reduce_scatter_unused_params": "reduce_scatter_unused_params",
+    "set_separate_reduce_scatter_group": "enable",
+    "set_is_last_backward": "is_last_backward",
+    "set_unshard_in_backward": "unshard_in_backward",
+    "set_force_sum_reduction_for_comms": "enable",
+    "set_allocate_memory_from_process_group_for_comm": "enable",
+    "set_manual_backward_finalization": "enabled",
+    "unshard": "async_op",
+    "_set_unshard_async_op": "async_op",
+}
+RECURSIVE = list(FLAGS)[:7]
+
+
+@pytest.mark.parametrize("method", FLAGS)
+@pytest.mark.parametrize("value", [1, None, "yes"])
+def test_flags(method, value):
+    message = f"{FLAGS[method]}: expected True or False, got {value!r} of {type(value).__name__}"
+    with pytest.raises(TypeError, match=message):
+        getattr(sharded_model(), method)(value)
+
+
+@pytest.mark.parametrize("method", [*RECURSIVE, "set_reduce_scatter_max_input_buffers"])
+def test_recursion(method):
+    with pytest.raises(TypeError, match="recurse: expected True or False, got 'no' of str"):
+        getattr(sharded_model(), method)(1 if method.endswith("buffers") else True, recurse="no")
+
+
+@pytest.mark.parametrize("method", ["set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"])
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (None, TypeError, "expected a list of modules, got NoneType"),
+        ("layers", TypeError, "expected a list of modules, got str"),
+        ([3], ValueError, "expected modules given to fully_shard, got int; shard it first"),
+    ],
+)
+def test_prefetch_lists(method, value, error, message):
+    with pytest.raises(error, match=f"{method}: {message}"):
+        getattr(sharded_model(), method)(value)
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "error", "message"),
+    [
+        ("set_gradient_divide_factor", None, TypeError, "factor: expected a number, got None of NoneType"),
+        (
+            "set_gradient_divide_factor",
+            float("nan"),
+            ValueError,
+            "factor: expected a positive, finite number, got nan",
+        ),
+        (
+            "set_gradient_divide_factor",
+            float("inf"),
+            ValueError,
+            "factor: expected a positive, finite number, got inf",
+        ),
+        ("set_reduce_scatter_divide_factor", "2", TypeError, "factor: expected a number, got '2' of str"),
+        ("set_reduce_scatter_max_input_buffers", True, TypeError, "max_input_buffers: expected an int, got True"),
+        ("set_post_optim_event", 3, TypeError, "event: expected a torch.Event or None, got 3"),
+        ("set_symm_mem_for_comm", "gloo", ValueError, "backend: expected 'NCCL' or 'CUDA', got 'gloo'"),
+        ("set_all_reduce_hook", None, TypeError, "hook: expected a function, got None"),
+    ],
+)
+def test_values(method, value, error, message):
+    with pytest.raises(error, match=message):
+        getattr(sharded_model(), method)(value)
+
+
+@pytest.mark.parametrize(
+    ("method", "args"),
+    [("set_manual_backward_finalization", (True,)), ("finalize_backward", ()), ("reset_iter_state", ())],
+)
+def test_what_only_the_outermost_unit_can_do(method, args):
+    with pytest.raises(
+        RuntimeError, match=rf"{method}: expected the outermost unit, got Model\.layers\.0; call it on Mo"
+    ):
+        getattr(sharded_model().layers[0], method)(*args)
+
+
+def test_finalization_without_asking_for_it():
+    with pytest.raises(
+        RuntimeError, match=r"finalize_backward: call set_manual_backward_finalization\(True\) before"
+    ):
+        sharded_model().finalize_backward()
+
+
+class _Stream:
+    def wait_stream(self, other):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("roles", [{"replicate": "a"}, {"replicate": "a", "shard": "b"}])
+def test_a_stream_for_a_hook_where_gradients_are_reduced_over_replicas(roles):
+    mesh = init_device_mesh("cpu", (2, 2) if "shard" in roles else (4,), mesh_dim_names=("a", "b")[: len(roles)])
+    model = fully_shard(Model(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(**roles))
+    with pytest.raises(
+        ValueError, match="stream: expected None for Model, whose gradients are reduced over replicas, "
+    ):
+        model.set_all_reduce_hook(print, stream=_Stream())
+    model.set_all_reduce_hook(print)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fully_shard.state(3), TypeError, "module: expected a module given to fully_shard, got 3 of int"),
+        (lambda: share_comm_ctx(None), TypeError, "share_comm_ctx: expected a list of modules, got NoneType"),
+        (lambda: share_comm_ctx([3]), ValueError, "share_comm_ctx: expected modules given to fully_shard, got int"),
+        (
+            lambda: register_fsdp_forward_method(sharded_model(), "nope"),
+            ValueError,
+            "FSDPModel: expected a method 'nope', found none",
+        ),
+        (
+            lambda: register_fsdp_forward_method(sharded_model(), print),
+            TypeError,
+            "method_name: expected the name of a method, got <built-in function print>",
+        ),
+        (
+            lambda: register_fsdp_forward_method("model", "forward"),
+            TypeError,
+            "module: expected an nn.Module, got 'model' of str",
+        ),
+    ],
+)
+def test_functions_on_sharded_modules(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

@@ -1,0 +1,95 @@
+"""compile, options, explain, capture, step_on_shards, pickling: called with what they cannot take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_compiled
+from fsdp_compiled import fully_shard_with_compiled_compute, step_on_shards
+from fsdp_compiled.inspect import capture, explain
+from tests.errors.models import Model, sharded_model
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+X = torch.ones(2, 8)
+
+
+@pytest.mark.parametrize(
+    ("model", "kwargs", "error", "message"),
+    [
+        (3, {}, TypeError, "model: expected a module or a function that calls one, got 3"),
+        (None, {}, TypeError, "model: expected a module or a function that calls one, got None"),
+        (print, {"schedule": "unit"}, TypeError, "schedule: expected a SchedulePolicy or None, got str; use for"),
+        (print, {"backend": "eager"}, ValueError, "backend: expected 'inductor', got 'eager'; only Inductor runs"),
+        (print, {"options": [1]}, TypeError, r"options: expected a mapping of Inductor's options or None, got \[1\]"),
+        (
+            print,
+            {"mode": "default", "options": {"max_autotune": True}},
+            ValueError,
+            "mode: expected None beside options, got 'default'; put what the mode sets into options",
+        ),
+        (print, {"mode": "fastest"}, RuntimeError, "Unrecognized mode=fastest, should be one of"),
+        (print, {"fullgraf": True}, TypeError, "unexpected keyword argument 'fullgraf'"),
+    ],
+)
+def test_compile(model, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        fsdp_compiled.compile(model, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: fsdp_compiled.options("unit"), TypeError, "schedule: expected a SchedulePolicy or None, got str"),
+        (lambda: explain(3), TypeError, "model: expected an nn.Module given to fully_shard, got int"),
+        (
+            lambda: explain(nn.Linear(2, 2)),
+            ValueError,
+            "Linear: expected a model with at least one unit, got none; call",
+        ),
+        (
+            lambda: explain(sharded_model(), schedule=3),
+            TypeError,
+            "schedule: expected a SchedulePolicy or None, got int",
+        ),
+        (lambda: capture(3, X), TypeError, "model: expected an nn.Module, got int; give the module, not its result"),
+        (lambda: capture(Model(), X), ValueError, "Model: expected a sharded model, found no unit; call fully_shard"),
+        (
+            lambda: capture(sharded_model(), X, schedule="unit"),
+            TypeError,
+            "schedule: expected a SchedulePolicy or None, got str; use for example",
+        ),
+        (lambda: step_on_shards(3), TypeError, "optimizer: expected a torch.optim.Optimizer, got int"),
+        (lambda: step_on_shards(torch.optim.SGD), TypeError, "optimizer: expected a torch.optim.Optimizer, got type"),
+        (
+            lambda: step_on_shards(torch.optim.LBFGS(sharded_model().parameters())),
+            ValueError,
+            "LBFGS: expected an elementwise optimizer, got one whose update of an element depends on others",
+        ),
+        (
+            lambda: step_on_shards(torch.optim.Adafactor(sharded_model().parameters())),
+            ValueError,
+            "Adafactor: expected an elementwise optimizer, got one whose update of an element depends on others",
+        ),
+        (
+            lambda: fully_shard_with_compiled_compute(Model),
+            TypeError,
+            "module: expected one nn.Module, got type; call it on each module",
+        ),
+        (
+            lambda: fully_shard_with_compiled_compute(Model(), compile_kwargs=3),
+            TypeError,
+            "compile_kwargs: expected a mapping of torch.compile's arguments, got 3",
+        ),
+        (
+            lambda: sharded_model().to("meta")(X),
+            RuntimeError,
+            r"layers\.0\.weight: expected a parameter with storage, got one on the meta device; call model.to_empty",
+        ),
+    ],
+)
+def test_functions(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
