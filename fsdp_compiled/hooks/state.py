@@ -184,10 +184,12 @@ class FSDPState:
     @outside_functorch
     def _enter_forward(self, module: nn.Module) -> None:
         context = self._lazy_init()
+        context.enter_thread()
         context.recover()
         if self.training_state is TrainingState.PRE_BACKWARD:
             self.unshard()
             return
+        self.check_untouched()
         if not self._to_run:
             self._to_run = set(self.modules)
             self.training_state = TrainingState.FORWARD
@@ -334,7 +336,12 @@ class FSDPState:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mirror_leaves(self, mirror: bool) -> None:
         """Let all units' leaves require gradients as their parameters do, see :class:`Unit`, or wherever they can."""
-        for state in self._lazy_init().states:
+        context = self._lazy_init()
+        if mirror:
+            context.enter_thread()
+        for state in context.states:
+            if mirror:
+                state.check_untouched()
             state.unit.leaves_mirror = mirror
             for param in state.params:
                 param.leaf.requires_grad = param.sharded_param.requires_grad if mirror else param.is_differentiable
@@ -343,6 +350,11 @@ class FSDPState:
         """Return all units to the state between two steps, after an exception in forward or backward."""
         if self._context is not None:
             self._context.reset(drop_accumulated)
+
+    def check_untouched(self) -> None:
+        """Raise RuntimeError if a parameter was replaced without our hearing of it."""
+        for param in self.params:
+            param.check_untouched()
 
     def check_materialized(self) -> None:
         """Raise RuntimeError if a parameter is on the meta device."""

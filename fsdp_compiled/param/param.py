@@ -25,6 +25,7 @@ from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, is_extended
 from .gradients import AccumulatedGrad, after_user_hooks, call_after_accumulation
 from .placement import ParamModuleInfo, ParamPlacement, ShardedState, comm_spec
+from .replaced import check_untouched, same_memory, storage_of
 from .unit import Unit
 from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
 
@@ -102,6 +103,7 @@ class FSDPParam:
         self.shard = padded
         self._local = local_of(sharded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
+        self._storage = storage_of(sharded)
         self.is_differentiable = padded.is_floating_point() or padded.is_complex()
         self.extension = self._new_extension() if is_extended(padded) else None
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
@@ -138,14 +140,13 @@ class FSDPParam:
             self.register(self.sharded_param)
             raise
         local = local_of(current)
-        if current is self.sharded_param and (
-            local is self._local or _same_memory(local, self._unpadded(self.shard))
-        ):
+        if current is self.sharded_param and (local is self._local or same_memory(local, self._unpadded(self.shard))):
+            self._storage = storage_of(current)
             self.register(current)  # load_state_dict(assign=True) may have parted shared places
             return
         unsharded_grad, partial_grad = self.unsharded_grad.take(), self.partial_grad.take()
         padded = self._pinned(self._padded(local.detach()))
-        if not _same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
+        if not same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)
         self.register(current)
@@ -166,6 +167,11 @@ class FSDPParam:
                 f"{self.name}: expected shape {tuple(self._spec.shape)} with {self._spec.placements}, got "
                 f"{tuple(current.shape)} with {current.placements}; redistribute it first"
             )
+
+    def check_untouched(self) -> None:
+        """Raise if something that forward would ignore has taken the parameter's place, see ``replaced.py``."""
+        unsharded = self._unsharded.param if self._unsharded and self.state is ShardedState.UNSHARDED else None
+        check_untouched(self.name, self.info, unsharded, self.sharded_param, self._storage)
 
     @property
     def is_hooked(self) -> bool:
@@ -387,11 +393,3 @@ class FSDPParam:
 
 def _without_memory(like: Tensor) -> Tensor:
     return torch.zeros(1, dtype=like.dtype, device=like.device).expand(like.shape)
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
-        return False
-    return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())

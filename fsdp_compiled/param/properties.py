@@ -214,7 +214,7 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
 def _refuse_pickle(module: nn.Module, protocol: object) -> None:
     raise TypeError(
         f"{type(module).__name__}: a sharded module cannot be pickled or copied, because it refers to process "
-        "groups; save state_dict(), for example by torch.distributed.checkpoint, and load it into a second sharded model"
+        "groups; save state_dict(), for example by torch.distributed.checkpoint, and load it into another such model"
     )
 
 

@@ -1,0 +1,53 @@
+"""Finds what has taken a sharded parameter's place without the module hearing of it; forward would ignore it.
+
+It knows what is registered and what should be; it changes nothing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .extension import is_extended
+from .placement import ParamModuleInfo
+
+
+def storage_of(sharded: Tensor) -> int:
+    """Return an identity of the storage that a DTensor has beside its local tensor's; ``p.data = ...`` changes it."""
+    return sharded.untyped_storage()._cdata
+
+
+def check_untouched(
+    name: str, info: ParamModuleInfo, unsharded: nn.Parameter | None, sharded: nn.Parameter, storage: int
+) -> None:
+    """Raise RuntimeError unless the parameter is registered wherever it is used, and has the storage it had.
+
+    Args:
+        name: its full name.
+        info: where it is used.
+        unsharded: what is registered if it is unsharded.
+        sharded: what is registered else.
+        storage: what :func:`storage_of` returned for ``sharded``.
+    """
+    expected = sharded if unsharded is None else unsharded
+    for module, attribute in info.places():
+        found = module._parameters.get(attribute)
+        if found is not expected:
+            raise RuntimeError(
+                f"{name}: expected the parameter that fully_shard registered, got a {type(found).__name__} in its "
+                "place, as torch.func.functional_call and torch.nn.utils.parametrize put there; call the model with "
+                "its own parameters and copy values into them, or parametrize it before fully_shard"
+            )
+    if storage_of(sharded) != storage:
+        raise RuntimeError(
+            f"{name}: expected the shard that it had, got another by param.data = ..., which a DTensor does not "
+            "follow; use param.copy_(...) under torch.no_grad(), or load_state_dict()"
+        )
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two plain tensors are known to have the same memory, dtype and shape."""
+    if a is b:
+        return True
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
+        return False
+    return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
