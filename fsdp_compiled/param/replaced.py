@@ -32,16 +32,21 @@ def check_untouched(
     for module, attribute in info.places():
         found = module._parameters.get(attribute)
         if found is not expected:
-            raise RuntimeError(
-                f"{name}: expected the parameter that fully_shard registered, got a {type(found).__name__} in its "
-                "place, as torch.func.functional_call and torch.nn.utils.parametrize put there; call the model with "
-                "its own parameters and copy values into them, or parametrize it before fully_shard"
-            )
+            raise RuntimeError(not_registered(name, type(found).__name__))
     if storage_of(sharded) != storage:
         raise RuntimeError(
             f"{name}: expected the shard that it had, got another by param.data = ..., which a DTensor does not "
             "follow; use param.copy_(...) under torch.no_grad(), or load_state_dict()"
         )
+
+
+def not_registered(name: str, found: str) -> str:
+    """Return the text of the error for a parameter in whose place ``found`` is registered."""
+    return (
+        f"{name}: expected the parameter that fully_shard registered, got a {found} in its place, as "
+        "torch.func.functional_call and torch.nn.utils.parametrize put there; call the model with its own parameters "
+        "and copy values into them, or parametrize it before fully_shard"
+    )
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
