@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -87,6 +88,14 @@ class ForwardOrder:
         return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
 
 
+def one_thread(root: UnitState) -> str:
+    """Return the text of the error for threads that use one model at a time."""
+    return (
+        f"{root.unit.config.name}: expected one thread at a time in the model's forward or backward, got a second; "
+        "use a model for each thread or a lock around its step, and reset_iter_state() if the other one failed"
+    )
+
+
 def is_in_backward() -> bool:
     """Tell whether the autograd engine is running a backward on this thread."""
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
@@ -131,12 +140,28 @@ class FSDPStateContext:
     is_last_backward: bool = True  # that call waits for all reductions, or leaves them to a later backward
     finalizes_manually: bool = False  # it leaves that to finalize in any case
     finalizing: GradientReductionHandle | None = None  # of a finalization that was started and not waited for
+    thread: int | None = None  # that began the last forward
+    backward_thread: int | None = None  # that began the last backward
     post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
 
     @property
     def _ends_with_backward(self) -> bool:
         """Whether the next backward's end is the end of the step's."""
         return self.is_last_backward and not self.finalizes_manually
+
+    def enter_thread(self) -> None:
+        """Note that this thread begins a forward; RuntimeError if another one is in forward or backward."""
+        if is_in_backward():
+            return  # a recomputation, on a GPU in a thread of the autograd engine
+        if self.thread not in (None, get_ident()) and self._is_running:
+            raise RuntimeError(one_thread(self.states[0]))
+        self.thread = get_ident()
+
+    @property
+    def _is_running(self) -> bool:
+        return self.callback_queued or any(
+            state.training_state is not TrainingState.IDLE or state.unit.leaves_mirror for state in self.states
+        )
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
@@ -163,8 +188,12 @@ class FSDPStateContext:
 
     def queue_finish(self) -> None:
         """Have the autograd engine call ``finish_backward`` when the backward under way ends."""
-        if not self.callback_queued:
-            self.callback_queued = True
+        if self.callback_queued:
+            # On a GPU, threads of the autograd engine run a backward.
+            if self.backward_thread != get_ident() and self.states[0].device.type == "cpu":
+                raise RuntimeError(one_thread(self.states[0]))
+        else:
+            self.callback_queued, self.backward_thread = True, get_ident()
             # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 

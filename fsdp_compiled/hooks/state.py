@@ -188,10 +188,12 @@ class FSDPState:
     @outside_functorch
     def _enter_forward(self, module: nn.Module) -> None:
         context = self._lazy_init()
+        context.enter_thread()
         context.recover()
         if self.training_state is TrainingState.PRE_BACKWARD:
             self.unshard()
             return
+        self.check_untouched()
         if not self._to_run:
             self._to_run = set(self.modules)
             self.training_state = TrainingState.FORWARD
@@ -352,7 +354,11 @@ class FSDPState:
     def mirror_leaves(self, mirror: bool) -> None:
         """Let all units' leaves require gradients as their parameters do, see :class:`Unit`, or wherever they can."""
         context = self._begin_call() if mirror else self._lazy_init()
+        if mirror:
+            context.enter_thread()
         for state in context.states:
+            if mirror:
+                state.check_untouched()
             state.unit.leaves_mirror = mirror
             for param in state.params:
                 param.leaf.requires_grad = param.sharded_param.requires_grad if mirror else param.is_differentiable
@@ -362,6 +368,11 @@ class FSDPState:
         """Return all units to the state between two steps, after an exception in forward or backward."""
         if self._context is not None:
             self._context.reset(drop_accumulated)
+
+    def check_untouched(self) -> None:
+        """Raise RuntimeError if a parameter was replaced without our hearing of it."""
+        for param in self.params:
+            param.check_untouched()
 
     def take_over(self) -> None:
         """Follow what the user has put in place of parameters since they were sharded; called before their first use.

@@ -26,6 +26,7 @@ from .extension import AllGatherExtension, check_extension, check_smaller_group,
 from .gradients import AccumulatedGrad, after_user_hooks, call_after_accumulation
 from .memory import same_memory, without_memory
 from .placement import ParamModuleInfo, ParamPlacement, ShardedState, check_replacement, comm_spec
+from .replaced import check_untouched, storage_of
 from .unit import Unit
 from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
 
@@ -103,6 +104,7 @@ class FSDPParam:
         self.shard = padded
         self._local = local_of(sharded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
+        self._storage = storage_of(sharded)
         self.is_differentiable = padded.is_floating_point() or padded.is_complex()
         self.extension = self._new_extension()
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
@@ -144,6 +146,7 @@ class FSDPParam:
             raise
         local = local_of(current)
         if current is self.sharded_param and (local is self._local or same_memory(local, self._unpadded(self.shard))):
+            self._storage = storage_of(current)
             self.register(current)  # load_state_dict(assign=True) may have parted shared places
             return
         unsharded_grad, partial_grad = self.unsharded_grad.take(), self.partial_grad.take()
@@ -184,6 +187,11 @@ class FSDPParam:
             check_smaller_group(self.name, self._local, self.spec.post_forward.world)
             self._link(self.sharded_param, self.shard)
         return is_replaced or is_extended_now
+
+    def check_untouched(self) -> None:
+        """Raise if something that forward would ignore has taken the parameter's place, see ``replaced.py``."""
+        unsharded = self._unsharded.param if self._unsharded and self.state is ShardedState.UNSHARDED else None
+        check_untouched(self.name, self.info, unsharded, self.sharded_param, self._storage)
 
     @property
     def is_hooked(self) -> bool:

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0. Unlike torch.compiler.disable it still lets Dynamo inline the
 # function into a caller that it traces.
+from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import skip_code
 
 from ..collectives import attend, report_failure
+from . import substitutes
 from .param import FSDPParam
 from .placement import ShardedState
 
@@ -99,6 +101,7 @@ def _reader(name: str) -> property:
     def read(module: ShardedModule) -> Tensor | None:
         param = module._fsdp_params[name]
         if torch.compiler.is_compiling():
+            comptime(substitutes.check)
             if not (param.unit.hooked or (param.is_shared and param.is_hooked)):
                 return param.traced()
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
@@ -220,8 +223,8 @@ def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
 
 def _refuse_pickle(module: nn.Module, protocol: object) -> None:
     raise TypeError(
-        f"{type(module).__name__}: a sharded module cannot be pickled or copied, because it refers to process groups; "
-        "save state_dict(), for example by torch.distributed.checkpoint, and load it into a second sharded model"
+        f"{type(module).__name__}: a sharded module cannot be pickled or copied, because it refers to process "
+        "groups; save state_dict(), for example by torch.distributed.checkpoint, and load it into another such model"
     )
 
 

@@ -1,0 +1,48 @@
+"""Finds what has taken a sharded parameter's place without the module hearing of it; forward would ignore it.
+
+It knows what is registered and what should be; it changes nothing.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .placement import ParamModuleInfo
+
+
+def storage_of(sharded: Tensor) -> int:
+    """Return an identity of the storage that a DTensor has beside its local tensor's; ``p.data = ...`` changes it."""
+    return sharded.untyped_storage()._cdata
+
+
+def check_untouched(
+    name: str, info: ParamModuleInfo, unsharded: nn.Parameter | None, sharded: nn.Parameter, storage: int
+) -> None:
+    """Raise RuntimeError unless the parameter is registered wherever it is used, and has the storage it had.
+
+    Args:
+        name: its full name.
+        info: where it is used.
+        unsharded: what is registered if it is unsharded.
+        sharded: what is registered else.
+        storage: what :func:`storage_of` returned for ``sharded``.
+    """
+    expected = sharded if unsharded is None else unsharded
+    for module, attribute in info.places():
+        found = module._parameters.get(attribute)
+        if found is not expected:
+            raise RuntimeError(not_registered(name, type(found).__name__))
+    if storage_of(sharded) != storage:
+        raise RuntimeError(
+            f"{name}: expected the shard that it had, got another by param.data = ..., which a DTensor does not "
+            "follow; use param.copy_(...) under torch.no_grad(), or load_state_dict()"
+        )
+
+
+def not_registered(name: str, found: str) -> str:
+    """Return the text of the error for a parameter in whose place ``found`` is registered."""
+    return (
+        f"{name}: expected the parameter that fully_shard registered, got a {found} in its place, as "
+        "torch.func.functional_call and torch.nn.utils.parametrize put there; call the model with its own parameters "
+        "and copy values into them, or parametrize it before fully_shard"
+    )
