@@ -23,6 +23,7 @@ from .autograd import after_backward, before_backward, outside_functorch
 from .casts import cast_floating
 from .context import FSDPStateContext, TrainingState, states_below
 from .group import FSDPParamGroup, group_params
+from .optimizers import check_optimizers
 
 
 class FSDPState:
@@ -327,6 +328,7 @@ class FSDPState:
             states = states_below(self.outermost.modules)
             for state in states:
                 state.check_materialized()
+            check_optimizers(param for state in states for param in state.params)
             context = self._context = FSDPStateContext(states)
             for state in states:
                 state._context = context
