@@ -115,6 +115,42 @@ def test_what_follows_a_replaced_shard(change):
     assert model(X).shape == X.shape
 
 
+# ---- optimizers ----
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_optimizer_made_before_sharding(mode, kept):
+    model = MLP()
+    parameters = list(model.parameters()) if kept else None  # which alone is no mistake
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    call = shard(model, "eager")
+    if mode == "full":
+        call = torch.compile(model, backend="aot_eager")
+    with pytest.raises(
+        RuntimeError, match="expected SGD to hold the sharded parameter, got it as it was before fully_"
+    ):
+        call(X)
+    optimizer.param_groups[0]["params"] = list(model.parameters())  # as Accelerate repairs it
+    call(X).sum().backward()
+    assert (parameters is not None) == kept
+
+
+def test_an_optimizer_made_while_unsharded():
+    model = MLP()
+    shard(model, "eager")
+    for module in model.modules():
+        if hasattr(module, "unshard"):
+            module.unshard()
+    optimizer = torch.optim.AdamW([{"params": [model.scale]}, {"params": [model.blocks[0][0].weight]}])
+    with pytest.raises(
+        RuntimeError, match="scale: expected AdamW to hold the sharded parameter, got it as it was unsh"
+    ):
+        model(X)
+    del optimizer
+    model(X).sum().backward()
+
+
 # ---- threads ----
 
 

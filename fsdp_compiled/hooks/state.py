@@ -23,6 +23,7 @@ from .autograd import after_backward, before_backward, outside_functorch
 from .casts import cast_floating
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .group import FSDPParamGroup, group_params
+from .optimizers import check_optimizers
 from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized
 
 
@@ -341,6 +342,8 @@ class FSDPState:
         for state in states:
             state.take_over()
             check_materialized(state.params)
+        if not context.states:
+            check_optimizers(param for state in states for param in state.params)
         adopt_units_below(self)
         for left in set(context.states).difference(states):
             left.outermost, left._context = left, None

@@ -190,7 +190,7 @@ class FSDPParam:
 
     def check_untouched(self) -> None:
         """Raise if something that forward would ignore has taken the parameter's place, see ``replaced.py``."""
-        unsharded = self._unsharded.param if self._unsharded and self.state is ShardedState.UNSHARDED else None
+        unsharded = self.unsharded_param if self.state is ShardedState.UNSHARDED else None
         check_untouched(self.name, self.info, unsharded, self.sharded_param, self._storage)
 
     @property
@@ -297,7 +297,7 @@ class FSDPParam:
     @property
     def has_eager_grad(self) -> bool:
         """Whether eager autograd has left an unsharded gradient that no reduction has taken."""
-        return getattr(getattr(self._unsharded, "param", None), "grad", None) is not None
+        return getattr(self.unsharded_param, "grad", None) is not None
 
     def _accumulate_leaf_grad(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
@@ -340,6 +340,11 @@ class FSDPParam:
         return grad if grad is None or self.outer is None else self.outer.local_grad(grad)
 
     # ---- unsharded ----
+
+    @property
+    def unsharded_param(self) -> nn.Parameter | None:
+        """The unsharded parameter, with memory or without, once there has been one."""
+        return getattr(self._unsharded, "param", None)
 
     def all_gather_inputs(self) -> tuple[list[Tensor], list[CommSpec]]:
         """Return what this rank sends, and for each the spec by which it is all-gathered."""
