@@ -11,8 +11,8 @@ from torch import nn
 
 from ..module import FSDPModule
 from ..param.composable import applied
-from ..param.param import FSDPParam, TakenOriginal
-from ..param.placement import ParamModuleInfo
+from ..param.param import FSDPParam
+from ..param.placement import ParamModuleInfo, TakenOriginal
 from ..param.properties import is_managed
 
 Place = tuple[nn.Module, str]

@@ -6,7 +6,6 @@ streams.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import Any
@@ -25,20 +24,10 @@ from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, check_extension, check_smaller_group, is_extended
 from .gradients import AccumulatedGrad, after_user_hooks, call_after_accumulation
 from .memory import same_memory, without_memory
-from .placement import ParamModuleInfo, ParamPlacement, ShardedState, check_replacement, comm_spec
+from .placement import ParamModuleInfo, ParamPlacement, ShardedState, TakenOriginal, check_replacement, comm_spec
 from .replaced import check_untouched, storage_of
 from .unit import Unit
 from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
-
-
-class TakenOriginal(weakref.ref[nn.Parameter]):
-    """A weak reference on an original parameter, by which a module outside the unit that shares it is found."""
-
-    def __init__(self, original: nn.Parameter, taken_by: FSDPParam) -> None:
-        self.taken_by = taken_by
-
-    def __new__(cls, original: nn.Parameter, taken_by: FSDPParam) -> TakenOriginal:
-        return super().__new__(cls, original)
 
 
 @dataclass(eq=False)
@@ -73,7 +62,7 @@ class FSDPParam:
         self.partial_grad: AccumulatedGrad  # padded gradients that only the shard group has reduced
         padded = take_shard(unsharded, self.layout, mesh_info.shard_rank)
         if self.placement.offload is not None and padded.device.type != "meta":
-            padded = self._pinned(padded.cpu())
+            padded = self.placement.pinned(padded.cpu())
         spec = sharded_spec(mesh_info, first, self.placement.dim)
         sharded = DTensor(self._unpadded(padded), spec, requires_grad=False)
         self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded)
@@ -91,12 +80,6 @@ class FSDPParam:
         if is_padded and not local.storage_offset() and local.untyped_storage().nbytes() == nbytes:
             return torch.as_strided(local, self.layout.shard_shape, local.stride(), 0)
         return padded_shard(local, self.layout)
-
-    def _pinned(self, shard: Tensor) -> Tensor:
-        offload = self.placement.offload
-        if offload is None or not offload.pin_memory or shard.device.type != "cpu" or shard.is_pinned():
-            return shard
-        return shard.pin_memory()
 
     def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
@@ -150,7 +133,7 @@ class FSDPParam:
             self.register(current)  # load_state_dict(assign=True) may have parted shared places
             return
         unsharded_grad, partial_grad = self.unsharded_grad.take(), self.partial_grad.take()
-        padded = self._pinned(self._padded(local.detach()))
+        padded = self.placement.pinned(self._padded(local.detach()))
         if not same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,16 @@ class ShardedState(Enum):
     UNSHARDED = auto()
 
 
+class TakenOriginal(weakref.ref[nn.Parameter]):
+    """A weak reference on an original parameter, by which a module outside the unit that shares it is found."""
+
+    def __init__(self, original: nn.Parameter, taken_by: Any) -> None:
+        self.taken_by = taken_by  # an FSDPParam, whose file imports this one
+
+    def __new__(cls, original: nn.Parameter, taken_by: Any) -> TakenOriginal:
+        return super().__new__(cls, original)
+
+
 @dataclass(frozen=True)
 class ParamModuleInfo:
     """Where a parameter is registered: its first module and name, and every other place that shares it."""
@@ -56,6 +68,12 @@ class ParamPlacement:
     mp_policy: MixedPrecisionPolicy
     device: torch.device  # where compute runs
     offload: CPUOffloadPolicy | None = None  # None where shards live with compute
+
+    def pinned(self, shard: Tensor) -> Tensor:
+        """Return ``shard`` in pinned memory if the offload policy asks for it."""
+        if self.offload is None or not self.offload.pin_memory or shard.device.type != "cpu" or shard.is_pinned():
+            return shard
+        return shard.pin_memory()
 
 
 def comm_spec(
