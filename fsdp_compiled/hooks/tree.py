@@ -43,13 +43,13 @@ class ModuleTree:
 
     def __init__(self, roots: Sequence[nn.Module]) -> None:
         modules = {module: None for root in roots for module in root.modules()}
-        self._children: list[dict[str, nn.Module | None]] = [module._modules for module in modules]
-        self._params = [module._parameters for module in modules]
+        self._parents: list[dict[str, nn.Module | None]] = [m._modules for m in modules if m._modules]
+        self._dicts: list[dict[str, Any]] = [d for m in modules for d in (m._modules, m._parameters)]
         self._expected = self._now()
 
-    def _now(self) -> tuple[list[tuple[nn.Module | None, ...]], list[int]]:
+    def _now(self) -> tuple[list[int], list[tuple[nn.Module | None, ...]]]:
         # Without a loop in Python: this runs in every step. Parameters themselves are swapped in every step.
-        return list(map(tuple, map(dict.values, self._children))), list(map(len, self._params))
+        return list(map(len, self._dicts)), list(map(tuple, map(dict.values, self._parents)))
 
     @property
     def has_changed(self) -> bool:

@@ -167,6 +167,10 @@ def test_float8_training_of_torchao_on_top_of_tensor_parallelism(mode):
 class WithPadding(QuantisedGathered):
     """What arrives keeps the padding of an uneven dimension 0."""
 
+    @staticmethod
+    def __tensor_unflatten__(parts, wire, size, stride):
+        return WithPadding(parts["values"], wire)
+
     def fsdp_pre_all_gather(self, mesh):
         return quantise(self.values if isinstance(self, WithPadding) else self, torch.int8), None
 
