@@ -253,6 +253,9 @@ class FSDPState:
         """All-gather the unit again when the first output gradient arrives."""
         context = self._lazy_init()
         context.queue_finish()
+        if not self.unit.leaves_mirror:  # a recomputation of compiled code must find the leaves as forward did
+            self.mirror_leaves(True)
+            context.leaves_mirror_in_backward = True
         if self.training_state is not TrainingState.PRE_BACKWARD:
             self.training_state = TrainingState.PRE_BACKWARD
             if self.unit.config.unshard_in_backward:
