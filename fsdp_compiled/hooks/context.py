@@ -137,6 +137,7 @@ class FSDPStateContext:
     # Units whose forward ended in this step and whose backward has not begun.
     post_forward_order: list[UnitState] = field(default_factory=list)
     callback_queued: bool = False  # the autograd engine will call finish_backward when this backward ends
+    leaves_mirror_in_backward: bool = False  # the backward under way lets leaves mirror, and ends that
     is_last_backward: bool = True  # that call waits for all reductions, or leaves them to a later backward
     finalizes_manually: bool = False  # it leaves that to finalize in any case
     finalizing: GradientReductionHandle | None = None  # of a finalization that was started and not waited for
@@ -211,6 +212,9 @@ class FSDPStateContext:
             self._accumulate_on_host()
         for state in self.states:
             state.end_backward()
+        if self.leaves_mirror_in_backward:
+            self.leaves_mirror_in_backward = False
+            self.states[0].mirror_leaves(False)
         self.callback_queued = False
 
     def finalize(self) -> GradientReductionHandle:
@@ -256,7 +260,7 @@ class FSDPStateContext:
             state.reset(drop_accumulated)
         self.post_forward_order.clear()
         self.forward_order, self.ahead = ForwardOrder(), None
-        self.callback_queued = False
+        self.callback_queued = self.leaves_mirror_in_backward = False
         self.finalizing = None
 
     def recover(self) -> None:

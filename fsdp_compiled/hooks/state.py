@@ -199,7 +199,7 @@ class FSDPState:
             self._to_run = set(self.modules)
             self.training_state = TrainingState.FORWARD
         if self.is_root and not context.callback_queued:
-            self._begin_call().begin_forward()
+            self._follow_tree().begin_forward()
         self.unshard()
         self.unit.hooked = True
         for state in self.forward_prefetch:
@@ -259,6 +259,9 @@ class FSDPState:
         """All-gather the unit again when the first output gradient arrives."""
         context = self._lazy_init()
         context.queue_finish()
+        if not self.unit.leaves_mirror:  # a recomputation of compiled code must find the leaves as forward did
+            self.mirror_leaves(True)
+            context.leaves_mirror_in_backward = True
         if self.training_state is not TrainingState.PRE_BACKWARD:
             self.training_state = TrainingState.PRE_BACKWARD
             if self.unit.config.unshard_in_backward:
@@ -330,10 +333,19 @@ class FSDPState:
         """Return the context that all units below the outermost share; the first call makes it."""
         return self._context or self.outermost._collect(FSDPStateContext([]))
 
-    def _begin_call(self) -> FSDPStateContext:
-        """Return the context of the outermost unit, which is about to be called, after modules were added below."""
+    def _follow_tree(self) -> FSDPStateContext:
+        """Return the context of the outermost unit after looking whether modules below it were added or swapped."""
         context = self._lazy_init()
         return self._collect(context) if context.tree.has_changed else context
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin_call(self) -> None:
+        """Look, before the outermost unit is called, for what the user has changed since the last call."""
+        context = self._follow_tree()
+        context.enter_thread()
+        for state in context.states:
+            for param in state.params:
+                param.check_untouched()
 
     def _collect(self, context: FSDPStateContext) -> FSDPStateContext:
         """Let all units below share ``context``; an error leaves them as they were."""
@@ -356,12 +368,7 @@ class FSDPState:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mirror_leaves(self, mirror: bool) -> None:
         """Let all units' leaves require gradients as their parameters do, see :class:`Unit`, or wherever they can."""
-        context = self._begin_call() if mirror else self._lazy_init()
-        if mirror:
-            context.enter_thread()
-        for state in context.states:
-            if mirror:
-                state.check_untouched()
+        for state in self._lazy_init().states:
             state.unit.leaves_mirror = mirror
             for param in state.params:
                 param.leaf.requires_grad = param.sharded_param.requires_grad if mirror else param.is_differentiable
@@ -371,11 +378,6 @@ class FSDPState:
         """Return all units to the state between two steps, after an exception in forward or backward."""
         if self._context is not None:
             self._context.reset(drop_accumulated)
-
-    def check_untouched(self) -> None:
-        """Raise RuntimeError if a parameter was replaced without our hearing of it."""
-        for param in self.params:
-            param.check_untouched()
 
     def take_over(self) -> None:
         """Follow what the user has put in place of parameters since they were sharded; called before their first use.

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -139,3 +140,19 @@ def test_compiled_steps_train_as_without(how, options, mode):
     model = _sharded(how, options, mode)
     call = compiled(model) if mode == "full" else model
     assert_trains_like_replicas(model, call, alone, batches(3, 4, 6))
+
+
+@row("activation checkpointing", "frozen and LoRA", mode="regional")
+def test_recomputation_finds_the_compiled_code_of_forward(fake_group):
+    """Each block holds a frozen unit, whose parameters its compiled code reads."""
+    model, units = _checkpointed("function", {})
+    for block in units:
+        fully_shard(block.up.requires_grad_(False))
+        fully_shard_with_compiled_compute(block, compile_kwargs={"backend": "aot_eager"})
+    fully_shard(model)
+    counters.clear()
+    out = model(torch.ones(4, 6))
+    compiled_in_forward = counters["stats"]["unique_graphs"]
+    assert compiled_in_forward > 0
+    out.sum().backward()
+    assert counters["stats"]["unique_graphs"] == compiled_in_forward
