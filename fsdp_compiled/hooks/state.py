@@ -340,6 +340,7 @@ class FSDPState:
             for param in state.params:
                 param.leaf.requires_grad = param.sharded_param.requires_grad if mirror else param.is_differentiable
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def reset_iteration(self, drop_accumulated: bool) -> None:
         """Return all units to the state between two steps, after an exception in forward or backward."""
         if self._context is not None:
