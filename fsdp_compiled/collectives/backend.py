@@ -92,7 +92,10 @@ def _because(failure: str) -> str:
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Wait for ``work`` for a while, which harms nothing on the CPU, and tell whether it has ended well."""
+    """Wait for ``work`` for a while, which harms nothing on the CPU, and tell whether it has ended well.
+
+    gloo's reduce-scatters ignore the limit and wait as long as the process group does.
+    """
     begun = time.monotonic()
     try:
         work.wait(_ATTENTION)

@@ -105,7 +105,7 @@ def launched() -> int:
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
-class _Clock:
+class CompileClock:
     """When this process last ended compiling."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def assert_all_refuse(step: Callable[[], Any], *texts: str) -> None:
 
     No collective is started, and the process group is as good as before.
     """
-    clock, before = _Clock(), launched()
+    clock, before = CompileClock(), launched()
     with pytest.raises(RankMismatchError) as caught:
         step()
     raised_at = time.monotonic()
@@ -136,7 +136,7 @@ def assert_all_refuse(step: Callable[[], Any], *texts: str) -> None:
 
 def assert_all_end(step: Callable[[], Any], *texts: str, within_s: float = _WITHIN_S) -> None:
     """Every rank raises RankMismatchError or, where others of its groups have failed, RankFailureError."""
-    clock = _Clock()
+    clock = CompileClock()
     with pytest.raises((RankMismatchError, RankFailureError)) as caught:
         step()
     assert time.monotonic() - clock.at < within_s
