@@ -39,7 +39,7 @@ class Setting:
     """Whether ranks agree, and how long one waits for another that neither comes nor compiles."""
 
     enabled: bool = True
-    deadline: timedelta | None = None  # None for the process group's timeout
+    deadline: timedelta | None = None  # None: a little less than the process group's timeout
 
 
 _setting = Setting()
@@ -55,7 +55,7 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
     Args:
         enabled: False never compares.
         deadline: how long a rank waits for one that does not come; while that one compiles, time does not count.
-            None: the process group's timeout.
+            None: nine tenths of the process group's timeout, so that others still hear of it.
 
     Raises:
         TypeError: not a bool, or not a timedelta.
@@ -167,7 +167,7 @@ class Ledger:
 
     def _wait(self, prefix: str, contract: Contract) -> None:
         """Return when there is a verdict; leave one for the others if interrupted."""
-        allowed = (_setting.deadline or self.timeout).total_seconds()
+        allowed = (_setting.deadline or self.timeout * 0.9).total_seconds()
         pause, awaited = 0.0005, _Awaited(list(self.ranks), allowed)
         try:
             while not self._is_decided(prefix):

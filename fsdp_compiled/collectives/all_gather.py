@@ -61,7 +61,7 @@ def launch_all_gather(
         return _start_into_place(sent, outs, bucket) if bucket.into_place else _start_packed(sent, bucket)
 
     def finish(started: _Started) -> Sequence[Tensor]:
-        backend.wait(started.work)
+        backend.wait(started.work, device)
         if started.output is None:
             return outs
         return _unpack(started.output, outs or (allocate() if allocate else ()), bucket)

@@ -5,7 +5,9 @@ It knows process groups and the names that torch gives their methods; it must no
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from ..errors import RankFailureError
 from . import peers
 
+_ATTENTION = timedelta(seconds=2)  # how often a rank that waits looks whether others have failed
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
 
@@ -60,21 +63,48 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
     return group.allreduce([tensor], options)
 
 
-def wait(work: dist.Work | None) -> None:
-    """Let the current stream, or on the CPU the host, wait for ``work``.
+def wait(work: dist.Work | None, device: torch.device) -> None:
+    """Let the current stream of ``device``, or on the CPU the host, wait for ``work``.
 
     Raises:
-        RankFailureError: it failed, and another rank has reported an error.
+        RankFailureError: it failed or, on the CPU, takes long, and another rank has reported an error.
     """
     if work is None:
         return
     try:
-        work.wait()
+        if device.type == "cpu" and type(work) is dist.Work and peers.is_attending():
+            while not _has_ended(work):
+                if failure := peers.failure(()):
+                    raise RankFailureError(_because(failure))
+        else:
+            work.wait()
+    except RankFailureError:
+        raise
     except RuntimeError as error:
         failure = peers.failure()
         if not failure:
             raise
-        raise RankFailureError(f"{failure}; this rank waited for it in a collective") from error
+        raise RankFailureError(_because(failure)) from error
+
+
+def _because(failure: str) -> str:
+    return f"{failure}; this rank waited for it in a collective"
+
+
+def _has_ended(work: dist.Work) -> bool:
+    """Wait for ``work`` for a while, which harms nothing on the CPU, and tell whether it has ended well.
+
+    gloo's reduce-scatters ignore the limit and wait as long as the process group does.
+    """
+    begun = time.monotonic()
+    try:
+        work.wait(_ATTENTION)
+    except RuntimeError:
+        # Some kinds of work refuse a limit, and some end just now.
+        if not work.is_completed() and time.monotonic() - begun >= _ATTENTION.total_seconds() / 2:
+            return False
+        work.wait()
+    return True
 
 
 def _known(tensor: Tensor) -> Tensor:

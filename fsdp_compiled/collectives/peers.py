@@ -54,9 +54,14 @@ def attend() -> None:
         callback_handler.register_end_callback(_beats.end)
     if not isinstance(sys.excepthook, _ReportUncaught):
         sys.excepthook = _ReportUncaught(sys.excepthook)
-    if dist.is_initialized() and dist.group.WORLD not in _introduced:
+    if dist.is_initialized() and not is_attending():
         _introduce()
     go_on()
+
+
+def is_attending() -> bool:
+    """Tell whether ranks of the default group keep each other informed."""
+    return dist.is_initialized() and dist.group.WORLD in _introduced
 
 
 # ---- compiling ----
@@ -168,7 +173,7 @@ def watch_backward() -> None:
 
 
 def failure(awaited: Iterable[int] | None = None) -> str:
-    """Return what the first rank that failed, and did not go on, has reported; "" if none has.
+    """Return what the first other rank that failed, and did not go on, has reported; "" if none has.
 
     Else name one of the ``awaited`` ranks, by default of all, whose process has ended.
     """
@@ -176,8 +181,9 @@ def failure(awaited: Iterable[int] | None = None) -> str:
         store = _world_store()
         if store is None:
             return ""
-        reports = (store.get(f"{_FAILURES}/{number + 1}") for number in range(store.add(_FAILURES, 0)))
-        reported = next((report.decode() for report in reports if report), "")
+        keys = (f"{_FAILURES}/{number + 1}" for number in range(store.add(_FAILURES, 0)))
+        reports = (store.get(key).decode() for key in keys if key not in _reported)
+        reported = next(filter(None, reports), "")
         awaited = range(dist.get_world_size()) if awaited is None else awaited
         return reported or next((f"the process of rank {rank} has ended" for rank in awaited if _is_gone(rank)), "")
     except (RuntimeError, ValueError):

@@ -47,7 +47,7 @@ def launch_reduction(
 
     def all_reduce(output: Tensor) -> list[Tensor]:
         packed = _plus_partial(output, partial, bucket)
-        backend.wait(_start_all_reduce(packed, bucket))
+        backend.wait(_start_all_reduce(packed, bucket), packed.device)
         return finish_reduction(packed, bucket)
 
     scattered = launch_reduce_scatter(packed, bucket, lambda output: output)
@@ -93,7 +93,7 @@ def launch_reduce_scatter(
 
     def end(started: tuple[Tensor, dist.Work | None]) -> Result:
         output, work = started
-        backend.wait(work)
+        backend.wait(work, packed.device)
         return finish(output)
 
     return streams.launch(REDUCE_SCATTERS, packed.device, lambda: _start_reduce_scatter(packed.view(-1), bucket), end)
@@ -114,7 +114,7 @@ def launch_all_reduce(packed: Tensor, bucket: ReductionBucket, finish: Callable[
     """Start the all-reduce over replicas of packed gradients, in place; ``finish`` continues with them."""
 
     def end(work: dist.Work) -> Result:
-        backend.wait(work)
+        backend.wait(work, packed.device)
         return finish(packed)
 
     return streams.launch(ALL_REDUCES, packed.device, lambda: _start_all_reduce(packed, bucket), end)

@@ -24,7 +24,7 @@ from .casts import cast_floating
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .group import FSDPParamGroup, group_params
 from .optimizers import check_optimizers
-from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized
+from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized, check_untouched
 
 
 class FSDPState:
@@ -194,7 +194,7 @@ class FSDPState:
         if self.training_state is TrainingState.PRE_BACKWARD:
             self.unshard()
             return
-        self.check_untouched()
+        check_untouched(self.params)
         if not self._to_run:
             self._to_run = set(self.modules)
             self.training_state = TrainingState.FORWARD
@@ -343,9 +343,7 @@ class FSDPState:
         """Look, before the outermost unit is called, for what the user has changed since the last call."""
         context = self._follow_tree()
         context.enter_thread()
-        for state in context.states:
-            for param in state.params:
-                param.check_untouched()
+        check_untouched(param for state in context.states for param in state.params)
 
     def _collect(self, context: FSDPStateContext) -> FSDPStateContext:
         """Let all units below share ``context``; an error leaves them as they were."""

@@ -85,6 +85,12 @@ def check_materialized(params: Iterable[FSDPParam]) -> None:
             )
 
 
+def check_untouched(params: Iterable[FSDPParam]) -> None:
+    """Raise RuntimeError if a parameter was replaced without its module hearing of it."""
+    for param in params:
+        param.check_untouched()
+
+
 def _modules_outside_replicate(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen = set[nn.Module]()
     stack = [(f"{index}." if len(roots) > 1 else "", root) for index, root in enumerate(roots)]

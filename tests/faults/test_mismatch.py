@@ -1,0 +1,161 @@
+"""Ranks that are about to start different collectives: all of them say so, and none starts one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_compiled import SchedulePolicy, set_rank_agreement
+from fsdp_compiled.passes import CLUSTERS, Link
+from tests.faults.steps import MACHINE, MODES, Model, assert_all_end, assert_all_refuse, launched, trainer
+from tests.ranks import on_ranks, same_on_ranks
+
+ODD = 1  # the rank that does something else
+
+
+def _is_odd() -> bool:
+    return dist.get_rank() == ODD
+
+
+def _another_path(mode, order):
+    """Every rank takes steps alike, the odd one another path, and then all go on alike."""
+    training = trainer(mode)
+    if _is_odd():
+        training.model.order = order
+    said = ("about to start different collectives", "rank 1: ")
+    assert_all_refuse(training.step, *said, "blocks.0." if order[0] == 0 else "rank 1: all-gather of blocks.1.weight")
+    torch.compiler.reset()
+    training.model.order = [0, 1, 2]
+    same_on_ranks(dist.get_world_size() * [training.step() is not None])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("order", [[1, 2], [1, 0, 2]], ids=["another layer", "another order"])
+@on_ranks(2, timeout_s=30)
+def test_another_path(mode, order):
+    _another_path(mode, order)
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(4, timeout_s=30)
+def test_another_path_on_4_ranks(mode):
+    _another_path(mode, [1, 0, 2])
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2, timeout_s=30)
+def test_another_path_after_steps_alike(mode):
+    """The odd rank asks for what is new to it; the other has agreed on what it starts, and waits for it there."""
+    set_rank_agreement(deadline=timedelta(seconds=3))
+    training = trainer(mode)
+    for number in range(2):
+        training.step(number)
+    if _is_odd():
+        training.model.order = [2, 1, 0]
+    said = "rank 0 neither came to all-gather of blocks." if _is_odd() else "rank 1 raised RankMismatchError: rank 0 "
+    assert_all_end(training.step, said)
+    set_rank_agreement()
+
+
+@on_ranks(2, timeout_s=30)
+def test_another_size_of_inputs():
+    slower = replace(MACHINE, intra=Link(300.0, 1.0, 1e6))
+    training = trainer("full", schedule=SchedulePolicy(cluster=slower))
+    training.rows = 1024 if _is_odd() else 2
+    assert_all_refuse(
+        training.step, "Likely the sizes of their inputs differ", "rank 0: [2, 8]; rank 1: [1024, 8]", "pad them"
+    )
+
+
+def _another_policy():
+    schedule = SchedulePolicy(bucket="none" if _is_odd() else "unit")
+    training = trainer("full", schedule=schedule)
+    assert_all_refuse(
+        training.step,
+        "rank 1: all-gather of 1 parameters from blocks.0.weight",
+        "they compile with different SchedulePolicy objects: give the same one on every rank",
+        "rank 1: SchedulePolicy(bucket='none'",
+    )
+
+
+@on_ranks(2, timeout_s=30)
+def test_another_schedule_policy():
+    _another_policy()
+
+
+@on_ranks(4, timeout_s=30)
+def test_another_schedule_policy_on_4_ranks():
+    _another_policy()
+
+
+def _ranks_per_node():
+    return patch.dict(os.environ, LOCAL_WORLD_SIZE="1" if _is_odd() else "2")
+
+
+@on_ranks(2, timeout_s=30)
+def test_another_local_world_size_and_another_schedule():
+    with _ranks_per_node(), patch.dict(CLUSTERS, CPU=MACHINE):
+        assert_all_refuse(
+            trainer("full").step,
+            "Likely they estimate for different machines: set LOCAL_WORLD_SIZE alike",
+            "rank 1: CPU, 1 ranks on a node",
+        )
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2, timeout_s=30)
+def test_another_local_world_size_and_the_same_schedule(mode):
+    want = [trainer("eager").step(number) for number in range(2)]
+    with _ranks_per_node():
+        training = trainer(mode)
+        got = [training.step(number) for number in range(2)]
+    torch.testing.assert_close(got[0], want[0])
+
+
+def _one_compiles(odd):
+    training = trainer("full" if _is_odd() == odd else "eager")
+    who = "rank 1 runs" if odd else "rank" + ("s 0, 2, 3" if dist.get_world_size() == 4 else " 0") + " runs"
+    message = f"{who} a compiled graph where others do not; compile on every rank or on none"
+    assert_all_refuse(training.step, message)
+
+
+@pytest.mark.parametrize("odd", [True, False])
+@on_ranks(2, timeout_s=30)
+def test_one_rank_compiles(odd):
+    _one_compiles(odd)
+
+
+@on_ranks(4, timeout_s=30)
+def test_one_rank_of_4_compiles():
+    _one_compiles(True)
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(4, timeout_s=30)
+def test_hybrid_sharding(mode):
+    """Only one shard group differs; the other waits for it where replicas meet, and learns of it there."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    training = trainer(mode, mesh=mesh)
+    dist.barrier()
+    if _is_odd():
+        training.model.order = [1, 0, 2]
+    assert_all_end(training.step, "rank 1", "different collectives")
+    assert launched() >= 0
+
+
+@on_ranks(2, timeout_s=30)
+def test_a_mismatch_in_backward():
+    class Backward(Model):
+        def forward(self, x):
+            first, second = self.blocks[0](x), self.blocks[1](x)
+            return first if _is_odd() else second
+
+    training = trainer("eager", Backward(2))
+    assert_all_end(training.step, "rank 0: ", "rank 1: ", "different collectives")
