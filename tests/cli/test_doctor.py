@@ -171,7 +171,7 @@ def test_slots_of_this_process():
         slots = _slots(names)
     assert slots == [
         ("ok", "Reshard"),
-        ("ok", "Normalize, Bucket, Lower, Reorder; after ours: UserPass"),
+        ("ok", "Normalize, Bucket, Lower, Reorder, Agree; after ours: UserPass"),
         ("ok", "Pin"),
     ]
     with config.patch({names[0]: print}):
