@@ -267,7 +267,7 @@ def test_a_sparse_parameter_may_be_ignored():
     assert model.layers[0].extra.layout is torch.sparse_coo
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_scripted_modules():
     scripted = torch.jit.script(Model())
     assert_refused(
