@@ -62,20 +62,36 @@ def test_functional_call_inside_a_graph(sharded, computed):
         torch.compile(step, fullgraph=True, backend="aot_eager")(X, given)
 
 
-def test_a_graph_that_looks_at_its_tied_parameters():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False)
-            self.second.weight = self.first.weight
+class LooksAround(nn.Module):
+    """Reads and enumerates its parameters, one of which is tied, in every way and order."""
 
-        def forward(self, x):
-            names = [name for name, _ in self.named_parameters(remove_duplicate=False)]
-            names += [name for name, _ in self.second.named_parameters()]
-            return self.second(self.first(x)) * len(names)
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False)
+        self.second.weight = self.first.weight
+        self.gain = nn.Parameter(torch.ones(10))
 
-    model = fully_shard(Tied())
-    assert torch.compile(model, fullgraph=True, backend="aot_eager")(X).shape == X.shape
+    def forward(self, x):
+        self.seen = self.gain.dtype
+        x = x * self.gain
+        self.first.seen = sum(p.shape[0] for p in self.parameters())
+        names = [name for name, p in self.named_parameters(remove_duplicate=False) if p.requires_grad]
+        names += [name for name, _ in self.second._parameters.items()]
+        names += list(self.first.__dict__["_parameters"])
+        self.gain, self.second.weight.requires_grad, self.first._parameters["weight"].shape
+        return self.second(self.first(x)) * self.gain * len(names)
+
+
+@pytest.mark.parametrize("outer", [True, False])
+def test_a_graph_that_looks_at_its_own_parameters(outer):
+    model = LooksAround()
+    fully_shard(model.second)
+    fully_shard(model)
+    call = torch.compile((lambda x: model(x)) if outer else model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        call(X).sum().backward()
+    model.second.weight.requires_grad = False
+    assert call(X).shape == X.shape
 
 
 def test_a_parametrization_of_a_sharded_parameter():

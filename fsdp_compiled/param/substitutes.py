@@ -1,7 +1,7 @@
 """Refuses ``torch.func.functional_call`` with parameters of the user's where Dynamo traces it and the model together.
 
 A traced read takes the shard, and a guard on what is registered would be slow in every step. So what the traced
-program has registered is looked at while Dynamo traces, by its internals, checked on torch 2.11.0 and 2.13.0.
+program has registered is looked at while Dynamo traces, by its internals, checked on torch 2.11.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -33,5 +33,9 @@ def _check(tracer: Any) -> None:
 
 
 def _is_registered(variable: Any) -> bool:
-    """Tell whether Dynamo took it from a module, by whichever of its places the program reached a tied one first."""
-    return getattr(getattr(variable.source, "base", None), "member", None) == "_parameters"
+    """Tell whether Dynamo has it from any module's parameters, or from ours; else the program has computed it.
+
+    A tensor keeps the source by which the program reached it first, so what is registered here may name another one.
+    """
+    source = repr(variable.source)
+    return "_parameters" in source or "_fsdp_params" in source
