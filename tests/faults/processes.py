@@ -31,11 +31,13 @@ class End:
 
 
 def ends(case: Callable[..., None], folder: Path, tcp: bool = False, world: int = 2, **kwargs: Any) -> list[End]:
-    """Run ``case(rank, folder, **kwargs)`` on ``world`` processes; an error that it leaves uncaught ends a process."""
+    """Run ``case(rank, folder, **kwargs)`` on ``world`` processes; an uncaught error ends a process."""
     context = get_context("forkserver")
     context.set_forkserver_preload([case.__module__])
     store = f"tcp://localhost:{_free_port()}" if tcp else f"file://{folder / 'store'}"
-    processes = [context.Process(target=_serve, args=(case, rank, world, store, folder, kwargs)) for rank in range(world)]
+    processes = [
+        context.Process(target=_serve, args=(case, rank, world, store, folder, kwargs)) for rank in range(world)
+    ]
     for process in processes:
         process.start()
     deadline = time.monotonic() + _HANGS_S
@@ -78,9 +80,7 @@ def _serve(
 ) -> None:
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=30)
-        )
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
         case(rank, folder, **kwargs)
     except BaseException as error:
         told = {"error": f"{type(error).__name__}: {error}", "at": time.monotonic()}

@@ -76,7 +76,9 @@ class Trainer:
         return loss.item()
 
 
-def trainer(mode: str, model: nn.Module | None = None, schedule: SchedulePolicy | None = None, **kwargs: Any) -> Trainer:
+def trainer(
+    mode: str, model: nn.Module | None = None, schedule: SchedulePolicy | None = None, **kwargs: Any
+) -> Trainer:
     model = Model() if model is None else model
     for block in model.blocks:
         if mode == "regional":
