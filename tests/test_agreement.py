@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 
@@ -128,11 +129,10 @@ class _CountingStore(dist.Store):
         return getattr(self.inner, name)
 
 
-@contextmanager
 def _ledgers(world, deadline_s=20.0):
     """One ledger for each of ``world`` ranks, over one store."""
     store = _CountingStore(dist.HashStore())
-    yield [
+    return [
         agreement._Ledger(store, rank, tuple(range(world)), timedelta(seconds=deadline_s)) for rank in range(world)
     ]
 
@@ -154,61 +154,61 @@ A, B, C = (Contract((each,)) for each in (FIRST, SECOND, REDUCTION))
 
 
 def test_one_exchange_for_each_new_transition_and_none_for_known_ones():
-    with _ledgers(2) as ledgers:
-        for contract in (A, B, C, A, B, C, A, B):
-            assert _enter(ledgers, contract) == [None, None]
-        assert [ledger.exchanged for ledger in ledgers] == [4, 4]  # A, A to B, B to C, C to A
-        count = ledgers[0].store.count
-        before = count.total()
-        for contract in (C, A, B, C):
-            assert _enter(ledgers, contract) == [None, None]
-        assert count.total() == before
+    ledgers = _ledgers(2)
+    for contract in (A, B, C, A, B, C, A, B):
+        assert _enter(ledgers, contract) == [None, None]
+    assert [ledger.exchanged for ledger in ledgers] == [4, 4]  # A, A to B, B to C, C to A
+    count = ledgers[0].store.count
+    before = count.total()
+    for contract in (C, A, B, C):
+        assert _enter(ledgers, contract) == [None, None]
+    assert count.total() == before
 
 
 def test_the_store_keeps_two_exchanges():
-    with _ledgers(3) as ledgers:
-        for number in range(20):
-            assert _enter(ledgers, Contract((replace(FIRST, params=(str(number),)),))) == [None] * 3
-        assert ledgers[0].store.inner.num_keys() <= 2 * (2 * 3 + 2)
+    ledgers = _ledgers(3)
+    for number in range(20):
+        assert _enter(ledgers, Contract((replace(FIRST, params=(str(number),)),))) == [None] * 3
+    assert ledgers[0].store.inner.num_keys() <= 2 * (2 * 3 + 2)
 
 
 def test_all_ranks_say_the_same_of_one_that_differs():
-    with _ledgers(4) as ledgers:
-        assert _enter(ledgers, A) == [None] * 4
-        errors = _enter(ledgers, B, B, C, B)
-        assert {type(error) for error in errors} == {RankMismatchError}
-        (said,) = set(map(str, errors))
-        assert "ranks 0, 1, 3: all-gather of b.weight" in said and "rank 2: reduce-scatter of a.weight" in said
-        assert _enter(ledgers, B) == [None] * 4  # they may go on from where they were
+    ledgers = _ledgers(4)
+    assert _enter(ledgers, A) == [None] * 4
+    errors = _enter(ledgers, B, B, C, B)
+    assert {type(error) for error in errors} == {RankMismatchError}
+    (said,) = set(map(str, errors))
+    assert "ranks 0, 1, 3: all-gather of b.weight" in said and "rank 2: reduce-scatter of a.weight" in said
+    assert _enter(ledgers, B) == [None] * 4  # they may go on from where they were
 
 
 def test_the_same_after_different_collectives():
-    with _ledgers(2) as ledgers:
-        ledgers[1].previous = "another"
-        assert all("after different collectives" in str(error) for error in _enter(ledgers, A))
+    ledgers = _ledgers(2)
+    ledgers[1].previous = "another"
+    assert all("after different collectives" in str(error) for error in _enter(ledgers, A))
 
 
 def test_a_rank_that_does_not_come(monkeypatch):
     monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
-    with _ledgers(2) as (first, second):
-        assert _enter((first, second), A) == [None, None]
-        first.timeout = timedelta(seconds=0.3)
-        with pytest.raises(RankMismatchError) as caught:
-            first.enter(B)
-        assert_expected_inline(
-            str(caught.value),
-            """rank 1 neither came to all-gather of b.weight float32[8, 8] and 1 more, sent as float32 nor compiled in 0.27 s: rank 1 last asked for all-gather of a.weight float32[8, 8] and 1 more, sent as float32. Look there for another path through the program or an error, or allow more time by set_rank_agreement(deadline=)""",  # noqa: E501
-        )
-        with pytest.raises(RankMismatchError, match="rank 1 neither came"):
-            second.enter(C)  # it comes late, and must not go on alone
-        first.timeout = timedelta(seconds=20)
-        assert _enter((first, second), C) == [None, None]
+    first, second = _ledgers(2)
+    assert _enter((first, second), A) == [None, None]
+    first.timeout = timedelta(seconds=0.3)
+    with pytest.raises(RankMismatchError) as caught:
+        first.enter(B)
+    assert_expected_inline(
+        str(caught.value),
+        """rank 1 neither came to all-gather of b.weight float32[8, 8] and 1 more, sent as float32 nor compiled in 0.27 s: rank 1 last asked for all-gather of a.weight float32[8, 8] and 1 more, sent as float32. Look there for another path through the program or an error, or allow more time by set_rank_agreement(deadline=)""",  # noqa: E501
+    )
+    with pytest.raises(RankMismatchError, match="rank 1 neither came"):
+        second.enter(C)  # it comes late, and must not go on alone
+    first.timeout = timedelta(seconds=20)
+    assert _enter((first, second), C) == [None, None]
 
 
 def test_a_rank_that_never_asked(monkeypatch):
     monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
-    asked_for_nothing = pytest.raises(RankMismatchError, match="rank 1 has asked for nothing so far")
-    with _ledgers(2, deadline_s=0.2) as (first, _), asked_for_nothing:
+    first, _ = _ledgers(2, deadline_s=0.2)
+    with pytest.raises(RankMismatchError, match="rank 1 has asked for nothing so far"):
         first.enter(A)
 
 
@@ -216,7 +216,8 @@ def test_time_does_not_count_while_the_other_compiles(monkeypatch):
     monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
     beats = iter(range(8))
     monkeypatch.setattr(peers, "beats", lambda rank: next(beats, 8))
-    with _ledgers(2, deadline_s=0.3) as (first, second), ThreadPoolExecutor(1) as pool:
+    first, second = _ledgers(2, deadline_s=0.3)
+    with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.enter, A)
         assert waiting.exception(timeout=20).args[0].startswith("rank 1 neither came")
         assert next(beats, None) is None  # all beats were seen before time was up
@@ -226,30 +227,31 @@ def test_time_does_not_count_while_the_other_compiles(monkeypatch):
 def test_a_rank_that_has_failed(monkeypatch):
     monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
     monkeypatch.setattr(peers, "failure", lambda awaited: f"rank {awaited[0]} raised ValueError: no")
-    with _ledgers(2) as (first, second):
-        message = "^rank 1 raised ValueError: no; others waited for it before all-gather of a.weight"
-        with pytest.raises(RankFailureError, match=message):
-            first.enter(A)
-        with pytest.raises(RankFailureError, match=message):
-            second.enter(A)
+    first, second = _ledgers(2)
+    message = "^rank 1 raised ValueError: no; others waited for it before all-gather of a.weight"
+    with pytest.raises(RankFailureError, match=message):
+        first.enter(A)
+    with pytest.raises(RankFailureError, match=message):
+        second.enter(A)
 
 
 def test_a_rank_that_is_interrupted_as_it_waits_spoils_the_exchange(monkeypatch):
     def interrupt(self):
         raise KeyboardInterrupt
 
-    with _ledgers(2) as (first, second):
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(agreement._Awaited, "is_due", interrupt)
-            first.enter(A)
-        with pytest.raises(RankFailureError, match="^rank 0 raised KeyboardInterrupt and left$"):
-            second.enter(A)
-        assert _enter((first, second), A) == [None, None]
+    first, second = _ledgers(2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(agreement._Awaited, "is_due", interrupt)
+        first.enter(A)
+    with pytest.raises(RankFailureError, match="^rank 0 raised KeyboardInterrupt and left$"):
+        second.enter(A)
+    assert _enter((first, second), A) == [None, None]
 
 
 def test_the_last_rank_is_interrupted_before_it_decides(monkeypatch):
     monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
-    with _ledgers(2) as (first, second), monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+    first, second = _ledgers(2)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.enter, A)
         while not first.store.check([f"{first._prefix(0)}/digest/0", f"{first._prefix(0)}/arrived"]):
             pass
@@ -287,7 +289,8 @@ def test_arguments():
 @pytest.mark.usefixtures("setting")
 def test_the_deadline_goes_before_the_groups_timeout(monkeypatch):
     set_rank_agreement(deadline=timedelta(seconds=0.1))
-    with _ledgers(2, deadline_s=600) as (first, _), pytest.raises(RankMismatchError, match="in 0.1 s"):
+    first, _ = _ledgers(2, deadline_s=600)
+    with pytest.raises(RankMismatchError, match="in 0.1 s"):
         first.enter(A)
 
 
@@ -303,7 +306,7 @@ def test_turned_off_it_does_not_look_for_a_group():
 # ---- processes ----
 
 
-def test_a_process_that_has_ended(tmp_path):
+def test_a_process_that_has_ended():
     ours = peers._process()
     if not ours:
         pytest.skip("the system does not tell of processes")
@@ -311,6 +314,12 @@ def test_a_process_that_has_ended(tmp_path):
     assert not peers._has_ended(ours)
     assert peers._has_ended(f"{machine} {number} {int(start) + 1}")  # another process has its number now
     assert peers._has_ended(f"{machine} {2**22 + 1} {start}")
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        state = peers._state(killed.pid)
+        assert not peers._has_ended(f"{machine} {killed.pid} {state[1]}")
+        killed.kill()
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+        assert peers._has_ended(f"{machine} {killed.pid} {state[1]}")  # though its parent has not asked for it
     assert not peers._has_ended(f"another {machine.split()[1]} {2**22 + 1} {start}")  # of another machine
 
 

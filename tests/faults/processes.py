@@ -31,7 +31,7 @@ class End:
 
 
 def ends(case: Callable[..., None], folder: Path, tcp: bool = False, world: int = 2, **kwargs: Any) -> list[End]:
-    """Run ``case(rank, folder, **kwargs)`` on ``world`` processes; an error that it leaves uncaught ends a process."""
+    """Run ``case(rank, folder, **kwargs)`` on ``world`` processes; an uncaught error ends a process."""
     context = get_context("forkserver")
     context.set_forkserver_preload([case.__module__])
     store = f"tcp://localhost:{_free_port()}" if tcp else f"file://{folder / 'store'}"

@@ -111,9 +111,9 @@ def test_nccl_gathers_on_a_side_stream(one_rank):
         return backend.all_gather_coalesced(outs, parts, dist.group.WORLD)
 
     def finish(work):
-        backend.wait(work)
+        backend.wait(work, device)
         torch.cuda._sleep(10**8)
-        backend.wait(backend.all_gather(alone, parts[0], dist.group.WORLD))
+        backend.wait(backend.all_gather(alone, parts[0], dist.group.WORLD), device)
 
     streams.launch(ALL_GATHERS, device, begin, finish).wait()
     for out, part in zip([*outs, alone], [*parts, parts[0]], strict=True):

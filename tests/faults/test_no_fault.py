@@ -1,0 +1,149 @@
+"""Ranks that do the same, however varied: no mismatch is found, and the store rests once all is known."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from datetime import timedelta
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_compiled import set_rank_agreement
+from fsdp_compiled.collectives import agreement, peers
+from tests.faults.steps import MODES, Model, Trainer, assert_all_refuse, compiled, trainer
+from tests.ranks import on_ranks
+
+
+class CountingStore:
+    """Counts what is asked of a store."""
+
+    count: Counter[str] = Counter()
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def __getattr__(self, name):
+        CountingStore.count[name] += 1
+        return getattr(self._store, name)
+
+
+def _counted(group, store_of=peers.store_of):
+    store = store_of(group)
+    return None if store is None else CountingStore(store)
+
+
+class Checkpointed(Model):
+    """Every layer is computed again in backward."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False).tanh()
+        return x
+
+
+def _exchanged():
+    return sum(ledger.exchanged for ledger in agreement._ledgers.values() if ledger is not None)
+
+
+def _varied(training, other):
+    """Evaluate, train, accumulate without sync, and train another model in between."""
+    with torch.no_grad():
+        training.call(training.batch())
+    training.step(0)
+    training.model.set_requires_gradient_sync(False)
+    training.call(training.batch(1)).sum().backward()
+    training.model.set_requires_gradient_sync(True)
+    training.step(1)
+    other.step(2)
+    training.step(3)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_the_store_rests_once_all_is_known(mode):
+    with patch.object(peers, "store_of", _counted):
+        training, other = trainer(mode), trainer(mode, Checkpointed(2))
+        for _ in range(2):
+            _varied(training, other)
+        before = _exchanged()
+        assert before > 0
+        CountingStore.count.clear()
+        for _ in range(2):
+            _varied(training, other)
+        assert CountingStore.count == Counter()
+        assert _exchanged() == before
+        torch.compiler.reset()
+        training.call = compiled(training.model) if mode == "full" else training.model
+        _varied(training, other)
+        assert _exchanged() == before  # compiled anew it is the same
+
+
+@on_ranks(2)
+def test_a_model_that_runs_in_every_way():
+    eager = trainer("eager")
+    ways = [eager, Trainer(eager.model, compiled(eager.model)), Trainer(eager.model, compiled(eager.model))]
+    for _ in range(2):
+        for training in ways:
+            training.step()
+    known = _exchanged()
+    for training in ways:
+        training.step()
+    assert _exchanged() == known
+
+
+@on_ranks(2)
+def test_a_model_that_is_computed_again_as_a_whole():
+    training = trainer("eager")
+    plain = trainer("eager")
+    training.call = lambda x: checkpoint(training.model, x, use_reentrant=False)
+    for number in range(3):
+        assert training.step(number) == plain.step(number)
+        assert not peers._reported and not peers.failure()
+
+
+@on_ranks(2)
+def test_a_function_that_calls_the_model():
+    training = trainer("eager")
+    training.call = compiled(lambda x: training.model(x) + 1)
+    assert [training.step(number) for number in range(2)]
+
+
+@on_ranks(2, timeout_s=30)
+def test_another_process_group_in_the_same_process():
+    for mode in ("eager", "full"):
+        trainer(mode).step()
+    path = [tempfile.mktemp()]
+    dist.broadcast_object_list(path)
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    torch.compiler.reset()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{path[0]}", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    for mode in ("eager", "full"):
+        training = trainer(mode)
+        training.step()
+        assert peers.is_attending()
+    training = trainer("eager")
+    training.model.order = [1, 0, 2] if rank else [0, 2, 1]
+    assert_all_refuse(training.step, "different collectives")
+    if rank == 0:
+        os.unlink(path[0])
+
+
+@on_ranks(2)
+def test_turned_off_nothing_is_asked():
+    CountingStore.count.clear()
+    set_rank_agreement(False)
+    try:
+        with patch.object(peers, "store_of", _counted):
+            for mode in MODES:
+                trainer(mode).step()
+        assert CountingStore.count == Counter()
+    finally:
+        set_rank_agreement()
