@@ -148,10 +148,7 @@ class FSDPParam:
         check_replacement(self.name, self._spec, current)
 
     def take_over(self) -> bool:
-        """Follow what the user has put in place of the parameter past its module, or on its local tensor.
-
-        Returns:
-            Whether there was anything.
+        """Follow what the user has put past its module or on its local tensor; tell whether there was anything.
 
         Raises:
             TypeError, ValueError: as :meth:`relink`, or only one extension method was put on the local tensor.
