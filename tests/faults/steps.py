@@ -34,7 +34,7 @@ MACHINE = replace(
     compute_blocked_fraction=0.0,
     intra=NEAR,
     inter=FAR,
-    ranks_per_node=2,
+    ranks_per_node=4,
 )
 
 

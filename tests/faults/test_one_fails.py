@@ -14,7 +14,7 @@ from tests.faults.raising import RaisingModel
 from tests.faults.steps import CompileClock, trainer
 from tests.ranks import on_ranks
 
-_TIMEOUT_S = 10.0  # which gloo's reduce-scatters wait for; all others end earlier
+_TIMEOUT_S = 7.0  # which gloo's reduce-scatters wait for; all others end earlier
 SAID = {
     "forward": r"^rank 1 raised ValueError: row 7 is empty; ",
     "backward": r"^rank 1 raised an error in backward; ",  # which passes no code of ours, and was not left uncaught
