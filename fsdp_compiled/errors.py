@@ -10,4 +10,4 @@ class RankMismatchError(FSDPError):
 
 
 class RankFailureError(FSDPError):
-    """Another rank has failed while this one waited for it in a collective."""
+    """Another rank has failed while this one waited for it, in a collective or before one."""
