@@ -133,7 +133,7 @@ def _ledgers(world, deadline_s=20.0):
     """One ledger for each of ``world`` ranks, over one store."""
     store = _CountingStore(dist.HashStore())
     return [
-        agreement._Ledger(store, rank, tuple(range(world)), timedelta(seconds=deadline_s)) for rank in range(world)
+        agreement.Ledger(store, rank, tuple(range(world)), timedelta(seconds=deadline_s)) for rank in range(world)
     ]
 
 
