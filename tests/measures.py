@@ -46,7 +46,7 @@ def sample(step: int) -> Sample:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return tensor.untyped_storage() if is_plain and tensor.device.type == "cpu" else None
 
 
