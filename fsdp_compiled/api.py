@@ -73,10 +73,9 @@ def fully_shard(
 
     Raises:
         TypeError: an argument has a wrong type.
-        ValueError: a container without forward, a scripted module, one that is distributed already, itself or by a
-            unit around it, a scalar, sparse or non-contiguous parameter, a mesh of the wrong shape or of a device
-            that the machine lacks, a shard dimension that a parameter does not have or that is uneven, or a list unit
-            only part of which lies below ``module``. The model is left as it was.
+        ValueError: a container, a scripted module, one that is distributed already, itself or by a unit around it, a
+            scalar, sparse or non-contiguous parameter, a mesh of the wrong shape or device, a shard dimension that is
+            missing or uneven, or a list unit only partly below ``module``. The model is left as it was.
         NotImplementedError: an option that does not exist yet.
     """
     modules = checked_modules(module)

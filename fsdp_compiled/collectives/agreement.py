@@ -49,8 +49,8 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
     """Let ranks agree on collectives before they start them, which they do by default, or not.
 
     Whatever runs for the first time is compared through the process group's store: every collective of an uncompiled
-    model, and every compiled graph as a whole. Ranks that differ raise :class:`RankMismatchError`, which names the
-    first difference, before anything is started. Afterwards nothing is sent. Call it alike on all ranks.
+    model, and all collectives of a compiled graph together. Ranks that differ raise :class:`RankMismatchError`, which
+    names the first difference, before anything is started. Afterwards nothing is sent. Call it alike on all ranks.
 
     Args:
         enabled: False never compares.

@@ -47,7 +47,7 @@ def _take(handle: Tensor) -> Any:
 
 
 def _agree(contract: str) -> None:
-    """Agree with the other ranks on the whole graph, before its first launch."""
+    """Agree with the other ranks on all collectives of a graph, before its first launch."""
     if contract:
         agree(Contract.unpack(contract))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 
 from ..sharding.contract import Collective, Contract
 
@@ -27,21 +28,15 @@ def difference(sides: Sequence[Sequence[int]], posts: Sequence[dict[str, str]]) 
 def _first_difference(
     ours: Sequence[Collective], theirs: Sequence[Collective]
 ) -> tuple[int, tuple[Collective | None, Collective | None]]:
-    for place, pair in enumerate(zip(ours, theirs)):  # noqa: B905
-        if pair[0] != pair[1]:
-            return place, pair
-    place = min(len(ours), len(theirs))
-    return place, (
-        (*ours, None)[place] if len(ours) > place else None,
-        theirs[place] if len(theirs) > place else None,
-    )
+    return next(each for each in enumerate(zip_longest(ours, theirs)) if each[1][0] != each[1][1])
 
 
 def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
     """Return both collectives so that the difference shows."""
     if ours is None or theirs is None or ours.kind != theirs.kind or ours.params == theirs.params:
         return ["none" if each is None else _name(each, each.params) for each in (ours, theirs)]
-    alike = next((n for n, pair in enumerate(zip(ours.params, theirs.params)) if pair[0] != pair[1]), None)  # noqa: B905
+    pairs = zip(ours.params, theirs.params, strict=False)
+    alike = next((n for n, pair in enumerate(pairs) if pair[0] != pair[1]), None)
     if alike is None:
         return [f"{each.kind} of {len(each.params)} parameters from {each.params[0]}" for each in (ours, theirs)]
     return [_name(each, each.params[alike:]) for each in (ours, theirs)]

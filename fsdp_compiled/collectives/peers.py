@@ -25,7 +25,6 @@ from ..errors import RankFailureError
 _WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this process
 _BEAT_S = 0.5  # how often a rank that compiles says so
 _FAILURES = "fsdp_compiled/failures"
-
 _PROCESS = "fsdp_compiled/process"
 
 _reported: list[str] = []  # the key of the failure of this rank that still stands in the store
@@ -185,7 +184,9 @@ def failure(awaited: Iterable[int] | None = None) -> str:
         reports = (store.get(key).decode() for key in keys if key not in _reported)
         reported = next(filter(None, reports), "")
         awaited = range(dist.get_world_size()) if awaited is None else awaited
-        return reported or next((f"the process of rank {rank} has ended" for rank in awaited if _is_gone(rank)), "")
+        return reported or next(
+            (f"the process of rank {rank} has ended" for rank in awaited if _is_gone(store, rank)), ""
+        )
     except (RuntimeError, ValueError):
         return ""
 
@@ -202,9 +203,9 @@ def _introduce() -> None:
     _introduced.add(dist.group.WORLD)
 
 
-def _is_gone(rank: int) -> bool:
-    store, key = _world_store(), f"{_PROCESS}/{rank}"
-    return store is not None and store.check([key]) and _has_ended(store.get(key).decode())
+def _is_gone(store: Store, rank: int) -> bool:
+    key = f"{_PROCESS}/{rank}"
+    return store.check([key]) and _has_ended(store.get(key).decode())
 
 
 def _process() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import zlib
 from base64 import b85decode, b85encode
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from hashlib import sha256
 
 import torch
@@ -75,8 +75,9 @@ def collectives_of(bucket: Bucket) -> tuple[Collective, ...]:
     return tuple(Collective(group.name, kind, how, params) for kind, group in groups.items() if group.world > 1)
 
 
+@lru_cache(maxsize=4096)
 def contract_of(bucket: AllGatherBucket | ReductionBucket) -> Contract:
-    """Return what ranks have to agree on before a bucket travels alone."""
+    """Return what ranks have to agree on before a bucket travels alone; the same record for an equal bucket."""
     return Contract(collectives_of(bucket))
 
 

@@ -64,7 +64,7 @@ def _split_by(node: fx.Node, dims: Set[int]) -> Iterable[tuple[int, int]]:
     if len(shapes) < 2:
         return
     before, after = shapes
-    for split, whole in ((after[-2:], before[-1:]), (before[-2:], after[-1:])):
-        is_fixed = all(isinstance(extent, int) for extent in (*split, *whole))
-        if is_fixed and len(split) == 2 and whole == [prod(split)] and whole[0] in dims:
+    for split, merged in ((after[-2:], before[-1:]), (before[-2:], after[-1:])):
+        is_fixed = all(isinstance(extent, int) for extent in (*split, *merged))
+        if is_fixed and len(split) == 2 and merged == [prod(split)] and merged[0] in dims:
             yield split[0], split[1]
