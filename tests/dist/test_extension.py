@@ -65,6 +65,21 @@ def through(weight, wire):
     return weight + (quantised(weight.detach(), wire) - weight.detach())
 
 
+def _assert_trains_like(alone, model, call):
+    """``call``, which trains ``model``, has the losses and gradients of ``alone`` in three steps."""
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for data in batches(3, 8, 6):
+        want, got = alone(data).square().mean(), call(my_part(data)).square().mean()
+        for loss in (want, got):
+            loss.backward()
+        torch.testing.assert_close(mean_over_ranks(got), want.item(), rtol=1e-5, atol=0)
+        for name, grad in full_grads(model).items():
+            torch.testing.assert_close(grad, dict(alone.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @row("tensor-subclass extensions")
 @pytest.mark.parametrize("wire", [torch.int8, torch.float8_e4m3fn])
 @each_mode
@@ -75,18 +90,7 @@ def test_a_quantised_all_gather(mode, wire):
         fully_shard(block)
     fully_shard(model)
     call, recorder = record(model) if mode == "full" else (model, None)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
-    for data in batches(3, 8, 6):
-        want = alone(data).square().mean()
-        got = call(my_part(data)).square().mean()
-        for loss in (want, got):
-            loss.backward()
-        torch.testing.assert_close(mean_over_ranks(got), want.item(), rtol=1e-5, atol=0)
-        for name, grad in full_grads(model).items():
-            torch.testing.assert_close(grad, dict(alone.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    _assert_trains_like(alone, model, call)
     weight = model.blocks[0].weight
     torch.testing.assert_close(full(weight._local_tensor.values), my_part(alone.blocks[0].weight.detach()))
     if recorder is not None:
@@ -217,17 +221,7 @@ def test_an_extended_all_gather_of_uneven_shards(mode, put):
     alone, model = Uneven(True), Uneven(False)
     put(model, lambda: shard(model, mode))
     call = compiled(model) if mode == "full" else model
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
-    for data in batches(3, 8, 6):
-        want, got = alone(data).square().mean(), call(my_part(data)).square().mean()
-        for loss in (want, got):
-            loss.backward()
-        torch.testing.assert_close(mean_over_ranks(got), want.item(), rtol=1e-5, atol=0)
-        for name, grad in full_grads(model).items():
-            torch.testing.assert_close(grad, dict(alone.named_parameters())[name].grad, rtol=1e-4, atol=1e-6)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    _assert_trains_like(alone, model, call)
 
 
 def _shard(model, mode, **kwargs):
