@@ -135,36 +135,51 @@ def test_what_follows_a_replaced_shard(change):
 
 
 @pytest.mark.parametrize("mode", ["eager", "full"])
-@pytest.mark.parametrize("kept", [True, False])
-def test_an_optimizer_made_before_sharding(mode, kept):
+def test_an_optimizer_made_before_sharding(mode):
     model = MLP()
-    parameters = list(model.parameters()) if kept else None  # which alone is no mistake
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     call = shard(model, "eager")
     if mode == "full":
         call = torch.compile(model, backend="aot_eager")
+    call(X).sum().backward()
     with pytest.raises(
         RuntimeError, match="expected SGD to hold the sharded parameter, got it as it was before fully_"
     ):
-        call(X)
+        optimizer.step()
     optimizer.param_groups[0]["params"] = list(model.parameters())  # as Accelerate repairs it
-    call(X).sum().backward()
-    assert (parameters is not None) == kept
+    before = model.scale.to_local().clone()
+    optimizer.step()
+    assert not torch.equal(model.scale.to_local(), before)
 
 
-def test_an_optimizer_made_while_unsharded():
+@pytest.mark.parametrize("by", ["unshard", "an eager forward"])
+def test_an_optimizer_made_while_unsharded(by):
     model = MLP()
     shard(model, "eager")
-    for module in model.modules():
-        if hasattr(module, "unshard"):
-            module.unshard()
-    optimizer = torch.optim.AdamW([{"params": [model.scale]}, {"params": [model.blocks[0][0].weight]}])
-    with pytest.raises(
-        RuntimeError, match="scale: expected AdamW to hold the sharded parameter, got it as it was unsh"
-    ):
-        model(X)
-    del optimizer
+    if by == "unshard":
+        for module in model.modules():
+            if hasattr(module, "unshard"):
+                module.unshard()
+    else:
+        model(X)  # leaves the root's parameters unsharded until backward
+    optimizer = torch.optim.AdamW([{"params": [model.blocks[0][0].bias]}, {"params": [model.scale]}])
     model(X).sum().backward()
+    with pytest.raises(
+        RuntimeError, match="expected AdamW to hold the sharded parameter, got it as it was unsharded, which no step"
+    ):
+        optimizer.step()
+
+
+def test_parameters_that_an_optimizer_gets_later():
+    model = MLP()
+    old = model.scale
+    shard(model, "eager")
+    optimizer = torch.optim.SGD([model.blocks[0][0].weight], lr=0.1)
+    model(X).sum().backward()
+    optimizer.step()
+    optimizer.add_param_group({"params": [old]})
+    with pytest.raises(RuntimeError, match="scale: expected SGD to hold the sharded parameter"):
+        optimizer.step()
 
 
 # ---- threads ----

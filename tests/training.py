@@ -69,10 +69,10 @@ def compiled(call: Callable[..., Any], fullgraph: bool = True, inductor: bool = 
     """
     if inductor or os.environ.get(INDUCTOR):
         return torch.compile(call, fullgraph=fullgraph)
-    return torch.compile(call, fullgraph=fullgraph, backend=_without_codegen)
+    return torch.compile(call, fullgraph=fullgraph, backend=without_codegen)
 
 
-def _without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+def without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
     return compile_fx(gm, inputs, inner_compile=_run_passes, config_patches={"force_disable_caches": True})
 
 

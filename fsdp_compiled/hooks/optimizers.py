@@ -1,42 +1,61 @@
-"""Finds optimizers that hold parameters which the model no longer trains; their steps would silently do nothing."""
+"""Finds optimizers that hold parameters which the model no longer trains; their steps would silently do nothing.
+
+It must not know what an optimizer does.
+"""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
-from torch import Tensor
+import torch
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..param.param import FSDPParam
 
+_params: WeakSet[FSDPParam] = WeakSet()  # of all models
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many parameters each had when it was
 
-def check_optimizers(params: Iterable[FSDPParam]) -> None:
-    """Raise RuntimeError if an optimizer holds a parameter as it was before ``fully_shard``, or unsharded.
 
-    It searches all objects, so call it once, before the first step. It searches none where nobody can hold such a
-    parameter.
+def watch_optimizers(params: Iterable[FSDPParam]) -> None:
+    """Let an optimizer's first step, and the first after it got more parameters, look whether it holds stale ones.
+
+    A stale one is a parameter as it was before ``fully_shard``, or unsharded: the step raises RuntimeError. The first
+    call registers a hook on the steps of all optimizers of the process.
     """
-    # Kept while it searches, so that an id means one tensor.
-    stale: dict[int, tuple[str, str, Tensor]] = {}
-    for param in params:
-        for what, tensor in (("before fully_shard", param.original()), ("unsharded", param.unsharded_param)):
-            if tensor is not None:
-                stale[id(tensor)] = (param.name, what, tensor)
-    if not stale:
+    _install()
+    _params.update(params)
+
+
+@cache
+def _install() -> None:
+    register_optimizer_step_pre_hook(_check)
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
         return
-    for found in gc.get_objects():
-        if issubclass(type(found), Optimizer):  # isinstance would ask proxies for their class
-            _check(found, stale)
-
-
-def _check(optimizer: Optimizer, stale: dict[int, tuple[str, str, Tensor]]) -> None:
-    for group in getattr(optimizer, "param_groups", ()):
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) == count:
+        return
+    stale = dict(_stale_parameters())
+    for group in optimizer.param_groups:
         for tensor in group["params"]:
             if id(tensor) in stale:
-                name, what, _ = stale[id(tensor)]
+                name, what = stale[id(tensor)]
                 raise RuntimeError(
                     f"{name}: expected {type(optimizer).__name__} to hold the sharded parameter, got it as it was "
                     f"{what}, which no step would train; make the optimizer after fully_shard, of a model that is "
                     "not unsharded"
                 )
+    _checked[optimizer] = count
+
+
+def _stale_parameters() -> Iterable[tuple[int, tuple[str, str]]]:
+    for param in _params:
+        for what, tensor in (("before fully_shard", param.original()), ("unsharded", param.unsharded_param)):
+            if tensor is not None:
+                yield id(tensor), (param.name, what)

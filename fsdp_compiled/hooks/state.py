@@ -23,7 +23,7 @@ from .autograd import after_backward, before_backward, outside_functorch
 from .casts import cast_floating
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .group import FSDPParamGroup, group_params
-from .optimizers import check_optimizers
+from .optimizers import watch_optimizers
 from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized, check_untouched
 
 
@@ -57,6 +57,7 @@ class FSDPState:
         self._has_compiled_gradients = False  # a compiled backward has left gradients of this unit
         unit.on_compiled_gradient = self._on_compiled_gradient
         self.regroup()
+        watch_optimizers(self.params)
         for module in self.modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
@@ -352,8 +353,6 @@ class FSDPState:
         for state in states:
             state.take_over()
             check_materialized(state.params)
-        if not context.states:
-            check_optimizers(param for state in states for param in state.params)
         adopt_units_below(self)
         for left in set(context.states).difference(states):
             left.outermost, left._context = left, None
