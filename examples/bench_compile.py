@@ -2,9 +2,11 @@
 
     python examples/bench_compile.py
     python examples/bench_compile.py --cases 16x64 --contenders unsharded "full graph" --rounds 1
+    python examples/bench_compile.py --cases 4x64 32x64 64x64 128x64 --contenders "full graph, regions" --rounds 1
 
 The contenders are the unsharded model, FSDP2 with each block compiled, our regional compilation (each block's compute
-compiled) and our one full graph; the two in the middle leave embedding, head and loss uncompiled. Each measurement
+compiled), our one full graph, and the same with the blocks as regions, compiled once for all of them; the second and
+the third leave embedding, head and loss uncompiled. Each measurement
 is a new process with OMP_NUM_THREADS=1, empty caches and a simulated process group that communicates nothing: every
 contender pays alike for g++'s precompiled header, and none for importing torch. Contenders take turns, round after
 round.
@@ -37,6 +39,8 @@ from model import Config, Llama
 from torch import Tensor
 from torch._inductor import config  # checked on torch 2.13.0 and 2.15.0
 
+import fsdp_compiled
+
 BATCH = 1
 TITLES = f"{'layers x width':16}{'contender':26}{'seconds':>9}{'of unsharded':>14}{'CPU seconds':>13}{'kernels':>9}"
 
@@ -55,11 +59,16 @@ def full_graph(model: Llama) -> Callable[..., Tensor]:
     return torch.compile(ours_eager(model), fullgraph=True)
 
 
+def regions(model: Llama) -> Callable[..., Tensor]:
+    return fsdp_compiled.compile(ours_eager(model), regions="auto", fullgraph=True)
+
+
 CONTENDERS: dict[str, Callable[[Llama], Callable[..., Tensor]]] = {
     "unsharded": unsharded,
     "FSDP2, blocks compiled": fsdp2_compiled_blocks,
     "regional": ours_regional,
     "full graph": full_graph,
+    "full graph, regions": regions,
 }
 
 

@@ -5,9 +5,9 @@ Every argument is checked before anything is changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from .init.arguments import (
 from .init.composable import check_composable
 from .init.parameters import managed_parameters
 from .init.plan import ShardPlacementFn, checked_placements
+from .init.regions import set_regions
 from .init.shard import shard
 from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
@@ -181,13 +182,22 @@ def _options(schedule: SchedulePolicy | None, given: Mapping[str, Any] | None = 
 
 
 def compile(
-    model: nn.Module | Callable[..., Any], *, schedule: SchedulePolicy | None = None, **torch_compile_kwargs: Any
+    model: nn.Module | Callable[..., Any],
+    *,
+    schedule: SchedulePolicy | None = None,
+    regions: Literal["off", "auto"] | Sequence[nn.Module] = "off",
+    **torch_compile_kwargs: Any,
 ) -> Any:
     """Compile a sharded model as ``torch.compile`` does, with a schedule of its own.
 
     Args:
         model: a module given to ``fully_shard``, or a function that calls one.
         schedule: None for the default policy.
+        regions: which blocks are compiled once each and stamped: "off" for none, "auto" for the units that occur
+            at least four times with equal class and parameter shapes, or a list of modules given to
+            ``fully_shard``. The graph's collectives stay outside them. It is a property of the model from now on,
+            whoever compiles it. A block that torch cannot make a region of is compiled as a part of the graph, with
+            a warning.
         torch_compile_kwargs: given to ``torch.compile``; ``options`` and ``mode`` are kept, and passes of the user's
             among the options run after ours.
 
@@ -195,8 +205,10 @@ def compile(
         What ``torch.compile`` returns.
 
     Raises:
-        TypeError: ``model`` cannot be called, ``schedule`` is no SchedulePolicy, or ``options`` no mapping.
-        ValueError: another backend than Inductor, which alone runs the passes, or both ``mode`` and ``options``.
+        TypeError: ``model`` cannot be called, ``schedule`` is no SchedulePolicy, ``regions`` something else, or
+            ``options`` no mapping.
+        ValueError: another backend than Inductor, which alone runs the passes, or both ``mode`` and ``options``;
+            regions of a function, or modules that are no units of ``model``, or lie inside each other.
     """
     if not callable(model):
         raise TypeError(f"model: expected a module or a function that calls one, got {model!r}")
@@ -208,6 +220,12 @@ def compile(
         raise TypeError(f"options: expected a mapping of Inductor's options or None, got {given!r}")
     if mode is not None and given:
         raise ValueError(f"mode: expected None beside options, got {mode!r}; put what the mode sets into options")
+    if isinstance(model, nn.Module):
+        set_regions(model, regions)
+    elif regions != "off":
+        raise ValueError(
+            f"regions: expected 'off' for a function, got {regions!r}; compile the model with regions first"
+        )
     of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
     return torch.compile(model, options={**of_mode, **given, **_options(schedule, given)}, **torch_compile_kwargs)
 

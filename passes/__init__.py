@@ -14,6 +14,7 @@ from . import inductor
 from .agree import Agree
 from .bucket import Bucket
 from .cost import CLUSTERS, Cluster, Link
+from .expand import Expand
 from .inductor import Pass, Pipeline, beside_users_passes
 from .inductor import source_hash as source_hash
 from .lower import Lower
@@ -22,12 +23,14 @@ from .pin import Pin
 from .policy import DEFAULT, SchedulePolicy
 from .reorder import Reorder
 from .reshard import Reshard
+from .unalias import Unalias
 
 __all__ = [
     "CLUSTERS",
     "Agree",
     "Bucket",
     "Cluster",
+    "Expand",
     "Link",
     "Lower",
     "Normalize",
@@ -37,6 +40,7 @@ __all__ = [
     "Reorder",
     "Reshard",
     "SchedulePolicy",
+    "Unalias",
     "beside_users_passes",
     "install",
     "joint",
@@ -50,6 +54,8 @@ __all__ = [
 def joint(policy: SchedulePolicy) -> tuple[Pass, ...]:
     """Return what runs on the joint forward-backward graph, before AOTAutograd cuts it in two."""
     return (
+        Expand(),  # a region's parameters are all-gathered by one operator, which is cheaper to trace
+        Unalias(),  # what a region passes through would count as its own result, and be saved
         Reshard(policy),  # AOTAutograd's partitioner decides next what the forward saves
     )
 

@@ -41,5 +41,10 @@ class Pin:
             elif nodes.is_launch(node) or nodes.is_wait(node):
                 if others := [earlier for earlier in after if earlier not in node.all_input_nodes]:
                     dependencies[node] = OrderedSet(others)
-                after = [node]
+                after = [_result_of(node)]
         preserve_node_ordering(graph, dependencies)
+
+
+def _result_of(node: fx.Node) -> fx.Node:
+    """Return what stands for a launch or a wait as a dependency: of a list, every result would be one."""
+    return next(filter(nodes.is_getitem, node.users), node)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pytest
 
-MODES = {"eager": "eager", "full": "full graph", "regional": "regional"}
+MODES = {"eager": "eager", "full": "full graph", "regions": "with regions", "regional": "regional"}
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Row:
         eager: what is asked of the eager hooks.
         full: what is asked of one full graph.
         regional: whether compiling each unit alone could make a difference.
+        regions: whether it makes sense inside a block, so that regions could make a difference.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Row:
     eager: str = "yes"
     full: str = "yes"
     regional: bool = True
+    regions: bool = True
 
 
 ROWS = (
@@ -61,6 +63,7 @@ ROWS = (
     Row(
         "gradient division",
         "`set_gradient_divide_factor`, `set_force_sum_reduction_for_comms` (also on gloo, which lacks PREMUL_SUM)",
+        regions=False,
     ),
     Row(
         "meshes",
@@ -105,8 +108,9 @@ ROWS = (
         "`set_all_reduce_hook`, separate reduce-scatter group",
         full="an opaque node with the same schedule",
         regional=False,
+        regions=False,
     ),
-    Row("CPU offload", "`CPUOffloadPolicy`, pinning"),
+    Row("CPU offload", "`CPUOffloadPolicy`, pinning", regions=False),
     Row(
         "module kinds",
         "list units (chunked loss), nested units, ModuleList / ParameterList / ParameterDict / MultiheadAttention / "
@@ -119,20 +123,24 @@ ROWS = (
         "`reset_iter_state` after an exception, `set_post_optim_event`, `_set_unshard_async_op`, "
         "`fully_shard.state(module)`",
         full="compile-safe",
+        regions=False,
     ),
     Row(
         "optimizers and evaluation",
         "`clip_grad_norm_`, foreach / fused / compiled optimizers, GradScaler, LR schedulers, `inference_mode` / "
         "`no_grad` evaluation and `generate()` between steps",
+        regions=False,
     ),
     Row(
         "state dict",
         "`state_dict` / `load_state_dict` of sharded DTensors; `torch.distributed.checkpoint`; checkpoints of "
         "torch's FSDP2 load into ours and back, also onto another world size",
+        regions=False,
     ),
     Row(
         "switching",
         "train eager, then compile, then eager again, in one process; some units compiled, others not",
+        regions=False,
     ),
     Row("Hugging Face models", "unmodified models from small configs, `fully_shard` per layer and on the model"),
 )
@@ -174,8 +182,9 @@ def render(records: Iterable[Record]) -> str:
         "# Everything FSDP2 does, in every mode",
         "",
         "Written by `python -m pytest --write-parity` from the results of a run of the whole suite, never by hand.",
-        "*Eager* is the hooks, *full graph* is `torch.compile(model, fullgraph=True)`, *regional* is "
-        "`fully_shard_with_compiled_compute`. Cells count tests; *none* is a gap.",
+        "*Eager* is the hooks, *full graph* is `torch.compile(model, fullgraph=True)`, *with regions* is the same "
+        "with blocks as regions, *regional* is `fully_shard_with_compiled_compute`. Cells count tests; *none* is a "
+        "gap.",
         "",
         f"| feature | {' | '.join(MODES.values())} |",
         f"|---|{'---|' * len(MODES)}",
@@ -194,7 +203,7 @@ def render(records: Iterable[Record]) -> str:
 def _cell(feature: Row, mode: str, records: list[Record]) -> str:
     results = Counter(r.result for r in records if (r.row, r.mode) == (feature.name, mode))
     others = [f"{results[result]} {result}" for result in ("failed", "skipped") if results[result]]
-    if mode == "regional" and not feature.regional:
+    if (mode == "regional" and not feature.regional) or (mode == "regions" and not feature.regions):
         return ", ".join(others) or "-"
     return ", ".join([f"{results['passed']} passed" if results["passed"] else "none", *others])
 

@@ -166,7 +166,19 @@ def test_own_pass_leaves_nothing_between_a_launch_and_its_wait(run):
 def test_bench_passes_times_every_pass_at_every_depth(run, tmp_path):
     run(bench_passes, "--layers", 2, 1, "--json", tmp_path / "figures.json")
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]
-    names = ["Reshard", "Normalize", "Bucket", "Lower", "Reorder", "Agree", "Pin", "(checks)", "total"]
+    names = [
+        "Expand",
+        "Unalias",
+        "Reshard",
+        "Normalize",
+        "Bucket",
+        "Lower",
+        "Reorder",
+        "Agree",
+        "Pin",
+        "(checks)",
+        "total",
+    ]
     assert [(row["name"], row["layers"]) for row in rows] == [(name, layers) for name in names for layers in (1, 2)]
     for row in rows:
         assert row["seconds"] > 0 and row["nodes"] > 100

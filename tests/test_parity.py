@@ -27,7 +27,7 @@ import pytest
 from tests.parity import row
 
 @row("training", "uneven shards")
-@pytest.mark.parametrize("mode", ["eager", "regional", "full"])
+@pytest.mark.parametrize("mode", ["eager", "regional", "full", "regions"])
 def test_many(mode):
     assert os.environ.get("BREAK") != mode
 
@@ -84,9 +84,9 @@ def test_a_whole_run_is_held_against_the_committed_table(suite):
     code, out = suite.run("--write-parity")
     assert code == 0, out
     text = suite.table.read_text()
-    assert "\n| training | 1 passed | 1 passed | 1 passed |\n" in text
-    assert "\n| meshes | none | 1 passed | none |\n" in text
-    assert "\n| tensor parallel | none | none | - |\n" in text
+    assert "\n| training | 1 passed | 1 passed | 1 passed | 1 passed |\n" in text
+    assert "\n| meshes | none | 1 passed | none | none |\n" in text
+    assert "\n| tensor parallel | none | none | none | - |\n" in text
     assert "\n- full, passed: `tests/test_it.py::test_many[full]`\n" in text
     assert "unmarked" not in text
     for args in ((), ("tests",), (".",)):
@@ -115,7 +115,7 @@ def test_failures_are_written_but_not_called_stale(suite):
     code, out = suite.run(BREAK="eager")
     assert (code, "is stale" in out) == (1, False)
     assert suite.run("--write-parity", BREAK="eager")[0] == 1
-    assert "| training | none, 1 failed | 1 passed | 1 passed |" in suite.table.read_text()
+    assert "| training | none, 1 failed | 1 passed | 1 passed | 1 passed |" in suite.table.read_text()
     assert "2 results are new, 2 are gone" in suite.run()[1]
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_run_here_keeps_its_result(suite):
     assert suite.table.read_text() == text
     suite.table.unlink()
     suite.run("--write-parity", SKIP="1")
-    assert "| meshes | none | none, 1 skipped | none |" in suite.table.read_text()
+    assert "| meshes | none | none, 1 skipped | none | none |" in suite.table.read_text()
 
 
 def test_a_marked_test_needs_a_mode(suite):
@@ -153,7 +153,7 @@ def test_unknown_rows_and_modes_are_refused():
         with pytest.raises(ValueError, match="row: expected names out of .*'accumulation'"):
             row(*arguments)
     with pytest.raises(
-        ValueError, match=r"row: expected modes out of \['eager', 'full', 'regional'\], got \('half',"
+        ValueError, match=r"row: expected modes out of \['eager', 'full', 'regions', 'regional'\], got \('half',"
     ):
         row("meshes", mode="half")
 

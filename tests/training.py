@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,13 +16,15 @@ from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
 from torch.distributed.tensor import DTensor
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled import FSDPModule, fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled.init.regions import set_regions
 from fsdp_compiled.passes.policy import DEFAULT
 from tests.graphs import without_code
 from tests.ranks import same_on_ranks
 
 INDUCTOR = "FSDP_COMPILED_TESTS_WITH_INDUCTOR"  # set by --inductor, for the ranks' processes
 MODES = ("eager", "regional", "full")
+WITH_REGIONS = (*MODES, "regions")  # the full graph with every block a region
 TINY = Config(vocab=61, width=32, layers=2, heads=4, kv_heads=2, hidden=48, max_seq=16)
 
 
@@ -58,7 +61,20 @@ def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) ->
         else:
             fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
-    return compiled(model, inductor=inductor) if mode == "full" else model
+    if mode == "regions":
+        with_regions(model, model.blocks)
+    return compiled(model, inductor=inductor) if mode in ("full", "regions") else model
+
+
+def with_regions(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
+    """Make ``blocks`` regions, as ``fsdp_compiled.compile`` does; a test fails where torch refuses one."""
+    set_regions(model, list(blocks))
+    warnings.filterwarnings("error", message="regions:")
+
+
+def units_inside(model: nn.Module) -> list[nn.Module]:
+    """The modules given to ``fully_shard`` below the outermost one."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
 
 
 def compiled(call: Callable[..., Any], fullgraph: bool = True, inductor: bool = False) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from . import bucket_operators as bucket_operators
 from .agreement import agree, attend, report_failure, set_rank_agreement
 from .all_gather import launch_all_gather
 from .interfaces import AllGather, Comm, Hook, ReduceScatter, register
-from .operators import reduce_grad, unshard, with_gradient
+from .operators import reduce_grad, unshard, unshard_all, with_gradient
 from .reduction import launch_reduction, launch_replica_reduction
 from .reference import padded_shard, take_shard
 from .streams import Pending
@@ -30,5 +30,6 @@ __all__ = [
     "set_rank_agreement",
     "take_shard",
     "unshard",
+    "unshard_all",
     "with_gradient",
 ]

@@ -13,7 +13,8 @@ from torch import nn
 from ..collectives.operators import meta_parameter
 from ..param.composable import applied
 from ..param.param import FSDPParam
-from ..param.properties import TracedCall, is_managed, rebase
+from ..param.properties import is_managed, rebase
+from ..param.traced_call import TracedCall
 from .context import states_below
 
 UnitState = Any  # an FSDPState, whose file imports this one

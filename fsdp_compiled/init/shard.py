@@ -12,7 +12,8 @@ from ..module import FSDPModule
 from ..param.composable import note_sharded
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
-from ..param.properties import TracedCall, own, rebase
+from ..param.properties import own, rebase
+from ..param.traced_call import TracedCall
 from ..param.unit import Unit, UnitConfig
 from .parameters import FoundParameters, Place, modules_outside_units
 

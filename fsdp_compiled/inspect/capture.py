@@ -108,6 +108,7 @@ class _Recorder:
     def _observe(self, graph: fx.Graph) -> None:
         """Run as the last pass before Inductor's own."""
         self._scheduled = copy.deepcopy(graph)
+        self._scheduled.owning_module = graph.owning_module  # which holds the regions that the graph calls
 
     def _compile(self, module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         before = fx.GraphModule(module, copy.deepcopy(module.graph))

@@ -51,6 +51,7 @@ class FSDPParam:
         self._length = self.layout.length(mesh_info.shard_rank)  # of this rank's shard, without padding
         self._reduce_scatter_group = mesh_info.shards
         self.state = ShardedState.SHARDED
+        self.given: Tensor | None = None  # in a region, the unsharded parameter that it was given
         self.is_registering = False  # what is assigned to a module comes from here and not from the user
         self.sharded_param: nn.Parameter  # DTensor
         self.shard: Tensor  # padded; shares storage with the DTensor's local tensor
@@ -138,10 +139,9 @@ class FSDPParam:
             current._local_tensor = self._unpadded(padded)  # type: ignore[attr-defined]
         self._link(current, padded)
         self.register(current)
-        if unsharded_grad is not None:
-            self.unsharded_grad.add(unsharded_grad.to(self.placement.device))
-        if partial_grad is not None:
-            self.partial_grad.add(partial_grad.to(self.placement.device))
+        for accumulated, kept in ((self.unsharded_grad, unsharded_grad), (self.partial_grad, partial_grad)):
+            if kept is not None:
+                accumulated.add(kept.to(self.placement.device))
 
     def check_replacement(self, current: Tensor | None) -> None:
         """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""
@@ -237,21 +237,23 @@ class FSDPParam:
         """
         if self.reads_plainly and self.requires_grad:
             return collectives.unshard(self.leaf, None, None, self.spec_text)
-        if self.extension is not None:
-            local = self._traced_extension(self.extension)
-        else:
-            local = collectives.unshard(*self._leaves(), self.spec_text)
+        local = self.traced_local()
         return local if self.outer is None else self.outer.wrap(local)
+
+    def traced_local(self) -> Tensor:
+        """Return it without other parallelism."""
+        if self.extension is not None:
+            return self._traced_extension(self.extension)
+        return collectives.unshard(*self.leaves(), self.spec_text)
 
     def _traced_extension(self, extension: AllGatherExtension) -> Tensor:
         sent, metadata = extension.split()
-        outputs = [
-            collectives.unshard(each, None, None, self.input_spec_text).view(-1, *each.shape[1:]) for each in sent
-        ]
+        gathered = (collectives.unshard(each, None, None, self.input_spec_text) for each in sent)
+        outputs = [output.view(-1, *each.shape[1:]) for output, each in zip(gathered, sent, strict=True)]
         unsharded = extension.without_padding(extension.join(outputs, metadata)[0])
-        return collectives.with_gradient(unsharded, *self._leaves(), self.spec_text)
+        return collectives.with_gradient(unsharded, *self.leaves(), self.spec_text)
 
-    def _leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the leaf, and the one that takes its gradient instead: unsharded, or partially reduced."""
         config = self.unit.config
         if not self.requires_grad:

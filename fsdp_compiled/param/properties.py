@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import skip_code
 
-from ..collectives import attend, report_failure
 from . import substitutes
 from .param import FSDPParam
 from .placement import ShardedState
@@ -32,9 +31,6 @@ class UnitState(Protocol):
 
     def reshard(self) -> None: ...
     def regroup(self) -> None: ...
-    def begin_call(self) -> None: ...
-    def mirror_leaves(self, mirror: bool) -> None: ...
-    def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
 class ShardedModule:
@@ -103,6 +99,8 @@ def _reader(name: str) -> property:
         param = module._fsdp_params[name]
         if torch.compiler.is_compiling():
             comptime(substitutes.check)
+            if param.given is not None:
+                return param.given if param.outer is None else param.outer.wrap(param.given)
             if not (param.unit.hooked or (param.is_shared and param.is_hooked)):
                 return param.traced()
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
@@ -146,39 +144,6 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> Non
     rebase(module, add=(ShardedModule,), names=tuple(module.__dict__["_fsdp_params"]))
 
 
-class TracedCall:
-    """Mixin of the outermost unit: ``torch.compile(model)`` traces its hooks and not only its forward.
-
-    Dynamo begins at the first frame that it does not skip. For a plain module that is ``forward``, after its hooks;
-    for this one it is ``_fsdp_call``, and ``__call__`` runs before guards are evaluated. Units inside are traced with
-    their caller.
-    """
-
-    _fsdp_state: UnitState
-    _fsdp_call: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        attend()
-        self._fsdp_state.begin_call()
-        self._fsdp_state.mirror_leaves(True)
-        try:
-            return self._fsdp_call(*args, **kwargs)
-        except BaseException as error:
-            report_failure(error)
-            self._fsdp_state.reset_iteration(drop_accumulated=False)
-            raise
-        finally:
-            self._fsdp_state.mirror_leaves(False)
-
-    def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
-
-
-skip_code(TracedCall.__call__.__code__)
-
-
 def rebase(
     module: nn.Module, add: tuple[type, ...] = (), drop: type | None = None, names: tuple[str, ...] = ()
 ) -> None:
@@ -187,7 +152,7 @@ def rebase(
     user_cls = cls.__dict__.get("_fsdp_user_class", cls)
     mixins = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
     # FSDPModule first, as users of FSDP2 know it; the traced call before the one that Dynamo skips.
-    order = ("FSDPModule", "TracedCall", "ShardedModule")
+    order = ("FSDPModule", "TracedCall", "RegionModule", "ShardedModule")
     in_order = tuple(sorted(mixins, key=lambda mixin: order.index(mixin.__name__)))
     module.__class__ = _subclass(user_cls, in_order, names or cls.__dict__.get("_fsdp_names", ()))
 
@@ -199,8 +164,8 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
     body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy, "__reduce_ex__": _refuse_pickle}
-    if TracedCall in mixins:
-        body["_fsdp_call"] = with_code_of_its_own(TracedCall._fsdp_traced)
+    for mixin in mixins:
+        body |= getattr(mixin, "_fsdp_class_body", dict)()
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
 
 

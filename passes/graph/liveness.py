@@ -9,6 +9,7 @@ from torch import fx
 
 from ..cost import Cluster, detect
 from ..cost.compute import is_view, node_us
+from .nodes import region_of
 
 
 class Compute:
@@ -25,7 +26,7 @@ class Compute:
 
     def time(self, cluster: Cluster, model: Set[int]) -> tuple[float, ...]:
         """Return each node's estimated time in microseconds; ``model`` as in :func:`node_us`."""
-        return tuple(node_us(node, cluster, model) for node in self.nodes)
+        return tuple(map(_Clock(cluster, model).us, self.nodes))
 
     def after(self, source: fx.Node) -> int:
         """Return the first position at which ``source`` exists."""
@@ -48,6 +49,22 @@ class Compute:
                     seen.add(user)
                     stack.append((user, is_direct and place is None))
         return first, max(first, last)
+
+
+class _Clock:
+    """Estimates nodes, and each region once."""
+
+    def __init__(self, cluster: Cluster, model: Set[int]) -> None:
+        self._cluster, self._model = cluster, model
+        self._regions: dict[fx.Graph, float] = {}
+
+    def us(self, node: fx.Node) -> float:
+        region = region_of(node)
+        if region is None:
+            return node_us(node, self._cluster, self._model)
+        if region not in self._regions:
+            self._regions[region] = sum(map(self.us, region.nodes))
+        return self._regions[region]
 
 
 def is_returned(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, get_args
@@ -22,6 +22,8 @@ from ...sharding.spec import AllGatherBucket, CommSpec, ParamSpec, ReductionBuck
 
 NAMESPACE = "fsdp_compiled"
 UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
+UNSHARD_ALL_SCHEMA = "unshard_all(Tensor[] shards, Tensor[] leaves, int[] targets, str[] specs) -> Tensor[]"
+REDUCE_ALL_SCHEMA = "reduce_all(Tensor[] grads, str[] specs) -> Tensor[]"
 REDUCE_GRAD_SCHEMA = "reduce_grad(Tensor grad, str spec) -> Tensor"
 WITH_GRADIENT_SCHEMA = (
     "with_gradient(Tensor unsharded, Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
@@ -51,6 +53,8 @@ def _is_op(name: str, node: fx.Node) -> bool:
 
 
 is_unshard = partial(_is_op, "unshard")  # tells whether a node all-gathers one parameter
+is_unshard_all = partial(_is_op, "unshard_all")  # all-gathers several, for a region
+is_reduce_all = partial(_is_op, "reduce_all")  # reduces the gradients of several
 is_reduce_grad = partial(_is_op, "reduce_grad")  # reduces one gradient
 is_with_gradient = partial(_is_op, "with_gradient")  # the identity, which was there for the gradient of its input
 is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for a smaller group
@@ -167,11 +171,47 @@ _HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Tell whether ``node`` is compute that Inductor runs as a kernel of its own, at a place of its own."""
+    """Tell whether ``node`` is compute that Inductor runs as a kernel of its own, at a place of its own.
+
+    A region is one, too, and the first of its results stands for it: control dependencies cannot name a list.
+    """
+    if is_getitem(node):
+        call = source_of(node)
+        return region_of(call) is not None and node is next(iter(call.users))
     return node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
 
 
+def region_of(node: fx.Node) -> fx.Graph | None:
+    """Return the graph of the region that ``node`` calls; None if it calls none."""
+    if node.op != "call_function" or node.target is not torch.ops.higher_order.invoke_subgraph:
+        return None
+    where, module = node.args[0], node.graph.owning_module
+    assert isinstance(where, fx.Node) and module is not None
+    region = module.get_submodule(str(where.target))
+    assert isinstance(region, fx.GraphModule)
+    return region.graph
+
+
+def operands_of(call: fx.Node) -> tuple[Any, ...]:
+    """Return what a call of a region passes to it."""
+    return call.args[2:]
+
+
+def results_of(region: fx.Graph) -> Sequence[fx.Node | None]:
+    """Return what a region returns."""
+    (output,) = region.find_nodes(op="output")
+    return output.args[0]  # type: ignore[return-value]
+
+
+def index_of(item: fx.Node) -> int:
+    """Return which of its source's results a ``getitem`` takes."""
+    return int(item.args[1])  # type: ignore[arg-type]
+
+
 # ---- writing ----
+
+# What AOTAutograd has noted of a node, by which it parts forward from backward.
+_OF_TRACING = ("partitioner_tag", "autograd_backward", "seq_nr", "recompute", "ac_graph_id", "nn_module_stack")
 
 
 def insert(before: fx.Node, op: Callable[..., Any], *args: Any) -> fx.Node:
@@ -180,6 +220,14 @@ def insert(before: fx.Node, op: Callable[..., Any], *args: Any) -> fx.Node:
         node = before.graph.call_function(op, args)
     node.meta["val"] = op(*fx.map_arg(args, value_of))
     return node
+
+
+def insert_copy(before: fx.Node, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    """Insert what ``node`` of another graph does, on what stands in this one for its arguments."""
+    with before.graph.inserting_before(before):
+        copy = before.graph.node_copy(node, known.__getitem__)
+    copy.meta |= {key: before.meta[key] for key in _OF_TRACING if key in before.meta}
+    return copy
 
 
 def insert_cast(before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -232,3 +280,16 @@ def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
         if last.next is not node:
             last.append(node)
         last = node
+
+
+def expand(node: fx.Node) -> None:
+    """Replace an ``unshard_all`` or ``reduce_all`` by an operator for each result that is read."""
+    sources: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
+    specs = [CommSpec.decode(text) for text in node.args[-1]]  # type: ignore[union-attr, arg-type]
+    insert_one = insert_unshard if is_unshard_all(node) else insert_reduce_grad
+    for item in list(node.users):
+        single = insert_one(node, sources[index_of(item)], specs[index_of(item)])
+        single.meta |= {key: node.meta[key] for key in _OF_TRACING if key in node.meta}
+        item.replace_all_uses_with(single)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)

@@ -19,6 +19,7 @@ from .simulate import simulate
 from .tasks import AllGatherTask, Load, ReductionTask, bytes_in_flight, least_bytes
 
 LEAST_AUTO_BOUND = 64 * MIB  # below it, launches cost more than memory
+MOST_PARAMS = 256  # in a bucket of more, what torch does for each result of a list is quadratic: compiling takes long
 _AS_GOOD = 1.002  # among schedules whose estimates differ by less, the one with the fewest collectives wins
 _HALVINGS = 8  # of the bound: the sizes that are tried
 _PARTS = 6  # and all bytes in up to so many equal parts
@@ -74,6 +75,7 @@ def _filled(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = 
         requests,
         lambda request: (request.key, apart and _is_kept(request.task)),
         lambda count: cap >> max(ramp - count, 0),
+        MOST_PARAMS,
     )
 
 
@@ -91,6 +93,7 @@ class _Open(Generic[Request]):
     """A bucket that may still grow."""
 
     cap: float
+    most: float
     size: int = 0
     ready: int = 0  # position at which all inputs exist
     needed: float = inf  # position by which the first result is needed
@@ -98,7 +101,8 @@ class _Open(Generic[Request]):
 
     def takes(self, request: Request) -> bool:
         task = request.task
-        return self.size + task.bytes <= self.cap and max(self.ready, task.ready) <= min(self.needed, task.needed)
+        has_room = self.size + task.bytes <= self.cap and len(self.requests) < self.most
+        return has_room and max(self.ready, task.ready) <= min(self.needed, task.needed)
 
     def add(self, request: Request) -> None:
         task = request.task
@@ -108,7 +112,10 @@ class _Open(Generic[Request]):
 
 
 def _pack(
-    requests: Sequence[Request], key_of: Callable[[Request], Hashable], cap_of: Callable[[int], float]
+    requests: Sequence[Request],
+    key_of: Callable[[Request], Hashable],
+    cap_of: Callable[[int], float],
+    most: float = inf,
 ) -> tuple[Bucket[Request], ...]:
     """Give each request to the newest bucket of its key, or to a new one, whose cap follows from its number."""
     opened: dict[Hashable, list[_Open[Request]]] = {}
@@ -116,7 +123,7 @@ def _pack(
     for request in requests:
         same_key = opened.setdefault(key_of(request), [])
         if not same_key or not same_key[-1].takes(request):
-            same_key.append(_Open(cap_of(len(same_key))))
+            same_key.append(_Open(cap_of(len(same_key)), most))
             buckets.append(same_key[-1])
         same_key[-1].add(request)
     return tuple(tuple(bucket.requests) for bucket in buckets)

@@ -51,7 +51,11 @@ def test_a_good_machine():
         judge_matplotlib("3.11.2"),
     ]
     assert {found.level for found in findings} == {"ok"}
-    assert judge_slot("joint_custom_pre_pass", RESHARD, RESHARD) == ("ok", "joint_custom_pre_pass", "Reshard")
+    assert judge_slot("joint_custom_pre_pass", RESHARD, RESHARD) == (
+        "ok",
+        "joint_custom_pre_pass",
+        "Expand, Unalias, Reshard",
+    )
 
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.16.0.dev20260101", "1.13.0", "3.0.0"])
@@ -109,10 +113,14 @@ def test_matplotlib():
 
 def test_a_users_pass():
     mine, name = UserPass(), "joint_custom_pre_pass"
-    assert judge_slot(name, RESHARD, (RESHARD, mine)) == Finding("ok", name, "Reshard; after ours: UserPass")
-    text = "Reshard; after ours: UserPass, print; print without uuid(): graphs are not cached"
+    assert judge_slot(name, RESHARD, (RESHARD, mine)) == Finding(
+        "ok", name, "Expand, Unalias, Reshard; after ours: UserPass"
+    )
+    text = "Expand, Unalias, Reshard; after ours: UserPass, print; print without uuid(): graphs are not cached"
     _only(judge_slot(name, RESHARD, [RESHARD, mine, print]), "note", name, text)
-    _only(judge_slot(name, RESHARD, None), "ok", name, "empty until the first fully_shard adds Reshard")
+    _only(
+        judge_slot(name, RESHARD, None), "ok", name, "empty until the first fully_shard adds Expand, Unalias, Reshard"
+    )
 
 
 def test_settings():
@@ -170,7 +178,7 @@ def test_slots_of_this_process():
         passes.install()
         slots = _slots(names)
     assert slots == [
-        ("ok", "Reshard"),
+        ("ok", "Expand, Unalias, Reshard"),
         ("ok", "Normalize, Bucket, Lower, Reorder, Agree; after ours: UserPass"),
         ("ok", "Pin"),
     ]

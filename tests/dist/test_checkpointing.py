@@ -16,7 +16,7 @@ from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
 from tests.graphs import record, sequence
 from tests.parity import row
 from tests.ranks import on_ranks
-from tests.training import assert_trains_like_replicas, batches, compiled, my_part
+from tests.training import assert_trains_like_replicas, batches, compiled, my_part, units_inside, with_regions
 
 
 class Block(nn.Module):
@@ -131,14 +131,16 @@ def test_backward_graphs_gather_as_often_as_without(reshard):
 
 
 @row("activation checkpointing")
-@pytest.mark.parametrize("mode", ["regional", "full"])
+@pytest.mark.parametrize("mode", ["regional", "full", "regions"])
 @pytest.mark.parametrize(("how", "options"), list(zip(HOW, OPTIONS, strict=True)))
 @on_ranks(2)
 def test_compiled_steps_train_as_without(how, options, mode):
     options = OPTIONS[options]
     alone, _ = _checkpointed(how, options)
     model = _sharded(how, options, mode)
-    call = compiled(model) if mode == "full" else model
+    if mode == "regions":
+        with_regions(model, units_inside(model))
+    call = compiled(model) if mode != "regional" else model
     assert_trains_like_replicas(model, call, alone, batches(3, 4, 6))
 
 

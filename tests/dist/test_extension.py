@@ -27,9 +27,10 @@ from tests.training import (
     my_part,
     shard,
     square_loss,
+    with_regions,
 )
 
-each_mode = pytest.mark.parametrize("mode", ["eager", "full"])
+each_mode = pytest.mark.parametrize("mode", ["eager", "full", "regions"])
 
 
 def quantised(weight, wire):
@@ -89,7 +90,7 @@ def test_a_quantised_all_gather(mode, wire):
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    call, recorder = record(model) if mode == "full" else (model, None)
+    call, recorder = _compiled(model, mode, model.blocks)
     _assert_trains_like(alone, model, call)
     weight = model.blocks[0].weight
     torch.testing.assert_close(full(weight._local_tensor.values), my_part(alone.blocks[0].weight.detach()))
@@ -140,7 +141,7 @@ def test_float8_training_of_torchao_with_replicas(mode):
 
 
 @row("tensor-subclass extensions")
-@each_mode
+@pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(4)
 def test_float8_training_of_torchao_on_top_of_tensor_parallelism(mode):
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
@@ -228,6 +229,13 @@ def _shard(model, mode, **kwargs):
     for block in model:
         fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
+    return _compiled(model, mode, model)
+
+
+def _compiled(model, mode, blocks):
+    if mode == "regions":
+        with_regions(model, blocks)
+        return compiled(model), None
     return record(model) if mode == "full" else (model, None)
 
 

@@ -19,6 +19,7 @@ from tests.ranks import on_ranks
 from tests.training import (
     MLP,
     MODES,
+    WITH_REGIONS,
     assert_close,
     assert_trains_like_one_process,
     batches,
@@ -33,10 +34,11 @@ from tests.training import (
 )
 
 each_mode = pytest.mark.parametrize("mode", MODES)
+each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
 
 
 @row("uneven shards")
-@each_mode
+@each_with_regions
 @on_ranks(4)
 def test_uneven_first_dimensions_and_empty_shards(mode):
     alone, model = MLP(width=9, hidden=5), MLP(width=9, hidden=5)  # 5 rows on 4 ranks: 2, 2, 1, 0
@@ -63,7 +65,7 @@ def test_blocks_without_an_outer_unit(mode):
 
 
 @row("module kinds")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_nested_units(mode):
     alone, model = MLP(), MLP()
@@ -77,7 +79,7 @@ def test_nested_units(mode):
 
 
 @row("meshes")
-@each_mode
+@each_with_regions
 @on_ranks(4)
 def test_hybrid_sharding(mode):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -88,7 +90,7 @@ def test_hybrid_sharding(mode):
 
 
 @row("shard_placement_fn")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_another_shard_dimension(mode):
     def last(param):
@@ -101,7 +103,7 @@ def test_another_shard_dimension(mode):
 
 
 @row("reshard")
-@each_mode
+@each_with_regions
 @pytest.mark.parametrize("reshard", [True, False])
 @on_ranks(2)
 def test_reshard_after_forward(mode, reshard):
@@ -111,7 +113,7 @@ def test_reshard_after_forward(mode, reshard):
 
 
 @row("accumulation")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_accumulation_without_sync(mode):
     alone, model = MLP(), MLP()
@@ -146,7 +148,7 @@ def test_accumulation_with_a_reduction_each_time(mode):
 
 
 @row("accumulation")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_accumulation_when_forwards_come_before_backwards(mode):
     alone, model = MLP(), MLP()
@@ -176,7 +178,7 @@ def test_accumulation_when_forwards_come_before_backwards(mode):
 
 
 @row("accumulation", "mixed precision")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_accumulation_in_fp32_of_bf16_gradients(mode):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -222,7 +224,7 @@ class _Recording(MLP):
 
 
 @row("mixed precision")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_a_parameter_that_keeps_its_dtype(mode):
     alone, model = _Recording(), _Recording()
@@ -260,7 +262,7 @@ def test_fp16_reduction_does_not_overflow(mode):
 
 
 @row("mixed original dtypes")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_different_original_dtypes_in_one_unit(mode):
     def build():
@@ -279,7 +281,7 @@ def test_different_original_dtypes_in_one_unit(mode):
 
 
 @row("frozen and LoRA")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_frozen_at_first_and_unfrozen_later(mode):
     alone, model = MLP(), MLP()
@@ -319,7 +321,7 @@ def test_parameters_and_modules_shared_inside_a_unit(mode):
 
 
 @row("ignored and unused")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_ignored_parameters_are_left_alone(mode):
     alone, model = MLP(), MLP()

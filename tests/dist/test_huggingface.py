@@ -14,17 +14,28 @@ from fsdp_compiled.passes.graph import nodes
 from tests import huggingface
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
-from tests.training import assert_close, compiled, full_grads, full_params, mean_over_ranks, my_part
+from tests.training import (
+    assert_close,
+    compiled,
+    full_grads,
+    full_params,
+    mean_over_ranks,
+    my_part,
+    units_inside,
+    with_regions,
+)
 
 WITH_INDUCTOR = ("llama",)  # the others with --inductor
-eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
+each_mode = pytest.mark.parametrize("mode", ["eager", "full", "regions"])
 
 
 def _assert_trains_like_one_process(name, mode):
     alone, model = huggingface.build(name), huggingface.build(name, sharded=True)
     assert all(isinstance(param, DTensor) for param in model.parameters())
     torch._dynamo.utils.counters.clear()
-    call = compiled(model, inductor=name in WITH_INDUCTOR) if mode == "full" else model
+    if mode == "regions":
+        with_regions(model, units_inside(model))
+    call = model if mode == "eager" else compiled(model, inductor=mode == "full" and name in WITH_INDUCTOR)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
     for tokens in huggingface.token_batches(3):
         losses = [huggingface.loss(alone, tokens), huggingface.loss(call, my_part(tokens))]
@@ -36,14 +47,14 @@ def _assert_trains_like_one_process(name, mode):
             optimizer.step()
             optimizer.zero_grad()
     assert_close(full_params(model), full_params(alone))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if mode == "full" else 0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (0 if mode == "eager" else 1)
     assert not torch._dynamo.utils.counters["graph_break"]
     return model
 
 
 @row("Hugging Face models")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "bert"])
-@eager_and_full
+@each_mode
 @on_ranks(2)
 def test_trains_like_one_process(name, mode):
     model = _assert_trains_like_one_process(name, mode)
@@ -52,7 +63,7 @@ def test_trains_like_one_process(name, mode):
 
 
 @row("Hugging Face models", "frozen and LoRA")
-@eager_and_full
+@each_mode
 @on_ranks(2)
 def test_lora_trains_and_reduces_the_adapters_alone(mode):
     pytest.importorskip("peft")

@@ -20,6 +20,7 @@ from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
     MODES,
+    WITH_REGIONS,
     assert_close,
     assert_trains_like_replicas,
     batches,
@@ -31,6 +32,7 @@ from tests.training import (
 )
 
 each_mode = pytest.mark.parametrize("mode", MODES)
+each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 COLLECTIVES = (
     "launch_all_gather",
@@ -167,7 +169,7 @@ class Stateful(nn.Module):
 
 
 @row("ignored and unused")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_buffers_are_each_ranks_own(mode):
     alone, model = Stateful(), Stateful()
@@ -194,7 +196,7 @@ class Autocast(Small):
 
 
 @row("mixed precision")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_autocast_inside_and_outside_the_model(mode):
     for inside in (True, False):

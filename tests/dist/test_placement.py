@@ -27,6 +27,7 @@ from tests.ranks import on_ranks
 from tests.training import (
     MLP,
     MODES,
+    WITH_REGIONS,
     assert_close,
     assert_trains_like_one_process,
     batches,
@@ -39,17 +40,18 @@ from tests.training import (
 )
 
 each_mode = pytest.mark.parametrize("mode", MODES)
+each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
 @row("reshard")
-@each_mode
+@each_with_regions
 @on_ranks(4)
 def test_reshard_to_a_smaller_group(mode):
     alone, model = MLP(hidden=9), MLP(hidden=9)  # uneven over 4 and over 2
     call = shard(model, mode, reshard_after_forward=2)
     assert_trains_like_one_process(model, call, alone)
-    if mode != "full":
+    if mode in ("eager", "regional"):
         loss = square_loss(call, my_part(batches(1, 8, 10)[0]))
         param = model.blocks[0][0]._fsdp_params["weight"]
         assert param.state is ShardedState.SHARDED_POST_FORWARD
@@ -83,7 +85,7 @@ def test_backward_gathers_over_the_smaller_group():
 
 
 @row("meshes")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_replicas_only(mode):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
@@ -134,7 +136,7 @@ class Tied(nn.Module):
 
 
 @row("tied and shared")
-@each_mode
+@each_with_regions
 @on_ranks(2)
 def test_parameters_tied_across_units(mode):
     alone, model = Tied(), Tied()
@@ -182,7 +184,9 @@ def _step(call, data, mesh):
 
 
 @row("tensor parallel")
-@pytest.mark.parametrize(("mode", "hybrid"), [(mode, False) for mode in MODES] + [("eager", True), ("full", True)])
+@pytest.mark.parametrize(
+    ("mode", "hybrid"), [(mode, False) for mode in WITH_REGIONS] + [("eager", True), ("full", True)]
+)
 @on_ranks(4)
 def test_on_top_of_tensor_parallelism(mode, hybrid):
     if hybrid:

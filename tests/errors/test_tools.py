@@ -32,6 +32,12 @@ X = torch.ones(2, 8)
         ),
         (print, {"mode": "fastest"}, RuntimeError, "Unrecognized mode=fastest, should be one of"),
         (print, {"fullgraf": True}, TypeError, "unexpected keyword argument 'fullgraf'"),
+        (
+            print,
+            {"regions": "auto"},
+            ValueError,
+            "regions: expected 'off' for a function, got 'auto'; compile the model",
+        ),
     ],
 )
 def test_compile(model, kwargs, error, message):

@@ -1,0 +1,61 @@
+"""The call of an outermost unit, in which Dynamo begins before the unit's hooks.
+
+It must not know what the hooks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch._dynamo.eval_frame import skip_code  # see properties.py
+
+from ..collectives import attend, report_failure
+from .properties import with_code_of_its_own
+from .regions import without_failing_regions
+
+
+class OutermostState(Protocol):
+    """What the outermost unit's call asks of ``FSDPState``, which this package may not import."""
+
+    def begin_call(self) -> None: ...
+    def mirror_leaves(self, mirror: bool) -> None: ...
+    def reset_iteration(self, drop_accumulated: bool) -> None: ...
+
+
+class TracedCall:
+    """Mixin of the outermost unit: ``torch.compile(model)`` traces its hooks and not only its forward.
+
+    Dynamo begins at the first frame that it does not skip. For a plain module that is ``forward``, after its hooks;
+    for this one it is ``_fsdp_call``, and ``__call__`` runs before guards are evaluated. Units inside are traced with
+    their caller.
+    """
+
+    _fsdp_state: OutermostState
+    _fsdp_call: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        attend()
+        self._fsdp_state.begin_call()
+        self._fsdp_state.mirror_leaves(True)
+        try:
+            return without_failing_regions(self, self._fsdp_call, *args, **kwargs)  # type: ignore[arg-type]
+        except BaseException as error:
+            report_failure(error)
+            self._fsdp_state.reset_iteration(drop_accumulated=False)
+            raise
+        finally:
+            self._fsdp_state.mirror_leaves(False)
+
+    def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    @staticmethod
+    def _fsdp_class_body() -> dict[str, Any]:
+        return {"_fsdp_call": with_code_of_its_own(TracedCall._fsdp_traced)}
+
+
+skip_code(TracedCall.__call__.__code__)

@@ -1,0 +1,156 @@
+"""Regions in one process: which blocks become one, and what the graphs around them hold."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import fx, nn
+
+import fsdp_compiled
+from fsdp_compiled import FSDPModule, fully_shard
+from fsdp_compiled.inspect import capture
+from fsdp_compiled.param.regions import RegionModule
+from fsdp_compiled.passes.graph import nodes
+from tests.graphs import record, sequence
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+X = torch.ones(2, 8)
+
+
+def block(width: int = 8) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, width), nn.Tanh(), nn.Linear(width, 8))
+
+
+class Model(nn.Module):
+    def __init__(self, *widths: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block(width) for width in widths)
+
+    def forward(self, x):
+        for each in self.blocks:
+            x = x + each(x)
+        return x
+
+
+def sharded(*widths: int) -> Model:
+    model = Model(*widths)
+    for each in model.blocks:
+        fully_shard(each)
+    return fully_shard(model)
+
+
+def regions(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, RegionModule)]
+
+
+def called(graph: fx.Graph) -> list[fx.Graph]:
+    """The regions that a graph calls, in order."""
+    return [region for node in graph.nodes if (region := nodes.region_of(node)) is not None]
+
+
+# ---- which blocks ----
+
+
+def test_auto_takes_what_occurs_four_times_with_equal_shapes():
+    model = sharded(6, 6, 4, 6, 4, 6, 4)
+    fsdp_compiled.compile(model, regions="auto")
+    assert regions(model) == ["blocks.0", "blocks.1", "blocks.3", "blocks.5"]
+
+
+def test_auto_takes_the_outer_ones_of_nested_units():
+    model = Model(6, 6, 6, 6)
+    for each in model.blocks:
+        fully_shard(each[0])
+        fully_shard(each)
+    fully_shard(model)
+    fsdp_compiled.compile(model, regions="auto")
+    assert regions(model) == [f"blocks.{index}" for index in range(4)]
+
+
+def test_the_last_call_decides():
+    model = sharded(6, 6, 4)
+    fsdp_compiled.compile(model, regions=[model.blocks[0], model.blocks[2]])
+    assert regions(model) == ["blocks.0", "blocks.2"]
+    fsdp_compiled.compile(model, regions=model.blocks[1:2])
+    assert regions(model) == ["blocks.1"]
+    fsdp_compiled.compile(model)
+    assert regions(model) == []
+    assert isinstance(model.blocks[0], FSDPModule) and type(model.blocks[0]).forward is nn.Sequential.forward
+
+
+@pytest.mark.parametrize(
+    ("choose", "error", "message"),
+    [
+        (lambda model: "all", TypeError, "regions: expected 'auto', 'off' or a list of modules, got 'all'"),
+        (lambda model: 4, TypeError, "regions: expected 'auto', 'off' or a list of modules, got 4"),
+        (lambda model: [model], ValueError, "below the outermost one, got FSDPModel"),
+        (lambda model: [model.blocks[0][0]], ValueError, "regions: expected modules .* got ShardedLinear"),
+        (lambda model: [block()], ValueError, "regions: expected modules .* got Sequential; call fully_shard on it"),
+        (
+            lambda model: [model.nested, model.nested[0]],
+            ValueError,
+            r"regions: nested.0 lies inside nested; give one",
+        ),
+        (lambda model: [model.own], ValueError, "regions: own has a forward of its own"),
+    ],
+)
+def test_wrong_regions(choose, error, message):
+    model = Model(6)
+    model.nested, model.own = nn.Sequential(block()), block()
+    model.own.forward = model.own.forward
+    for unit in (model.blocks[0], model.nested[0], model.nested, model.own, model):
+        fully_shard(unit)
+    fsdp_compiled.compile(model, regions=[model.nested])
+    with pytest.raises(error, match=message):
+        fsdp_compiled.compile(model, regions=choose(model))
+    assert regions(model) == ["nested"]
+
+
+# ---- the graphs ----
+
+
+def test_equal_blocks_are_one_region_and_their_all_gathers_stay_outside():
+    model = sharded(6, 6, 6, 6)
+    fsdp_compiled.compile(model, regions="auto")
+    call, recorder = record(model)
+    call(X).sum().backward()
+    for kind in ("forward", "backward"):
+        graph = recorder.only(kind, after=True)
+        found = called(graph)
+        # the first block's input needs no gradient: it would be another region, which torch inlines
+        assert len(found) == 3 and len({id(region) for region in found}) == 1
+        assert sequence(graph, "launch_all_gather") and not any(nodes.has_ours(region) for region in found)
+
+
+def test_no_recompilation():
+    model = sharded(6, 6, 6, 6)
+    fsdp_compiled.compile(model, regions="auto")
+    call, recorder = record(model)
+    for _ in range(3):
+        call(X).sum().backward()
+        for each in model.parameters():
+            each.grad = None
+    assert recorder.dynamo_graphs == 1
+
+
+def test_a_region_takes_as_long_as_its_compute():
+    totals = []
+    for choice in ("off", "auto"):
+        model = sharded(6, 6, 6, 6)
+        fsdp_compiled.compile(model, regions=choice)
+        torch._dynamo.reset()
+        totals.append([graph.compute_us for graph in capture(model, X).graphs])
+    assert all(region > 0 for region in totals[1])
+    torch.testing.assert_close(torch.tensor(totals[1]), torch.tensor(totals[0]), rtol=0.35, atol=0)
+
+
+def test_an_uncompiled_call_knows_no_regions():
+    model = sharded(6, 6, 6, 6)
+    fsdp_compiled.compile(model, regions="auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(X).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
