@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx, nn
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner
+from torch._inductor.virtualized import V
 
 from fsdp_compiled import SchedulePolicy, options, passes
 from fsdp_compiled.passes.policy import DEFAULT
@@ -20,6 +22,14 @@ def without_code(gm: fx.GraphModule, schedule: SchedulePolicy | None) -> Callabl
     """Return what runs a graph as it is, after the passes that a schedule has for it, if one is given."""
     for run in passes.post_grad(schedule) if schedule else ():
         run(gm.graph)
+    gm.recompile()
+    return make_boxed_func(gm.forward)
+
+
+def after_inductors_passes(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
+    """Stand in for ``compile_fx_inner``: the graph is what Inductor would generate code for, and runs as it is."""
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        _recursive_post_grad_passes(gm, is_inference=kwargs.get("is_inference", False))
     gm.recompile()
     return make_boxed_func(gm.forward)
 

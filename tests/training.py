@@ -57,7 +57,7 @@ def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) ->
     """Shard every block and the model; return what to call. For ``inductor`` see :func:`compiled`."""
     for block in model.blocks:
         if mode == "regional":
-            fully_shard_with_compiled_compute(block, **kwargs)
+            fully_shard_with_compiled_compute(block, compile_kwargs=backend(inductor), **kwargs)
         else:
             fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
@@ -83,9 +83,12 @@ def compiled(call: Callable[..., Any], fullgraph: bool = True, inductor: bool = 
     Else the graphs, after Inductor's partitioner and our passes, run as they are. Such a backend holds weak
     references on parameters, which then cannot be swapped for others of another dtype.
     """
-    if inductor or os.environ.get(INDUCTOR):
-        return torch.compile(call, fullgraph=fullgraph)
-    return torch.compile(call, fullgraph=fullgraph, backend=without_codegen)
+    return torch.compile(call, fullgraph=fullgraph, **backend(inductor))
+
+
+def backend(inductor: bool = False) -> dict[str, Any]:
+    """What makes ``torch.compile`` generate code or, in most tests, run graphs as they are."""
+    return {} if inductor or os.environ.get(INDUCTOR) else {"backend": without_codegen}
 
 
 def without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:

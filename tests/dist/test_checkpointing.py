@@ -16,7 +16,15 @@ from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
 from tests.graphs import record, sequence
 from tests.parity import row
 from tests.ranks import on_ranks
-from tests.training import assert_trains_like_replicas, batches, compiled, my_part, units_inside, with_regions
+from tests.training import (
+    assert_trains_like_replicas,
+    backend,
+    batches,
+    compiled,
+    my_part,
+    units_inside,
+    with_regions,
+)
 
 
 class Block(nn.Module):
@@ -75,9 +83,10 @@ def _checkpointed(how=None, options=None):
 def _sharded(how=None, options=None, mode="eager", reshard=True):
     model, units = _checkpointed(how, options)
     for unit in units:
-        (fully_shard_with_compiled_compute if mode == "regional" else fully_shard)(
-            unit, reshard_after_forward=reshard
-        )
+        if mode == "regional":
+            fully_shard_with_compiled_compute(unit, compile_kwargs=backend(), reshard_after_forward=reshard)
+        else:
+            fully_shard(unit, reshard_after_forward=reshard)
     return fully_shard(model)
 
 

@@ -40,11 +40,11 @@ def _contender(mode, inductor=True, **kwargs):
     if mode == "broken":
         _break_graph(model.blocks[1].ffn)
         shard(model, "eager", **kwargs)
-        return model, torch.compile(model)
+        return model, compiled(model, fullgraph=False)
     if mode == "full":
         shard(model, "eager", **kwargs)
         return model, compiled(model, inductor=inductor)
-    return model, shard(model, mode, **kwargs)
+    return model, shard(model, mode, inductor=inductor, **kwargs)
 
 
 def _break_graph(module: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch._inductor import config
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes import CLUSTERS
-from tests.graphs import record, sequence, target_name
+from tests.graphs import after_inductors_passes, record, sequence, target_name
 from tests.training import shard
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
@@ -25,6 +26,12 @@ def ranks_64():
     dist.init_process_group("fake", rank=0, world_size=64)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def no_code(monkeypatch):
+    """Inductor's passes run, but it generates no code, which takes most of the time."""
+    monkeypatch.setattr(sys.modules["fsdp_compiled.inspect.capture"], "compile_fx_inner", after_inductors_passes)
 
 
 class Layers(nn.Module):
@@ -67,7 +74,7 @@ def reported(graph):
     return [(c.kind, c.bytes, c.launch, c.wait) for c in graph.collectives]
 
 
-@pytest.mark.usefixtures("ranks_64")
+@pytest.mark.usefixtures("ranks_64", "no_code")
 @pytest.mark.parametrize("bucket", ["auto", "unit", "none"])
 def test_an_8_layer_model_on_64_ranks(bucket):
     model = Layers(8)
@@ -129,7 +136,7 @@ def in_code(code):
     return [a or "mm" for a, _ in found]
 
 
-@pytest.mark.usefixtures("fake_group")
+@pytest.mark.usefixtures("fake_group", "no_code")
 def test_hsdp_reports_reduce_scatters_and_all_reduces():
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Layers(2)
@@ -144,7 +151,7 @@ def test_hsdp_reports_reduce_scatters_and_all_reduces():
     assert max(c.launch for c in reduced) < min(c.wait for c in reduced)  # waited for at the end
 
 
-@pytest.mark.usefixtures("fake_group")
+@pytest.mark.usefixtures("fake_group", "no_code")
 def test_inference_and_a_graph_break():
     class Broken(Layers):
         def forward(self, x):
@@ -162,7 +169,7 @@ def test_inference_and_a_graph_break():
     print(captured)
 
 
-@pytest.mark.usefixtures("fake_group")
+@pytest.mark.usefixtures("fake_group", "no_code")
 def test_capture_leaves_gradients_and_random_state_alone():
     model = Layers(1)
     shard(model, "eager")
@@ -176,7 +183,7 @@ def test_capture_leaves_gradients_and_random_state_alone():
     assert not torch.equal(state, torch.get_rng_state())
 
 
-@pytest.mark.usefixtures("fake_group")
+@pytest.mark.usefixtures("fake_group", "no_code")
 def test_keeping_parameters_saves_their_second_gather():
     model = Layers(4)
     shard(model, "eager", reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
