@@ -147,6 +147,20 @@ def test_a_region_takes_as_long_as_its_compute():
     torch.testing.assert_close(torch.tensor(totals[1]), torch.tensor(totals[0]), rtol=0.35, atol=0)
 
 
+def test_a_capture_names_each_region_once_and_the_blocks_that_call_it(tmp_path):
+    model = sharded(6, 6, 6, 6)
+    fsdp_compiled.compile(model, regions="auto")
+    captured = capture(model, X)
+    for graph in captured.graphs:
+        (region,) = graph.regions
+        assert sorted(region.calls) == ["blocks.1", "blocks.2", "blocks.3"]
+        assert region.module.graph in called(graph.module.graph) and 0 < region.estimate_us < graph.compute_us
+        assert sum(len(collective.params) for collective in graph.collectives) >= 4 * 4
+        assert f"3 calls of {region.name}, " in str(captured)
+    page = captured.save(tmp_path / "page.html").read_text()
+    assert page.count("<summary>Region ") == 2 and "for blocks.1, blocks.2, blocks.3" in page
+
+
 def test_an_uncompiled_call_knows_no_regions():
     model = sharded(6, 6, 6, 6)
     fsdp_compiled.compile(model, regions="auto")

@@ -6,7 +6,7 @@ The library must not know this package: no module outside ``cli`` imports it.
 
 from .capture import capture
 from .explain import explain
-from .records import CapturedGraph, Collective, ComputeSpan, MemoryStep, UnitExplanation
+from .records import CapturedGraph, Collective, ComputeSpan, MemoryStep, Region, UnitExplanation
 from .report import Capture, Explanation
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ComputeSpan",
     "Explanation",
     "MemoryStep",
+    "Region",
     "UnitExplanation",
     "capture",
     "explain",

@@ -128,6 +128,7 @@ class _Recorder:
             bound_bytes=read.bound_bytes,
             kept_bytes=sum(task.kept_bytes for task in read.load.all_gathers),
             code=getattr(compiled, "source_code", "") or "",
+            regions=read.regions(),
         )
         self.graphs.append(graph)
         return compiled

@@ -6,7 +6,7 @@ Times and memory are read from the order in which nodes stand in the graph, not 
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
 from torch import fx
@@ -28,7 +28,7 @@ from ..passes.planning.simulate import Timed, simulate
 from ..passes.planning.tasks import Kind, bytes_in_flight
 from ..passes.policy import SchedulePolicy
 from ..sharding.spec import AllGatherBucket, Group, ReductionBucket
-from .records import Collective, ComputeSpan, Copies, MemoryStep
+from .records import Collective, ComputeSpan, Copies, MemoryStep, Region
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 
@@ -70,6 +70,33 @@ class Scheduled:
                 first, start_us, _ = self.timeline.compute[bisect_left(firsts, position) - 1]
                 steps.append(MemoryStep(start_us + (clock[position] - clock[first]), size))
         return tuple(steps)
+
+    def regions(self) -> tuple[Region, ...]:
+        """Return what the graph calls more than once, or might have."""
+        calls: dict[str, list[fx.Node]] = {}
+        for node in self.compute.nodes:
+            if nodes.region_of(node) is not None:
+                calls.setdefault(str(node.args[1]), []).append(node)
+        return tuple(
+            Region(
+                name,
+                nodes.region_module_of(each[0]),
+                tuple(map(_block_of, each)),
+                self.load.compute_us[self.compute.position[each[0]]],
+            )
+            for name, each in calls.items()
+        )
+
+
+def _block_of(call: fx.Node) -> str:
+    """Return the path that the all-gathered parameters of a region's call have in common."""
+    paths = [
+        nodes.bucket_of(nodes.source_of(item)).params[nodes.index_of(item)].name.split(".")[:-1]
+        for item in nodes.operands_of(call)
+        if isinstance(item, fx.Node) and nodes.is_getitem(item) and nodes.is_wait(nodes.source_of(item))
+    ]
+    common = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in common) or call.name
 
 
 def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]:

@@ -74,6 +74,23 @@ class MemoryStep:
 
 
 @dataclass(frozen=True)
+class Region:
+    """A block that a graph compiles once and calls several times.
+
+    Args:
+        name: of its own graph, ``module``.
+        calls: the blocks that it is called for, in order: the path that the parameters of each call have in common,
+            or the call's node where it reads none that the graph all-gathers.
+        estimate_us: compute of one call.
+    """
+
+    name: str
+    module: fx.GraphModule
+    calls: tuple[str, ...]
+    estimate_us: float
+
+
+@dataclass(frozen=True)
 class CapturedGraph:
     """One graph that Inductor compiled.
 
@@ -86,6 +103,7 @@ class CapturedGraph:
         peak_unsharded_bytes: the largest value of ``memory``; ``bound_bytes`` is the limit on it.
         kept_bytes: of parameters that the user keeps unsharded until backward; not part of the peak.
         code: what Inductor generated.
+        regions: in order of first call; the timeline counts each call as compute.
     """
 
     kind: GraphKind
@@ -98,6 +116,7 @@ class CapturedGraph:
     bound_bytes: int
     kept_bytes: int
     code: str
+    regions: tuple[Region, ...] = ()
 
     @property
     def compute_us(self) -> float:

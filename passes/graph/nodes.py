@@ -183,13 +183,17 @@ def is_heavy(node: fx.Node) -> bool:
 
 def region_of(node: fx.Node) -> fx.Graph | None:
     """Return the graph of the region that ``node`` calls; None if it calls none."""
-    if node.op != "call_function" or node.target is not torch.ops.higher_order.invoke_subgraph:
-        return None
-    where, module = node.args[0], node.graph.owning_module
+    is_call = node.op == "call_function" and node.target is torch.ops.higher_order.invoke_subgraph
+    return region_module_of(node).graph if is_call else None
+
+
+def region_module_of(call: fx.Node) -> fx.GraphModule:
+    """Return the region that a call of one calls."""
+    where, module = call.args[0], call.graph.owning_module
     assert isinstance(where, fx.Node) and module is not None
     region = module.get_submodule(str(where.target))
     assert isinstance(region, fx.GraphModule)
-    return region.graph
+    return region
 
 
 def operands_of(call: fx.Node) -> tuple[Any, ...]:

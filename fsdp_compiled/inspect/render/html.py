@@ -68,8 +68,17 @@ def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
         ("Graph after the passes", _listing(key, graph.module.graph, marked)),
         ("Code that Inductor generated", escape(graph.code)),
     ):
-        yield f"<details class='text'><summary>{summary}</summary><pre>{content}</pre></details>"
+        yield _details(summary, content)
+    for region in graph.regions:
+        summary = (
+            f"Region {region.name}, {figures.duration(region.estimate_us)} a call, for {', '.join(region.calls)}"
+        )
+        yield _details(escape(summary), _listing("", region.module.graph, set()))
     yield "</section>"
+
+
+def _details(summary: str, content: str) -> str:
+    return f"<details class='text'><summary>{summary}</summary><pre>{content}</pre></details>"
 
 
 def _element(shape: Shape) -> str:

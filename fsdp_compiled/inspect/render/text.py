@@ -55,6 +55,10 @@ def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
         for cell, collective in zip(cells, graph.collectives, strict=True):
             cell["params"] = figures.params(collective.params, space)
         yield from (f"  {line}" for line in _table(cells))
+    for region in graph.regions:
+        calls = figures.abbreviate(region.calls, figures.LISTED_WIDTH)
+        each = f"{len(region.calls)} calls of {region.name}, {figures.duration(region.estimate_us)} each: {calls}"
+        yield from _wrapped(each, "  ", "    ")
     for verdict in figures.verdicts(graph):
         yield from _wrapped(verdict, "  ", "    ")
 
