@@ -117,6 +117,23 @@ def test_param_data(mode):
         call(X)
 
 
+@pytest.mark.parametrize("change", ["data", "parametrization", "an added module"])
+def test_a_model_that_a_compiled_function_calls_is_looked_at_in_backward(change):
+    model = shard(MLP(), "eager")
+    call = torch.compile(lambda x: model(x).sum(), fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        call(X).backward()
+    weight = model.blocks[0][0].weight
+    if change == "data":
+        weight.data = weight.detach() * 2
+    elif change == "parametrization":
+        model.blocks[1][0]._parameters["weight"] = nn.Parameter(weight.to_local())
+    else:
+        model.extra = nn.Linear(2, 2)
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"(blocks\.\d\.0\.weight|extra.weight): expected"):
+        call(X).backward()
+
+
 @pytest.mark.parametrize("change", ["to", "load_state_dict", "assign", "to_empty"])
 def test_what_follows_a_replaced_shard(change):
     model = shard(MLP(), "eager")

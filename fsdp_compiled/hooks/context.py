@@ -136,6 +136,7 @@ class FSDPStateContext:
     ahead: UnitState | None = None  # the unit whose all-gather was started by that order and has not been used
     # Units whose forward ended in this step and whose backward has not begun.
     post_forward_order: list[UnitState] = field(default_factory=list)
+    looked: bool = False  # the outermost unit has looked for changes since the last backward; traced calls do not
     callback_queued: bool = False  # the autograd engine will call finish_backward when this backward ends
     leaves_mirror_in_backward: bool = False  # the backward under way lets leaves mirror, and ends that
     is_last_backward: bool = True  # that call waits for all reductions, or leaves them to a later backward
@@ -205,6 +206,9 @@ class FSDPStateContext:
         These are units whose inputs needed no gradient, and gradients that were accumulated while sync was off and
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
         """
+        if not self.looked:
+            self.states[0].begin_call()
+        self.looked = False
         self._start_reductions()
         if self._ends_with_backward:
             self._finish_reductions()

@@ -345,6 +345,7 @@ class FSDPState:
         context = self._follow_tree()
         context.enter_thread()
         check_untouched(param for state in context.states for param in state.params)
+        context.looked = True
 
     def _collect(self, context: FSDPStateContext) -> FSDPStateContext:
         """Let all units below share ``context``; an error leaves them as they were."""
