@@ -130,7 +130,9 @@ def test_a_model_that_a_compiled_function_calls_is_looked_at_in_backward(change)
         model.blocks[1][0]._parameters["weight"] = nn.Parameter(weight.to_local())
     else:
         model.extra = nn.Linear(2, 2)
-    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"(blocks\.\d\.0\.weight|extra.weight): expected"):
+    with pytest.raises(
+        (RuntimeError, ValueError, TypeError), match=r"(blocks\.\d\.0\.weight|extra.weight): expected"
+    ):
         call(X).backward()
 
 
