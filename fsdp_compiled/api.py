@@ -29,6 +29,7 @@ from .init.regions import set_regions
 from .init.shard import shard
 from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
+from .param.regions import has_regions
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
 
@@ -195,9 +196,8 @@ def compile(
         schedule: None for the default policy.
         regions: which blocks are compiled once each and stamped: "off" for none, "auto" for the units that occur
             at least four times with equal class and parameter shapes, or a list of modules given to
-            ``fully_shard``. The graph's collectives stay outside them. It is a property of the model from now on,
-            whoever compiles it. A block that torch cannot make a region of is compiled as a part of the graph, with
-            a warning.
+            ``fully_shard``. The graph's collectives stay outside them. It holds until the next call with this
+            model. A block that torch cannot make a region of is compiled as a part of the graph, with a warning.
         torch_compile_kwargs: given to ``torch.compile``; ``options`` and ``mode`` are kept, and passes of the user's
             among the options run after ours.
 
@@ -227,7 +227,10 @@ def compile(
             f"regions: expected 'off' for a function, got {regions!r}; compile the model with regions first"
         )
     of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    return torch.compile(model, options={**of_mode, **given, **_options(schedule, given)}, **torch_compile_kwargs)
+    chosen = {**of_mode, **given, **_options(schedule, given)}
+    if isinstance(model, nn.Module) and has_regions(model):
+        chosen |= passes.REGION_OPTIONS
+    return torch.compile(model, options=chosen, **torch_compile_kwargs)
 
 
 def core_hash() -> str:

@@ -23,10 +23,11 @@ from .pin import Pin
 from .policy import DEFAULT, SchedulePolicy
 from .reorder import Reorder
 from .reshard import Reshard
-from .unalias import Unalias
+from .unalias import REGION_OPTIONS, Unalias
 
 __all__ = [
     "CLUSTERS",
+    "REGION_OPTIONS",
     "Agree",
     "Bucket",
     "Cluster",

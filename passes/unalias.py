@@ -3,16 +3,24 @@
 AOTAutograd parts a region in two before the graph around it, and lets its forward half return whatever its backward
 half needs: an unsharded parameter, which would then be saved, or an activation, which Inductor would then take for
 another tensor than the argument that it is. This pass must not decide what is saved.
+
+Results may share memory with each other, too, by what Inductor makes of the region. Around the region it does not know
+that, and would give one's memory to another tensor once that one has been read: it must reuse none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+from torch._inductor import config  # see inductor.py
 
 from .cost.compute import is_view
 from .graph import nodes
+
+REGION_OPTIONS = {"allow_buffer_reuse": False}  # of Inductor, for graphs that call regions
+_MAYBE_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
 
 
 @dataclass(frozen=True)
@@ -27,8 +35,14 @@ class Unalias:
     def __call__(self, graph: fx.Graph) -> None:
         for call in list(graph.nodes):
             region = nodes.region_of(call)
-            if region is not None:
-                _unalias(call, region)
+            if region is None:
+                continue
+            if config.allow_buffer_reuse:
+                raise RuntimeError(
+                    "regions: expected Inductor's option allow_buffer_reuse=False, without which results of a region "
+                    "could be overwritten; compile the model by fsdp_compiled.compile(model, regions=...)"
+                )
+            _unalias(call, region)
 
 
 def _unalias(call: fx.Node, region: fx.Graph) -> None:
@@ -48,7 +62,7 @@ def _unalias(call: fx.Node, region: fx.Graph) -> None:
 def _is_of_argument(node: fx.Node) -> bool:
     """Tell whether ``node`` is an argument of the region, or a view of one."""
     while node.op != "placeholder":
-        if not is_view(node) or nodes.is_getitem(node):
+        if not (is_view(node) or node.target in _MAYBE_VIEWS) or nodes.is_getitem(node):
             return False
         node = nodes.source_of(node)
     return True

@@ -15,6 +15,7 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, 
 from torch._inductor.virtualized import V
 
 from fsdp_compiled import SchedulePolicy, options, passes
+from fsdp_compiled.param.regions import has_regions
 from fsdp_compiled.passes.policy import DEFAULT
 
 
@@ -43,11 +44,16 @@ class Recorder:
     dynamo_graphs: int = 0
     schedule: SchedulePolicy = DEFAULT
     lower: bool = True  # False: run graphs as they are before the post-grad passes
+    more: dict[str, Any] = field(default_factory=dict)  # options of Inductor
     code: bool = False  # let Inductor compile code, which takes most of the time
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
         self.dynamo_graphs += 1
-        patches = {**options(self.schedule), "force_disable_caches": True}  # also while backward is compiled, later
+        patches = {
+            **options(self.schedule),
+            **self.more,
+            "force_disable_caches": True,
+        }  # also while backward is compiled, later
         return compile_fx(gm, example_inputs, inner_compile=self._inner, config_patches=patches)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -67,10 +73,15 @@ class Recorder:
 
 
 def record(
-    model: nn.Module, schedule: SchedulePolicy = DEFAULT, lower: bool = True, code: bool = False, **kwargs: Any
+    model: nn.Module,
+    schedule: SchedulePolicy = DEFAULT,
+    lower: bool = True,
+    code: bool = False,
+    **kwargs: Any,
 ) -> tuple[Callable[..., Any], Recorder]:
     torch._dynamo.reset()
-    recorder = Recorder(schedule=schedule, lower=lower, code=code)
+    more = passes.REGION_OPTIONS if has_regions(model) else {}
+    recorder = Recorder(schedule=schedule, lower=lower, more=more, code=code)
     return torch.compile(model, backend=recorder, fullgraph=True, **kwargs), recorder
 
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import FSDPModule, fully_shard, fully_shard_with_compiled_compute
 from fsdp_compiled.init.regions import set_regions
+from fsdp_compiled.passes import REGION_OPTIONS
 from fsdp_compiled.passes.policy import DEFAULT
 from tests.graphs import without_code
 from tests.ranks import same_on_ranks
@@ -63,7 +64,7 @@ def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) ->
     fully_shard(model, **kwargs)
     if mode == "regions":
         with_regions(model, model.blocks)
-    return compiled(model, inductor=inductor) if mode in ("full", "regions") else model
+    return compiled(model, True, inductor, mode == "regions") if mode in ("full", "regions") else model
 
 
 def with_regions(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -77,22 +78,28 @@ def units_inside(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
 
 
-def compiled(call: Callable[..., Any], fullgraph: bool = True, inductor: bool = False) -> Callable[..., Any]:
+def compiled(
+    call: Callable[..., Any], fullgraph: bool = True, inductor: bool = False, regions: bool = False
+) -> Callable[..., Any]:
     """``torch.compile``; only with ``inductor`` or --inductor through code generation, which takes most of the time.
 
     Else the graphs, after Inductor's partitioner and our passes, run as they are. Such a backend holds weak
     references on parameters, which then cannot be swapped for others of another dtype.
     """
-    return torch.compile(call, fullgraph=fullgraph, **backend(inductor))
+    return torch.compile(call, fullgraph=fullgraph, **backend(inductor, regions))
 
 
-def backend(inductor: bool = False) -> dict[str, Any]:
+def backend(inductor: bool = False, regions: bool = False) -> dict[str, Any]:
     """What makes ``torch.compile`` generate code or, in most tests, run graphs as they are."""
-    return {} if inductor or os.environ.get(INDUCTOR) else {"backend": without_codegen}
+    if inductor or os.environ.get(INDUCTOR):
+        return {"options": REGION_OPTIONS} if regions else {}
+    return {"backend": without_codegen}
 
 
 def without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-    return compile_fx(gm, inputs, inner_compile=_run_passes, config_patches={"force_disable_caches": True})
+    return compile_fx(
+        gm, inputs, inner_compile=_run_passes, config_patches=REGION_OPTIONS | {"force_disable_caches": True}
+    )
 
 
 def _run_passes(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:

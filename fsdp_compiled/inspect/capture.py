@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..api import options
 from ..hooks.casts import tensors_in
 from ..hooks.context import states_below
 from ..param.properties import with_code_of_its_own
+from ..param.regions import has_regions
 from ..passes import cost
 from ..policy import SchedulePolicy
 from .reading import Scheduled, collectives
@@ -55,7 +56,7 @@ def capture(
     if not states:
         raise ValueError(f"{type(model).__name__}: expected a sharded model, found no unit; call fully_shard first")
     policy = schedule or SchedulePolicy()
-    recorder = _Recorder(policy)
+    recorder = _Recorder(policy, passes.REGION_OPTIONS if has_regions(model) else {})
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
@@ -94,12 +95,12 @@ def _sum(output: Any) -> Tensor:
 class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
-    def __init__(self, policy: SchedulePolicy) -> None:
+    def __init__(self, policy: SchedulePolicy, more: Mapping[str, Any]) -> None:
         slot, observed = "post_grad_custom_pre_pass", passes.Pipeline((*passes.post_grad(policy), self._observe))
         self.graphs = list[CapturedGraph]()
         self._policy = policy
         self._scheduled: fx.Graph | None = None
-        self._config = options(policy) | {slot: passes.beside_users_passes(slot, observed)}
+        self._config = {**options(policy), **more} | {slot: passes.beside_users_passes(slot, observed)}
         self._config["force_disable_caches"] = True  # on a hit no pass would run
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **_: Any) -> Any:

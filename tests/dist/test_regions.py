@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 from fsdp_compiled import compile, fully_shard
+from fsdp_compiled.init.regions import set_regions
 from fsdp_compiled.passes.graph import nodes
 from tests.graphs import record, sequence
 from tests.parity import row
@@ -81,8 +84,71 @@ def test_losses_and_gradients_are_those_of_the_flat_graph_through_code_generatio
         call = compile(model, regions=regions, fullgraph=True)
         trained.append(train(model, call, batches(3, 8, 10), square_loss))
     same_on_ranks(trained)
-    assert_trains_like_one_process(_with_regions(model := Stack()), torch.compile(model, fullgraph=True), Stack())
+    assert_trains_like_one_process(
+        model := _sharded(Stack()), compile(model, regions="auto", fullgraph=True), Stack()
+    )
     torch.testing.assert_close(torch.tensor(trained[1]), torch.tensor(trained[0]), rtol=1e-6, atol=0)
+
+
+class Saturating(Block):
+    """Backward needs what the block returns."""
+
+    def forward(self, x):
+        return self.down(self.up(x).sin()).tanh()
+
+
+class ReadsAgain(Stack):
+    """Compute between blocks whose results have the size of what a block has kept for backward."""
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.blocks:
+            y = block(x)
+            x = ((x + y) * 1.5).sin() + y
+        return x
+
+
+@row("training", mode="regions")
+@on_ranks(2)
+def test_what_a_block_keeps_for_backward_is_not_overwritten():
+    def blocks():
+        return [Saturating(index) for index in range(4)]
+
+    model = _sharded(ReadsAgain(blocks))
+    call = compile(model, regions="auto", fullgraph=True)
+    assert_trains_like_one_process(model, call, ReadsAgain(blocks))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(10, 10), nn.BatchNorm1d(10)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).tanh()
+
+
+@row("ignored and unused", mode="regions")
+@on_ranks(2)
+def test_blocks_that_change_their_buffers():
+    def blocks():
+        return [Normed() for _ in range(3)]
+
+    alone, model = Stack(blocks), _sharded(Stack(blocks))
+    set_regions(model, list(model.blocks))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch 2.13, which refuses
+        assert_trains_like_replicas(model, compiled(model), alone, batches(3, 8, 10))
+
+
+@row("training", mode="regions")
+@on_ranks(2)
+def test_plain_compilation_warns_and_makes_no_regions():
+    model = _sharded(Stack())
+    set_regions(model, list(model.blocks))
+    call = torch.compile(model, fullgraph=True)
+    with pytest.warns(UserWarning, match="regions: 4 blocks .Block. are compiled as a part of the graph"):
+        square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
 
 
 @row("training", mode="regions")
@@ -91,7 +157,7 @@ def test_a_llama_trains_as_one_process_does():
     alone, model = llama(), _with_regions(llama())
     data = token_batches(3)
     want = train(alone, alone, data, llama_loss, sharded=False)
-    got = train(model, compiled(model, inductor=True), data, llama_loss)
+    got = train(model, compiled(model, inductor=True, regions=True), data, llama_loss)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
 
 
@@ -118,7 +184,7 @@ class Dropping(Block):
 @on_ranks(2)
 def test_backward_drops_what_forward_has_dropped(inductor):
     model = _with_regions(Stack(lambda: [Dropping(index) for index in range(2)]))
-    call = compiled(model, inductor=inductor)
+    call = compiled(model, inductor=inductor, regions=True)
     x = my_part(batches(1, 8, 10)[0]).requires_grad_()
     torch.manual_seed(0)
     (grad,) = torch.autograd.grad(call(x).sum(), x)
@@ -225,7 +291,7 @@ def test_blocks_that_train_different_parameters():
         each.blocks[1].up.weight.requires_grad = False
         each.blocks[2].requires_grad_(False)
         each.scale.requires_grad = False
-    call = compiled(_with_regions(model), inductor=True)
+    call = compiled(_with_regions(model), inductor=True, regions=True)
     square_loss(alone, batches(1, 8, 10)[0]).backward()
     square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
     assert_close(full_grads(model), full_grads(alone))
