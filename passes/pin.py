@@ -36,15 +36,14 @@ class Pin:
         dependencies: dict[fx.Node, OrderedSet[fx.Node]] = {}
         after: list[fx.Node] = []  # the collective node before, and the heavy compute since
         for node in graph.nodes:
-            if nodes.is_heavy(node):
+            if nodes.is_getitem(node) and nodes.source_of(node) in after[:1]:
+                after[0] = (
+                    node  # one result stands for the list of a wait, of which every result would be a dependency
+                )
+            elif nodes.is_heavy(node):
                 after.append(node)
             elif nodes.is_launch(node) or nodes.is_wait(node):
                 if others := [earlier for earlier in after if earlier not in node.all_input_nodes]:
                     dependencies[node] = OrderedSet(others)
-                after = [_result_of(node)]
+                after = [node]
         preserve_node_ordering(graph, dependencies)
-
-
-def _result_of(node: fx.Node) -> fx.Node:
-    """Return what stands for a launch or a wait as a dependency: of a list, every result would be one."""
-    return next(filter(nodes.is_getitem, node.users), node)

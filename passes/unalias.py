@@ -4,8 +4,8 @@ AOTAutograd parts a region in two before the graph around it, and lets its forwa
 half needs: an unsharded parameter, which would then be saved, or an activation, which Inductor would then take for
 another tensor than the argument that it is. This pass must not decide what is saved.
 
-Results may share memory with each other, too, by what Inductor makes of the region. Around the region it does not know
-that, and would give one's memory to another tensor once that one has been read: it must reuse none.
+Results may share memory with each other, too, by what Inductor makes of the region. Around it, Inductor does not know
+that, and would write another tensor over one of them once that one has been read: it must reuse no memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch._inductor import config  # see inductor.py
 from .cost.compute import is_view
 from .graph import nodes
 
-REGION_OPTIONS = {"allow_buffer_reuse": False}  # of Inductor, for graphs that call regions
+REGION_OPTIONS = {"allow_buffer_reuse": False, "inplace_buffers": False}  # of Inductor, for graphs that call regions
 _MAYBE_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
 
 
@@ -37,10 +37,10 @@ class Unalias:
             region = nodes.region_of(call)
             if region is None:
                 continue
-            if config.allow_buffer_reuse:
+            if config.allow_buffer_reuse or config.inplace_buffers:
                 raise RuntimeError(
-                    "regions: expected Inductor's option allow_buffer_reuse=False, without which results of a region "
-                    "could be overwritten; compile the model by fsdp_compiled.compile(model, regions=...)"
+                    "regions: expected Inductor's options allow_buffer_reuse=False and inplace_buffers=False, or "
+                    "results could be overwritten; compile the model by fsdp_compiled.compile(model, regions=...)"
                 )
             _unalias(call, region)
 
