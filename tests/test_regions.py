@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 
 import pytest
 import torch
@@ -120,8 +121,8 @@ def test_equal_blocks_are_one_region_and_their_all_gathers_stay_outside():
     for kind in ("forward", "backward"):
         graph = recorder.only(kind, after=True)
         found = called(graph)
-        # the first block's input needs no gradient: it would be another region, which torch inlines
-        assert len(found) == 3 and len({id(region) for region in found}) == 1
+        # the first block's input needs no gradient: it is another region, or inlined, as by torch 2.13
+        assert sorted(Counter(map(id, found)).values()) in ([3], [1, 3])
         assert sequence(graph, "launch_all_gather") and not any(nodes.has_ours(region) for region in found)
 
 
@@ -152,13 +153,16 @@ def test_a_capture_names_each_region_once_and_the_blocks_that_call_it(tmp_path):
     fsdp_compiled.compile(model, regions="auto")
     captured = capture(model, X)
     for graph in captured.graphs:
-        (region,) = graph.regions
+        region = max(graph.regions, key=lambda region: len(region.calls))
         assert sorted(region.calls) == ["blocks.1", "blocks.2", "blocks.3"]
         assert region.module.graph in called(graph.module.graph) and 0 < region.estimate_us < graph.compute_us
         assert sum(len(collective.params) for collective in graph.collectives) >= 4 * 4
         assert f"3 calls of {region.name}, " in str(captured)
     page = captured.save(tmp_path / "page.html").read_text()
-    assert page.count("<summary>Region ") == 2 and "for blocks.1, blocks.2, blocks.3" in page
+    assert (
+        page.count("<summary>Region ") == sum(len(graph.regions) for graph in captured.graphs)
+        and "for blocks.1, blocks.2, blocks.3" in page
+    )
 
 
 def test_an_uncompiled_call_knows_no_regions():
