@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 import json
+from datetime import timedelta
 
 import pytest
 
+from fsdp_compiled.testing.processes import Setting
 from tests.measures import Sample, growing, table
-from tests.ranks import SETTING, pool
+from tests.ranks import pool
 from tests.soaking import LAYERS, train_for_long, train_many
 from tests.training import MODES
 
+SETTING = Setting(group_timeout=timedelta(seconds=90), test_timeout_s=600)
 STEPS, MODELS = 300, 50
 RANKS = 2
 PER_STEP = {"rss_kib": 8.0}
