@@ -220,14 +220,14 @@ def compile(
         raise TypeError(f"options: expected a mapping of Inductor's options or None, got {given!r}")
     if mode is not None and given:
         raise ValueError(f"mode: expected None beside options, got {mode!r}; put what the mode sets into options")
+    of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
+    chosen = {**of_mode, **given, **_options(schedule, given)}
     if isinstance(model, nn.Module):
         set_regions(model, regions)
     elif regions != "off":
         raise ValueError(
             f"regions: expected 'off' for a function, got {regions!r}; compile the model with regions first"
         )
-    of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    chosen = {**of_mode, **given, **_options(schedule, given)}
     if isinstance(model, nn.Module) and has_regions(model):
         chosen |= passes.REGION_OPTIONS
     return torch.compile(model, options=chosen, **torch_compile_kwargs)

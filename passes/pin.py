@@ -37,9 +37,7 @@ class Pin:
         after: list[fx.Node] = []  # the collective node before, and the heavy compute since
         for node in graph.nodes:
             if nodes.is_getitem(node) and nodes.source_of(node) in after[:1]:
-                after[0] = (
-                    node  # one result stands for the list of a wait, of which every result would be a dependency
-                )
+                after[0] = node  # of a wait's list, every result would be a dependency: one stands for it
             elif nodes.is_heavy(node):
                 after.append(node)
             elif nodes.is_launch(node) or nodes.is_wait(node):

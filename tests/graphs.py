@@ -16,6 +16,7 @@ from torch._inductor.virtualized import V
 
 from fsdp_compiled import SchedulePolicy, options, passes
 from fsdp_compiled.param.regions import has_regions
+from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.policy import DEFAULT
 
 
@@ -49,11 +50,8 @@ class Recorder:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
         self.dynamo_graphs += 1
-        patches = {
-            **options(self.schedule),
-            **self.more,
-            "force_disable_caches": True,
-        }  # also while backward is compiled, later
+        # also while backward is compiled, later
+        patches = {**options(self.schedule), **self.more, "force_disable_caches": True}
         return compile_fx(gm, example_inputs, inner_compile=self._inner, config_patches=patches)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -73,11 +71,7 @@ class Recorder:
 
 
 def record(
-    model: nn.Module,
-    schedule: SchedulePolicy = DEFAULT,
-    lower: bool = True,
-    code: bool = False,
-    **kwargs: Any,
+    model: nn.Module, schedule: SchedulePolicy = DEFAULT, lower: bool = True, code: bool = False, **kwargs: Any
 ) -> tuple[Callable[..., Any], Recorder]:
     torch._dynamo.reset()
     more = passes.REGION_OPTIONS if has_regions(model) else {}
@@ -98,6 +92,11 @@ def target_name(node: fx.Node) -> str:
 def sequence(graph: fx.Graph, *names: str) -> list[str]:
     """The nodes with these target names, in order."""
     return [target_name(n) for n in graph.nodes if n.op == "call_function" and target_name(n) in names]
+
+
+def regions_of(graph: fx.Graph) -> list[fx.Graph]:
+    """The regions that a graph calls, in order."""
+    return [region for node in graph.nodes if (region := nodes.region_of(node)) is not None]
 
 
 def placeholders(graph: fx.Graph) -> list[tuple[int, ...]]:

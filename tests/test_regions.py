@@ -7,14 +7,14 @@ from collections import Counter
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import fsdp_compiled
 from fsdp_compiled import FSDPModule, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.param.regions import RegionModule
 from fsdp_compiled.passes.graph import nodes
-from tests.graphs import record, sequence
+from tests.graphs import record, regions_of, sequence
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -45,11 +45,6 @@ def sharded(*widths: int) -> Model:
 
 def regions(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, RegionModule)]
-
-
-def called(graph: fx.Graph) -> list[fx.Graph]:
-    """The regions that a graph calls, in order."""
-    return [region for node in graph.nodes if (region := nodes.region_of(node)) is not None]
 
 
 # ---- which blocks ----
@@ -120,7 +115,7 @@ def test_equal_blocks_are_one_region_and_their_all_gathers_stay_outside():
     call(X).sum().backward()
     for kind in ("forward", "backward"):
         graph = recorder.only(kind, after=True)
-        found = called(graph)
+        found = regions_of(graph)
         # the first block's input needs no gradient: it is another region, or inlined, as by torch 2.13
         assert sorted(Counter(map(id, found)).values()) in ([3], [1, 3])
         assert sequence(graph, "launch_all_gather") and not any(nodes.has_ours(region) for region in found)
@@ -155,7 +150,7 @@ def test_a_capture_names_each_region_once_and_the_blocks_that_call_it(tmp_path):
     for graph in captured.graphs:
         region = max(graph.regions, key=lambda region: len(region.calls))
         assert sorted(region.calls) == ["blocks.1", "blocks.2", "blocks.3"]
-        assert region.module.graph in called(graph.module.graph) and 0 < region.estimate_us < graph.compute_us
+        assert region.module.graph in regions_of(graph.module.graph) and 0 < region.estimate_us < graph.compute_us
         assert sum(len(collective.params) for collective in graph.collectives) >= 4 * 4
         assert f"3 calls of {region.name}, " in str(captured)
     page = captured.save(tmp_path / "page.html").read_text()

@@ -10,8 +10,7 @@ from torch import nn
 
 from fsdp_compiled import compile, fully_shard
 from fsdp_compiled.init.regions import set_regions
-from fsdp_compiled.passes.graph import nodes
-from tests.graphs import record, sequence
+from tests.graphs import record, regions_of, sequence
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
@@ -57,11 +56,6 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
-
-
-def regions_of(graph):
-    """The regions that a graph calls, in order."""
-    return [region for node in graph.nodes if (region := nodes.region_of(node)) is not None]
 
 
 def _sharded(model, **kwargs):
