@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch._dynamo.utils import counters
 
 from fsdp_compiled.collectives import agreement
 from fsdp_compiled.passes import Agree
-from tests.faults.steps import WIDTH, Trainer, trainer
+from tests.faults.steps import MODES, WIDTH, Trainer, assert_all_refuse, trainer
 from tests.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +43,20 @@ def test_another_version(tmp_path):
     ]
     said = [process.communicate(timeout=200)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], said
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(4, timeout_s=30)
+def test_another_version_on_4_ranks(mode):
+    """Here one rank only says that it runs another; processes that do take long to start."""
+    training = trainer(mode)
+    said = agreement.versions() if dist.get_rank() != 2 else "fsdp_compiled 0123456789ab, torch 2.0"
+    with patch.object(agreement, "versions", lambda: said):
+        assert_all_refuse(
+            training.step,
+            "ranks run other versions: ranks 0, 1, 3: fsdp_compiled ",
+            "; rank 2: fsdp_compiled 0123456789ab, torch 2.0; install one on all",
+        )
 
 
 class Products(nn.Module):
