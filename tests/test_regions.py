@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import Counter
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.comptime import comptime
+from torch.func import functional_call
 
 import fsdp_compiled
 from fsdp_compiled import FSDPModule, fully_shard
@@ -130,6 +133,38 @@ def test_no_recompilation():
         for each in model.parameters():
             each.grad = None
     assert recorder.dynamo_graphs == 1
+
+
+def test_equal_blocks_are_traced_once():
+    if "max_reuse_entries" not in inspect.signature(torch.compiler.nested_compile_region).parameters:
+        pytest.skip("this torch traces every call")
+    model = sharded(6, 6, 6, 6)
+    fsdp_compiled.compile(model, regions="auto")
+    traced = []
+    for each in model.blocks:
+        each[1] = Heard(traced)
+    torch.compile(model, fullgraph=True, backend="eager")(X.clone().requires_grad_())
+    assert len(traced) == 1
+
+
+class Heard(nn.Tanh):
+    """Notes when Dynamo traces it."""
+
+    def __init__(self, traced: list[None]) -> None:
+        super().__init__()
+        self.note = lambda _: traced.append(None)
+
+    def forward(self, x):
+        comptime(self.note)
+        return super().forward(x)
+
+
+def test_functional_call_in_a_block_whose_trace_is_reused():
+    model = sharded(6, 6, 6, 6)
+    fsdp_compiled.compile(model, regions="auto")
+    given = {"blocks.2.0.weight": torch.ones(6, 8)}
+    with pytest.raises(RuntimeError, match=r"0.weight: expected the parameter that fully_shard registered"):
+        torch.compile(lambda x: functional_call(model, given, (x,)), fullgraph=True, backend="aot_eager")(X)
 
 
 def test_a_region_takes_as_long_as_its_compute():

@@ -97,9 +97,16 @@ def backend(inductor: bool = False, regions: bool = False) -> dict[str, Any]:
 
 
 def without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-    return compile_fx(
-        gm, inputs, inner_compile=_run_passes, config_patches=REGION_OPTIONS | {"force_disable_caches": True}
-    )
+    return _compile_without_codegen(gm, inputs, **REGION_OPTIONS)
+
+
+def without_options(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
+    """As :func:`without_codegen`, with the options of a plain ``torch.compile``, which regions refuse."""
+    return _compile_without_codegen(gm, inputs)
+
+
+def _compile_without_codegen(gm: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    return compile_fx(gm, inputs, inner_compile=_run_passes, config_patches=options | {"force_disable_caches": True})
 
 
 def _run_passes(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:

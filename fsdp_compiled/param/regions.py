@@ -5,9 +5,12 @@ It knows one block and the parameters that are read in it; it must not know whic
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +20,11 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import set_eval_frame, skip_code  # type: ignore[attr-defined]
 from torch._dynamo.exc import TorchDynamoException
-from torch.compiler import nested_compile_region
+from torch._guards import TracingContext
+from torch.compiler import assume_constant_result, nested_compile_region
 
 from .. import collectives
+from . import substitutes
 from .param import FSDPParam
 from .properties import rebase
 from .unit import Unit
@@ -35,13 +40,22 @@ class RegionModule:
     """
 
     _fsdp_region: tuple[FSDPParam, ...]  # all parameters that are read below the module
+    _fsdp_region_names: str  # which of them is read under which names
+    _fsdp_region_reused: bool  # a trace of an equal block may stand for this one's
     _fsdp_region_unit: Unit
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() or self._fsdp_region_unit.hooked:
+        if not torch.compiler.is_compiling() or self._fsdp_region_unit.hooked or not _is_as_the_first(type(self)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        comptime(_note)
-        return _region(self, *_unsharded_together(self._fsdp_region), *args, **kwargs)
+        comptime(_enter)
+        params, unsharded = self._fsdp_region, _unsharded_together(self._fsdp_region)
+        for param, operand in zip(params, unsharded, strict=True):
+            param.given = operand
+        region = _region if self._fsdp_region_reused else _region_of_its_own
+        output = region(self, self._fsdp_region_names, *unsharded, *args, **kwargs)
+        for param in params:
+            param.given = None
+        return output
 
     def _fsdp_body(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
@@ -49,14 +63,22 @@ class RegionModule:
 
 def make_region(module: nn.Module, unit: Unit) -> None:
     """Let ``module``, which belongs to ``unit``, be a region of graphs that are traced from now on."""
-    read = (param for below in module.modules() for param in below.__dict__.get("_fsdp_params", {}).values())
-    module.__dict__.update(_fsdp_region=tuple(dict.fromkeys(read)), _fsdp_region_unit=unit)
+    read: dict[FSDPParam, list[str]] = {}
+    for path, below in module.named_modules(remove_duplicate=False):
+        for name, param in below.__dict__.get("_fsdp_params", {}).items():
+            read.setdefault(param, []).append(f"{path}.{name}")
+    module.__dict__.update(
+        _fsdp_region=tuple(read),
+        _fsdp_region_names="; ".join(map(" = ".join, read.values())),
+        _fsdp_region_reused=True,
+        _fsdp_region_unit=unit,
+    )
     rebase(module, add=(RegionModule,))
 
 
 def drop_region(module: nn.Module) -> None:
     """Let ``module`` be traced as a part of the graph around it again."""
-    for name in ("_fsdp_region", "_fsdp_region_unit"):
+    for name in ("_fsdp_region", "_fsdp_region_names", "_fsdp_region_reused", "_fsdp_region_unit"):
         module.__dict__.pop(name, None)
     rebase(module, drop=RegionModule)
 
@@ -73,24 +95,59 @@ def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
     return [next(together) if param.extension is None else param.traced_local() for param in params]
 
 
-@nested_compile_region
-def _region(module: Any, *operands: Any, **kwargs: Any) -> Any:
-    """Run the module's own forward on the unsharded parameters, which come before its arguments."""
-    params = module._fsdp_region
-    for param, unsharded in zip(params, operands, strict=False):
-        param.given = unsharded
-    output = module._fsdp_body(*operands[len(params) :], **kwargs)
-    for param in params:
-        param.given = None
-    return output
+def _body(module: Any, _: str, *operands: Any, **kwargs: Any) -> Any:
+    """Run the module's own forward; what it reads of ``operands``, it finds in ``FSDPParam.given``.
+
+    They are operands all the same: torch stamps a trace again only if all that it reads are, or have a source.
+    """
+    return module._fsdp_body(*operands[len(module._fsdp_region) :], **kwargs)
 
 
+def _body_of_its_own(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
+    module._fsdp_region[0].given = operands[0]  # a side effect: torch does not reuse a trace that has one
+    return _body(module, names, *operands, **kwargs)
+
+
+# Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.
+# torch 2.11 traces every block.
+_LIMIT = {"max_reuse_entries": 16} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
+_region = nested_compile_region(_body, **_LIMIT)
+_region_of_its_own = nested_compile_region(_body_of_its_own)
+
+
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+_surroundings: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # of the first region of a trace
+
+
+@assume_constant_result
+def _is_as_the_first(cls: type) -> bool:
+    """Tell whether a block is called under the same modes as the trace's first region; warn if not.
+
+    Torch lets regions of equal code share one graph, whatever modes they are called under.
+    """
+    devices = {"cpu", torch._C._get_accelerator().type}
+    modes = {f"autocast on {each}": torch.is_autocast_enabled(each) for each in sorted(devices)}
+    modes |= {f"autocast dtype on {each}": torch.get_autocast_dtype(each) for each in sorted(devices)}
+    modes |= {f"{each} attention": getattr(torch.backends.cuda, f"{each}_sdp_enabled")() for each in _ATTENTION}
+    here = f"gradients {torch.is_grad_enabled()}, {modes}, {torch.get_default_dtype()}"
+    first = _surroundings.setdefault(TracingContext.get(), here)
+    if first != here:
+        warnings.warn(
+            f"regions: a block ({cls._fsdp_user_class.__name__}) is compiled as a part of the graph, because it is "  # type: ignore[attr-defined]
+            f"called under other modes than the first region: {here}, not {first}",
+            stacklevel=2,
+        )
+    return first == here
+
+
+_REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries")
 _entered: list[type] = []  # the class of the region that Dynamo traced last, if any
 
 
-def _note(context: Any) -> None:
+def _enter(context: Any) -> None:
     """Remember which region Dynamo is about to trace; ``torch._dynamo.comptime`` calls it then."""
     _entered[:] = [context.get_local("self").python_type()]
+    substitutes.check_below(context)
 
 
 def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -111,6 +168,11 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any,
                 for module, unit in dropped:
                     make_region(module, unit)
                 raise
+            if _REFUSES_REUSE.search(str(error)) and any(module._fsdp_region_reused for module in failing):
+                for module in failing:
+                    module.__dict__["_fsdp_region_reused"] = False
+                set_eval_frame(dynamo)
+                continue
             why = why or error
             dropped += [(module, module._fsdp_region_unit) for module in failing]
             for module in failing:

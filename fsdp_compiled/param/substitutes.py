@@ -18,11 +18,20 @@ def check(context: Any) -> None:
     ``torch._dynamo.comptime`` calls it while Dynamo traces; it leaves nothing in the graph, and no guard.
     """
     with suppress(AttributeError):  # Dynamo's internals are others in this version; then nothing is refused
-        _check(context._i_will_not_complain_if_bc_breaks_InstructionTranslator())
+        tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        _check(tracer, tracer.symbolic_locals["module"].value)
 
 
-def _check(tracer: Any) -> None:
-    module = tracer.symbolic_locals["module"].value
+def check_below(context: Any) -> None:
+    """As :func:`check` for the caller's ``self`` and all modules below it, whose reads Dynamo may not trace."""
+    with suppress(AttributeError):
+        tracer = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+        for module in tracer.symbolic_locals["self"].value.modules():
+            if "_fsdp_params" in module.__dict__:
+                _check(tracer, module)
+
+
+def _check(tracer: Any, module: Any) -> None:
     registered = tracer.output.side_effects.id_to_variable.get(id(module._parameters))
     if registered is None:
         return  # the program has not touched them

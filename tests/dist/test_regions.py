@@ -28,6 +28,7 @@ from tests.training import (
     token_batches,
     train,
     with_regions,
+    without_options,
 )
 
 
@@ -139,7 +140,7 @@ def test_blocks_that_change_their_buffers():
 def test_plain_compilation_warns_and_makes_no_regions():
     model = _sharded(Stack())
     set_regions(model, list(model.blocks))
-    call = torch.compile(model, fullgraph=True)
+    call = torch.compile(model, fullgraph=True, backend=without_options)
     with pytest.warns(UserWarning, match="regions: 4 blocks .Block. are compiled as a part of the graph"):
         square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
 
@@ -150,7 +151,7 @@ def test_a_llama_trains_as_one_process_does():
     alone, model = llama(), _with_regions(llama())
     data = token_batches(3)
     want = train(alone, alone, data, llama_loss, sharded=False)
-    got = train(model, compiled(model, inductor=True, regions=True), data, llama_loss)
+    got = train(model, compiled(model, regions=True), data, llama_loss)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
 
 
@@ -212,6 +213,75 @@ def test_blocks_with_units_inside():
         for expert in block.experts:
             fully_shard(expert)
     assert_trains_like_one_process(_with_regions(model), compiled(model), alone)
+
+
+class Surrounded(Stack):
+    """Blocks that are called in other surroundings each."""
+
+    def forward(self, x):
+        x = self.blocks[0](x * self.scale)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.blocks[1](x)
+        with torch.no_grad():
+            y = self.blocks[2](x)
+        return self.blocks[3](x) + y
+
+
+class Sums(nn.Module):
+    """Layers of equal shapes in any order."""
+
+    def __init__(self, names: str) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, nn.Linear(10, 10))
+
+    def forward(self, x):
+        return x + (self.a(x).tanh() + 2 * self.b(x).sin() + 3 * self.c(x)) / 9
+
+
+class Tied(nn.Module):
+    """Three names for two layers of equal shapes."""
+
+    def __init__(self, *layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(10, 10), nn.Linear(10, 10)])
+        self.a, self.b, self.c = (self.layers[index] for index in layers)
+
+    def forward(self, x):
+        return x + (self.a(x).tanh() + 2 * self.b(x).sin() + 3 * self.c(x)) / 9
+
+
+class Numbered(Block):
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh()) / (2 + self.index)
+
+
+ALIKE = {
+    "order of parameters": lambda: Stack(lambda: [Sums(names) for names in ("abc", "cab", "abc")]),
+    "ties": lambda: Stack(lambda: [Tied(0, 0, 1), Tied(0, 1, 1), Tied(0, 1, 0)]),
+    "constants": lambda: Stack(lambda: [Numbered(index) for index in range(18)]),
+}
+
+
+@row("module kinds", mode="regions")
+@pytest.mark.parametrize("name", ALIKE)
+@on_ranks(2)
+def test_blocks_that_only_look_alike(name):
+    flat, model = _sharded(ALIKE[name]()), _with_regions(ALIKE[name]())
+    want = train(flat, compiled(flat), batches(3, 8, 10), square_loss)
+    assert train(model, compiled(model), batches(3, 8, 10), square_loss) == pytest.approx(want, rel=1e-6)
+    assert_close(full_params(model), full_params(flat), rtol=1e-6)
+
+
+@row("module kinds", mode="regions")
+@on_ranks(2)
+def test_blocks_under_other_modes_are_parts_of_the_graph():
+    flat, model = _sharded(Surrounded()), _with_regions(Surrounded())
+    want = train(flat, compiled(flat), batches(3, 8, 10), square_loss)
+    with pytest.warns(UserWarning, match=r"regions: a block \(Block\) is compiled .* under other modes .*autocast"):
+        got = train(model, compiled(model), batches(3, 8, 10), square_loss)
+    assert got == pytest.approx(want, rel=1e-6)
+    assert_close(full_params(model), full_params(flat), rtol=1e-6)
 
 
 class ReturnsItsInput(Block):
@@ -284,7 +354,7 @@ def test_blocks_that_train_different_parameters():
         each.blocks[1].up.weight.requires_grad = False
         each.blocks[2].requires_grad_(False)
         each.scale.requires_grad = False
-    call = compiled(_with_regions(model), inductor=True, regions=True)
+    call = compiled(_with_regions(model), regions=True)
     square_loss(alone, batches(1, 8, 10)[0]).backward()
     square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
     assert_close(full_grads(model), full_grads(alone))

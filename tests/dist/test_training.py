@@ -101,7 +101,7 @@ def test_twenty_adamw_steps_with_bf16_parameters_and_fp32_reduce():
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     losses, grads = _adamw("fsdp2", mp_policy=TorchMixedPrecisionPolicy(**dtypes))
     for mode in MODES:
-        ours, our_grads = _adamw(mode, mp_policy=MixedPrecisionPolicy(**dtypes))
+        ours, our_grads = _adamw(mode, inductor=mode == "full", mp_policy=MixedPrecisionPolicy(**dtypes))
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(losses), rtol=1e-3, atol=0)
         assert all(grad.dtype == torch.float32 for grad in our_grads.values())
         assert_close(our_grads, grads, rtol=3e-2)  # single bf16 gradients: 2 ** -8 and rounding in other orders
