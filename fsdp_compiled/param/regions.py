@@ -110,7 +110,9 @@ def _body_of_its_own(module: Any, names: str, *operands: Any, **kwargs: Any) -> 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.
 # torch 2.11 traces every block.
-_LIMIT = {"max_reuse_entries": 16} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
+_LIMIT: dict[str, Any] = (
+    {"max_reuse_entries": 16} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
+)
 _region = nested_compile_region(_body, **_LIMIT)
 _region_of_its_own = nested_compile_region(_body_of_its_own)
 
@@ -119,14 +121,14 @@ _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 _surroundings: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # of the first region of a trace
 
 
-@assume_constant_result
+@assume_constant_result  # type: ignore[untyped-decorator]
 def _is_as_the_first(cls: type) -> bool:
     """Tell whether a block is called under the same modes as the trace's first region; warn if not.
 
     Torch lets regions of equal code share one graph, whatever modes they are called under.
     """
     devices = {"cpu", torch._C._get_accelerator().type}
-    modes = {f"autocast on {each}": torch.is_autocast_enabled(each) for each in sorted(devices)}
+    modes: dict[str, Any] = {f"autocast on {each}": torch.is_autocast_enabled(each) for each in sorted(devices)}
     modes |= {f"autocast dtype on {each}": torch.get_autocast_dtype(each) for each in sorted(devices)}
     modes |= {f"{each} attention": getattr(torch.backends.cuda, f"{each}_sdp_enabled")() for each in _ATTENTION}
     here = f"gradients {torch.is_grad_enabled()}, {modes}, {torch.get_default_dtype()}"
