@@ -23,7 +23,7 @@ POLICIES = {
     "bf16": MixedPrecisionPolicy(torch.bfloat16),
     "bf16, reduced in fp32": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
 }
-MODES = ("eager", "regional", "full", "switching")
+MODES = ("eager", "regional", "full", "regions", "switching")
 
 
 @dataclass(frozen=True)

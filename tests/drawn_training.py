@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, step_on_shards
+from fsdp_compiled.init.regions import set_regions
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.spec import verify
 from tests.drawn import POLICIES, Case, Node
@@ -79,6 +80,12 @@ def _units(module: Drawn) -> Iterator[Drawn]:
         yield module
 
 
+def _outer_units(model: Drawn) -> Iterator[Drawn]:
+    """The units below the outermost one that lie in no other."""
+    for part in model.below:
+        yield from [part] if part.node.unit else _outer_units(part)
+
+
 def _last_dim(param: nn.Parameter) -> Shard | None:
     return Shard(param.ndim - 1) if param.shape[-1] % 2 == 0 else None
 
@@ -120,7 +127,10 @@ def train_drawn(case: Case, rank: int) -> None:
 def _train(case: Case) -> None:
     alone, model = _build(case), _build(case, checkpoints=True)
     _shard(case, model)
-    call, recorder = record(model, case.schedule) if case.mode in ("full", "switching") else (model, None)
+    if case.mode == "regions":
+        set_regions(model, list(_outer_units(model)))
+    compiled = case.mode in ("full", "regions", "switching")
+    call, recorder = record(model, case.schedule) if compiled else (model, None)
     one = _as_cast(case, alone)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.02) for each in (alone, model)]
     rtol = 0.1 if "bf16" in case.policy else 1e-5
