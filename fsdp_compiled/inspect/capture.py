@@ -96,7 +96,8 @@ class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
     def __init__(self, policy: SchedulePolicy, more: Mapping[str, Any]) -> None:
-        slot, observed = "post_grad_custom_pre_pass", passes.Pipeline((*passes.post_grad(policy), self._observe))
+        slot = "post_grad_custom_pre_pass"
+        observed = passes.Pipeline((*passes.post_grad(policy), self._observe), slot="schedule")
         self.graphs = list[CapturedGraph]()
         self._policy = policy
         self._scheduled: fx.Graph | None = None
