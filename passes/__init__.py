@@ -88,7 +88,7 @@ def slots(policy: SchedulePolicy, core: str = "") -> dict[str, Pipeline]:
     """
     return {
         "joint_custom_pre_pass": Pipeline(joint(policy), core, "joint"),
-        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core, "schedule"),
+        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core, "schedule", policy),
         "post_grad_custom_post_pass": Pipeline(pinning(), core),
     }
 

@@ -20,6 +20,7 @@ from torch._inductor import config, custom_graph_pass
 
 from . import cost, progress
 from .graph import nodes
+from .policy import SchedulePolicy
 
 
 class Pass(Protocol):
@@ -35,6 +36,7 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
     passes: tuple[Pass, ...]  # frozen records, so that ``repr`` is their configuration
     core: str = ""  # a hash of what the operators in the graphs compute: the caches do not look into operators
     slot: progress.Slot = ""  # by which progress is told
+    policy: SchedulePolicy | None = None  # by which the passes schedule, if they do
 
     def __call__(self, graph: fx.Graph) -> None:
         if not nodes.has_ours(graph):
@@ -43,6 +45,8 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
             for run in self.passes:
                 run(graph)
             graph.lint()
+        if self.policy is not None:
+            progress.scheduled(graph, self.policy)
 
     def uuid(self) -> str:
         """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -19,16 +20,18 @@ from torch import fx
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-from torch._logging._internal import register_log
+from torch._logging import _internal as torch_logging
 
 from ..sharding.spec import AllGatherBucket
 from .graph import nodes
+from .policy import SchedulePolicy
 
 NAME = "fsdp_compiled"
+Observer = Callable[[fx.Graph, SchedulePolicy, str, Path], None]
 Slot = Literal["", "joint", "schedule"]  # a pipeline whose begin or end is that of a phase
 
 _log = logging.getLogger(NAME)
-register_log(NAME, NAME)
+torch_logging.register_log(NAME, NAME)
 
 
 def _level() -> int:
@@ -111,6 +114,22 @@ class _Progress:
 
 
 _progress = _Progress()
+_observers = list[Observer]()
+
+
+def observe(observer: Observer) -> None:
+    """While torch writes a trace, call ``observer`` with every scheduled graph, its policy, kind and the folder."""
+    _observers.append(observer)
+
+
+def scheduled(graph: fx.Graph, policy: SchedulePolicy) -> None:
+    """Let observers see a scheduled graph."""
+    folder = getattr(torch_logging.LOG_TRACE_HANDLER, "root_dir", None)  # of TORCH_TRACE
+    if folder is not None:
+        for observer in _observers:
+            observer(graph, policy, graph_kind(), Path(folder))
+
+
 during = _progress.during
 
 

@@ -97,7 +97,7 @@ class _Recorder:
 
     def __init__(self, policy: SchedulePolicy, more: Mapping[str, Any]) -> None:
         slot = "post_grad_custom_pre_pass"
-        observed = passes.Pipeline((*passes.post_grad(policy), self._observe), slot="schedule")
+        observed = passes.Pipeline((*passes.post_grad(policy), self._observe), slot="schedule", policy=policy)
         self.graphs = list[CapturedGraph]()
         self._policy = policy
         self._scheduled: fx.Graph | None = None

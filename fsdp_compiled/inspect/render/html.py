@@ -63,12 +63,11 @@ def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
     yield _table([_cells(key, number, collective) for number, collective in enumerate(graph.collectives)])
     yield _list(figures.verdicts(graph))
     marked = {position for c in graph.collectives for position in (c.launch, c.wait, c.first_use)}
-    for summary, content in (
-        ("Graph before the passes", _listing("", graph.before.graph, set())),
-        ("Graph after the passes", _listing(key, graph.module.graph, marked)),
-        ("Code that Inductor generated", escape(graph.code)),
-    ):
-        yield _details(summary, content)
+    if graph.before is not None:
+        yield _details("Graph before the passes", _listing("", graph.before.graph, set()))
+    yield _details("Graph after the passes", _listing(key, graph.module.graph, marked))
+    if graph.code:
+        yield _details("Code that Inductor generated", escape(graph.code))
     for region in graph.regions:
         summary = (
             f"Region {region.name}, {figures.duration(region.estimate_us)} a call, for {', '.join(region.calls)}"
