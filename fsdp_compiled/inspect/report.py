@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .records import CapturedModel, ExplainedModel
 from .render.data import as_json, trace
+from .render.headline import headline
 from .render.html import html
 from .render.png import png
 from .render.text import capture_text, explanation_text
@@ -28,6 +29,11 @@ class Capture(CapturedModel):
 
     def __str__(self) -> str:
         return capture_text(self)
+
+    @property
+    def headline(self) -> str:
+        """How long the step takes by estimate, for how much of it compute waits, and what to try against that."""
+        return headline(self)
 
     def save(self, path: str | Path, *, beside: CapturedModel | None = None) -> Path:
         """Write the capture in the format that the path's suffix names. Equal captures make equal files.

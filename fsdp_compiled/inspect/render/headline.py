@@ -52,7 +52,10 @@ def _trial(capture: CapturedModel) -> str:
     for collective in (each for graph in capture.graphs for each in graph.collectives):
         costs_us[collective.verdict.removeprefix("exposed: ")] += collective.exposed_us
     worst = max(costs_us, key=costs_us.__getitem__)
-    return next((trial for reason, trial in TRIALS.items() if worst.startswith(reason)), f"nothing is known against this: {worst}")
+    return next(
+        (trial for reason, trial in TRIALS.items() if worst.startswith(reason)),
+        f"nothing is known against this: {worst}",
+    )
 
 
 def side_by_side(captures: Sequence[CapturedModel]) -> tuple[list[str], list[dict[str, str]]]:
