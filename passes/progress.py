@@ -28,7 +28,7 @@ from .policy import SchedulePolicy
 
 NAME = "fsdp_compiled"
 Observer = Callable[[fx.Graph, SchedulePolicy, str, Path], None]
-Slot = Literal["", "joint", "schedule"]  # a pipeline whose begin or end is that of a phase
+Slot = Literal["", "joint", "schedule", "schedule only"]  # a pipeline whose begin or end is that of a phase
 
 _log = logging.getLogger(NAME)
 torch_logging.register_log(NAME, NAME)
@@ -98,10 +98,11 @@ class _Progress:
         kind = graph_kind()
         if slot == "joint" and kind == "joint":
             self._enter("partitioning into forward and backward")
-        if slot == "schedule":
+        if slot != "joint":
             self._scheduled = True
-            took = time.perf_counter() - began
-            _log.log(_level(), "%s: scheduled %s in %.1f s; generating code", kind, described(graph), took)
+            took, following = time.perf_counter() - began, "; generating code" if slot == "schedule" else ""
+            _log.log(_level(), "%s: scheduled %s in %.1f s%s", kind, described(graph), took, following)
+        if slot == "schedule":
             self._enter(f"{kind}: code generation")
 
     def _enter(self, phase: str) -> None:

@@ -287,7 +287,7 @@ def test_inspect_8b_compares_schedules_without_weights_or_code(run, monkeypatch,
     headlines = [line for line in out.splitlines() if line.startswith("bucket '")]
     assert [line.split(":")[0] for line in headlines] == ["bucket 'auto'", "bucket 'unit'"]
     assert all("by estimate" in line and "To try" in line for line in headlines)
-    assert "forward: scheduled 12 all-gathers" in out
+    assert "forward: scheduled 12 all-gathers" in out and "code" not in out
     assert "Side by side" in (tmp_path / "new" / "llama_8b.html").read_text()
 
 

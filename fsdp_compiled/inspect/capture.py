@@ -129,7 +129,9 @@ class _Recorder:
 
     def __init__(self, policy: SchedulePolicy, more: Mapping[str, Any], code: bool) -> None:
         slot = "post_grad_custom_pre_pass"
-        observed = passes.Pipeline((*passes.post_grad(policy), self._observe), slot="schedule", policy=policy)
+        observed = passes.Pipeline(
+            (*passes.post_grad(policy), self._observe), slot="schedule" if code else "schedule only", policy=policy
+        )
         self.graphs = list[CapturedGraph]()
         self._policy, self._code = policy, code
         self._scheduled: fx.Graph | None = None

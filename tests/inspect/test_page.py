@@ -57,7 +57,7 @@ def ranks_64():
 def test_every_verdict_of_a_real_schedule_has_its_advice():
     found = set()
     for schedule in (SchedulePolicy(bucket="none", in_flight_bytes=5000), SchedulePolicy(bucket="unit")):
-        for cluster in CLUSTERS:
+        for cluster in ("CPU", "H100"):
             model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
             for layer in model:
                 fully_shard(layer)
