@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 2 examples/train.py
 
 Trains on the Python standard library's own source files unless ``--data`` names others. On a machine with GPUs
-each rank takes one, with NCCL and bf16; else gloo and fp32 on the CPU. At the end it evaluates on held-out
-files, writes the loss curve to loss.png and prints a sampled continuation.
+each rank takes one, with NCCL and bf16; else gloo and fp32 on the CPU. Says at every moment what it is doing, and
+while it compiles what the logger ``fsdp_compiled`` says. At the end it evaluates on held-out files, writes the loss
+curve to loss.png and prints a sampled continuation.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
+if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
+    print("importing torch", flush=True)  # which takes seconds
+
 import data
 import torch
 import torch.distributed as dist
 from model import PRESETS, Llama
 from torch import Tensor
-from view import Progress, plot_losses
+from view import Progress, Speed, plot_losses
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
 
@@ -60,7 +64,8 @@ def train(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, progr
     optimizer = torch.optim.AdamW(trained.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_cosine(step, args.steps))
     generator = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())
-    losses = []
+    losses, speed = [], Speed()
+    progress.begin("training", args.steps) if args.mode == "eager" else progress.begin("compiling")
     for step in range(args.steps):
         start = time.perf_counter()
         total = torch.zeros((), device=trained.device)
@@ -76,7 +81,12 @@ def train(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, progr
         optimizer.zero_grad()
         losses.append(mean_over_ranks(total))
         tokens_seen = args.batch * args.seq * args.accumulate * dist.get_world_size()
-        progress.step(step, losses[-1], time.perf_counter() - start, tokens_seen)
+        per_second = speed.step(time.perf_counter() - start, tokens_seen)
+        if step == 0 and args.mode != "eager":
+            progress.begin("training", args.steps)
+        if step == 1 and args.mode != "eager":
+            progress.say(f"compiling took {speed.compiling_s:.1f} s: step 1 beyond step 2")
+        progress.advance(f"loss {losses[-1]:.4f}  {per_second}")
     return losses
 
 
@@ -94,20 +104,27 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 @torch.no_grad()
-def evaluate(args: argparse.Namespace, trained: Trained, corpus: data.Corpus) -> float:
-    """Return the mean loss over held-out windows, each rank taking its own."""
+def evaluate(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, progress: Progress) -> float:
+    """Return the mean loss over held-out windows, each rank taking its own.
+
+    The model runs uncompiled: a graph without gradients would be compiled for these few batches.
+    """
     rounds = 4
+    progress.begin("evaluating on held-out text", rounds)
     tokens, targets = corpus.held_out_windows(rounds * args.batch * dist.get_world_size(), args.seq)
     total = torch.zeros((), device=trained.device)
     for index in range(rounds):
         mine = slice((index * dist.get_world_size() + dist.get_rank()) * args.batch, None)
         x, y = tokens[mine][: args.batch], targets[mine][: args.batch]
-        total += trained.call(x.to(trained.device), y.to(trained.device))
+        total += trained.model(x.to(trained.device), y.to(trained.device))
+        progress.advance()
     return mean_over_ranks(total) / rounds
 
 
 @torch.no_grad()
-def continuation(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, length: int = 120) -> str:
+def continuation(
+    args: argparse.Namespace, trained: Trained, corpus: data.Corpus, progress: Progress, length: int = 120
+) -> str:
     """Continue the beginning of the held-out text, byte by byte; every rank samples the same.
 
     The window keeps one shape, so that compiled blocks are not compiled for every length.
@@ -115,6 +132,7 @@ def continuation(args: argparse.Namespace, trained: Trained, corpus: data.Corpus
     prompt = corpus.held_out[: min(64, args.seq // 2)].long().tolist()
     generator = torch.Generator().manual_seed(args.seed)
     text = list(prompt)
+    progress.begin("sampling a continuation", length)
     for _ in range(length):
         recent = text[-args.seq :]
         window = torch.zeros(1 if args.mode != "regional" else args.batch, args.seq, dtype=torch.int64)
@@ -122,6 +140,7 @@ def continuation(args: argparse.Namespace, trained: Trained, corpus: data.Corpus
         logits = trained.model(window.to(trained.device))[0, len(recent) - 1].float().cpu()
         chances = torch.softmax(logits[:256] / 0.8, dim=-1)
         text.append(int(torch.multinomial(chances, 1, generator=generator)))
+        progress.advance()
     decode = lambda part: bytes(part).decode(errors="replace")  # noqa: E731
     return f"{decode(prompt)}[...]{decode(text[len(prompt) :])}"
 
@@ -169,19 +188,19 @@ def start_ranks() -> torch.device:
 
 def main() -> None:
     args = parse()
-    device = start_ranks()
-    corpus = data.load(args.data, args.seq)
-    trained = build(args, device)
-    parameters = sum(p.numel() for p in trained.model.parameters())
-    title = (
-        f"{parameters / 1e6:.1f} M parameters, {dist.get_world_size()} ranks on {device.type}, {args.mode}; "
-        f"{corpus.description}"
-    )
-    compiles = args.mode != "eager"
-    with Progress(args.steps, title, visible=dist.get_rank() == 0, compiles=compiles) as progress:
+    with Progress(f"a {args.preset} Llama, {args.mode}", visible=os.environ.get("RANK", "0") == "0") as progress:
+        progress.begin("joining the other ranks")
+        device = start_ranks()
+        progress.begin("reading text")
+        corpus = data.load(args.data, args.seq)
+        progress.begin("building the model")
+        trained = build(args, device)
+        parameters = sum(p.numel() for p in trained.model.parameters())
+        ranks = f"{dist.get_world_size()} ranks on {device.type}"
+        progress.say(f"{parameters / 1e6:.1f} M parameters, {ranks}; {corpus.description}")
         losses = train(args, trained, corpus, progress)
-    held_out = evaluate(args, trained, corpus)
-    sample = continuation(args, trained, corpus)
+        held_out = evaluate(args, trained, corpus, progress)
+        sample = continuation(args, trained, corpus, progress)
     if dist.get_rank() == 0:
         picture = plot_losses(losses, held_out, args.out / "loss.png")
         print(f"held-out loss {held_out:.4f} ({held_out / math.log(2):.3f} bits per byte); loss curve in {picture}")

@@ -1,5 +1,7 @@
 """Fully sharded data parallel training that lives inside the compiled graph."""
 
+from typing import Any
+
 from .api import (
     compile,
     fully_shard,
@@ -12,6 +14,7 @@ from .errors import FSDPError, RankFailureError, RankMismatchError
 from .hooks.context import GradientReductionHandle
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
 from .optim import step_on_shards
+from .passes.progress import observe as _observe
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .sharding.mesh import (
     DataParallelMeshDims,
@@ -21,6 +24,15 @@ from .sharding.mesh import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
+
+
+def _write_artifacts(*scheduled: Any) -> None:
+    from .inspect.artifacts import write  # only here, because the library works without its inspection
+
+    write(*scheduled)
+
+
+_observe(_write_artifacts)
 
 __all__ = [
     "AllGather",

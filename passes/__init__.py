@@ -21,6 +21,7 @@ from .lower import Lower
 from .normalize import Normalize
 from .pin import Pin
 from .policy import DEFAULT, SchedulePolicy
+from .progress import watch
 from .reorder import Reorder
 from .reshard import Reshard
 from .unalias import REGION_OPTIONS, Unalias
@@ -49,6 +50,7 @@ __all__ = [
     "pinning",
     "post_grad",
     "uninstall",
+    "watch",
 ]
 
 
@@ -85,8 +87,8 @@ def slots(policy: SchedulePolicy, core: str = "") -> dict[str, Pipeline]:
     ``core`` is a hash of what the operators compute; it enters the compile-cache keys.
     """
     return {
-        "joint_custom_pre_pass": Pipeline(joint(policy), core),
-        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core),
+        "joint_custom_pre_pass": Pipeline(joint(policy), core, "joint"),
+        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core, "schedule", policy),
         "post_grad_custom_post_pass": Pipeline(pinning(), core),
     }
 
@@ -99,6 +101,7 @@ def install(core: str = "") -> None:
     """
     for slot, run in slots(DEFAULT, core).items():
         inductor.install(slot, run)
+    watch()
 
 
 def uninstall() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
+import time
 
 import bench_compile
 import bench_gpu
 import bench_passes
 import data
+import inspect_8b
 import inspect_graphs
 import own_pass
 import pytest
 import torch
 import torch.distributed as dist
+import view
 from model import PRESETS, Config, Llama
 from torch import nn
 from torch._inductor.utils import fresh_cache
@@ -275,3 +279,42 @@ def test_bench_compile_measures_and_counts_kernels(run, monkeypatch, tmp_path):
 def test_bench_compile_wants_sizes(run, case):
     with pytest.raises(SystemExit):
         run(bench_compile, "--cases", case)
+
+
+def test_inspect_8b_compares_schedules_without_weights_or_code(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(inspect_8b.PRESETS, "8b", TINY)
+    out = run(inspect_8b, "--layers", 1, "--world", 8, "--seq", 16, "--out", tmp_path / "new")
+    headlines = [line for line in out.splitlines() if line.startswith("bucket '")]
+    assert [line.split(":")[0] for line in headlines] == ["bucket 'auto'", "bucket 'unit'"]
+    assert all("by estimate" in line and "To try" in line for line in headlines)
+    assert "forward: scheduled 12 all-gathers" in out and "code" not in out
+    assert "Side by side" in (tmp_path / "new" / "llama_8b.html").read_text()
+
+
+def test_no_silence_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setattr(view, "QUIET_S", 0.05)
+    with view.Progress("a run", visible=True) as progress:
+        progress.begin("compiling")
+        logging.getLogger("fsdp_compiled").info("tracing")
+        spoken = capsys.readouterr().out
+        while (line := capsys.readouterr().out) == "":
+            time.sleep(0.01)
+        progress.begin("training", 20)
+        for _ in range(4):
+            progress.advance("loss 1.0")
+    assert spoken == "a run\ncompiling\n  tracing\n"
+    assert line.startswith("compiling: tracing  (0 s)\n")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if "(" not in line] == [
+        "training",
+        *(f"training {n}/20: loss 1.0" for n in (2, 4)),
+    ]
+    assert progress not in logging.getLogger("fsdp_compiled").handlers
+
+
+def test_other_ranks_show_nothing(capsys):
+    with view.Progress("a run", visible=False) as progress:
+        progress.begin("training", 1)
+        progress.advance()
+        progress.say("done")
+    assert capsys.readouterr().out == ""

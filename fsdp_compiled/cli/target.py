@@ -83,7 +83,7 @@ def build(target: str, function: Callable[[], Any]) -> tuple[nn.Module, Sequence
         raise UsageError(f"{target}: expected a tuple of inputs as the second result, got {_named(args)}; write (x,)")
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise UsageError(f"{target}: expected a dict of keyword inputs as the third result, got {_named(kwargs)}")
-    if taken := {"loss", "schedule"} & set(kwargs):
+    if taken := {"loss", "schedule", "code"} & set(kwargs):
         raise UsageError(f"{target}: the input {min(taken)!r} cannot be given by keyword here; give it by position")
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     if not states_below([model]):

@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import Store  # see peers.py
 
 from ..errors import RankFailureError, RankMismatchError
 from ..passes.inductor import source_hash
+from ..passes.progress import watch
 from ..sharding.contract import Contract
 from . import mismatch, peers
 from .backend import process_group
@@ -73,7 +74,8 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend() -> None:
-    """Keep other ranks informed; called when a model's forward begins."""
+    """Keep other ranks and the log informed; called when a model's forward begins."""
+    watch()
     if _setting.enabled:
         peers.attend()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import AllGatherBucket
-from . import backend, copies, reference, streams
+from . import backend, copies, ranges, reference, streams
 from .interfaces import AllGather, registered
 from .streams import Pending
 
@@ -47,6 +47,13 @@ def launch_all_gather(
     Returns:
         Work that ends in those tensors; new ones have ``padded_shape``.
     """
+    with ranges.of("all_gather", bucket):
+        return _launch(shards, bucket, allocate)
+
+
+def _launch(
+    shards: Sequence[Tensor], bucket: AllGatherBucket, allocate: Allocate | None
+) -> Pending[Sequence[Tensor]]:
     device, world = compute_device(shards, bucket), bucket.spec.group.world
     if not bucket.inputs_persist:
         shards = _packed_copies(shards, bucket, device)
@@ -64,9 +71,10 @@ def launch_all_gather(
         backend.wait(started.work, device)
         if started.output is None:
             return outs
-        return _unpack(started.output, outs or (allocate() if allocate else ()), bucket)
+        with ranges.of("all_gather_copy_out", bucket):
+            return _unpack(started.output, outs or (allocate() if allocate else ()), bucket)
 
-    return streams.launch(ALL_GATHERS, device, begin, finish)
+    return streams.launch(ALL_GATHERS, device, begin, finish, ranges.later("all_gather_wait", bucket))
 
 
 def unpadded(parameter: Tensor, layout: ShardLayout) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..sharding.spec import ReductionBucket
-from . import backend, copies, streams
+from . import backend, copies, ranges, streams
 from .interfaces import Hook, ReduceScatter, registered
 from .streams import Pending
 
@@ -47,7 +47,9 @@ def launch_reduction(
 
     def all_reduce(output: Tensor) -> list[Tensor]:
         packed = _plus_partial(output, partial, bucket)
-        backend.wait(_start_all_reduce(packed, bucket), packed.device)
+        work = _start_all_reduce(packed, bucket)
+        with ranges.of("all_reduce_wait", bucket):
+            backend.wait(work, packed.device)
         return finish_reduction(packed, bucket)
 
     scattered = launch_reduce_scatter(packed, bucket, lambda output: output)
@@ -67,7 +69,8 @@ def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
         return grads[0].reshape(bucket.spec.shards.world, -1)
     dims = [layout.dim for layout in bucket.layouts]
     spec = bucket.spec
-    return copies.pack_gradients(grads, dims, spec.shards.world, spec.dtype, spec.scaling.pre_divide)
+    with ranges.of("gradient_copy_in", bucket):
+        return copies.pack_gradients(grads, dims, spec.shards.world, spec.dtype, spec.scaling.pre_divide)
 
 
 def needs_no_packing(grad: Tensor, bucket: ReductionBucket) -> bool:
@@ -87,16 +90,19 @@ def launch_reduce_scatter(
         bucket: what it holds.
         finish: continues with the 1-D output, on the same side stream.
     """
-    world = bucket.spec.shards.world
+    world, waiting = bucket.spec.shards.world, ranges.later("reduce_scatter_wait", bucket)
     if world == 1:
-        return streams.launch(REDUCE_SCATTERS, packed.device, lambda: packed.view(-1), finish)
+        return streams.launch(REDUCE_SCATTERS, packed.device, lambda: packed.view(-1), finish, waiting)
 
     def end(started: tuple[Tensor, dist.Work | None]) -> Result:
         output, work = started
         backend.wait(work, packed.device)
         return finish(output)
 
-    return streams.launch(REDUCE_SCATTERS, packed.device, lambda: _start_reduce_scatter(packed.view(-1), bucket), end)
+    with ranges.of("reduce_scatter", bucket):
+        return streams.launch(
+            REDUCE_SCATTERS, packed.device, lambda: _start_reduce_scatter(packed.view(-1), bucket), end, waiting
+        )
 
 
 def _start_reduce_scatter(packed: Tensor, bucket: ReductionBucket) -> tuple[Tensor, dist.Work | None]:
@@ -117,19 +123,25 @@ def launch_all_reduce(packed: Tensor, bucket: ReductionBucket, finish: Callable[
         backend.wait(work, packed.device)
         return finish(packed)
 
-    return streams.launch(ALL_REDUCES, packed.device, lambda: _start_all_reduce(packed, bucket), end)
+    waiting = ranges.later("all_reduce_wait", bucket)
+    return streams.launch(ALL_REDUCES, packed.device, lambda: _start_all_reduce(packed, bucket), end, waiting)
 
 
 def _start_all_reduce(packed: Tensor, bucket: ReductionBucket) -> dist.Work:
     spec = bucket.spec
-    return backend.all_reduce(packed, backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op])
+    group, op = backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op]
+    with ranges.of("all_reduce", bucket):
+        return backend.all_reduce(packed, group, op)
 
 
 def launch_copy_to_host(
     packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
 ) -> Pending[Result]:
     """Start ``finish``, which copies reduced, packed gradients to the host; called as the other stages are."""
-    return streams.launch(TO_HOST, packed.device, lambda: packed, finish)
+    with ranges.of("copy_to_host", bucket):
+        return streams.launch(
+            TO_HOST, packed.device, lambda: packed, finish, ranges.later("copy_to_host_wait", bucket)
+        )
 
 
 def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
@@ -139,6 +151,11 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
         packed: 1-D; the hook may change it.
         bucket: what it holds.
     """
+    with ranges.of("gradient_copy_out", bucket):
+        return _finish(packed, bucket)
+
+
+def _finish(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
     if bucket.spec.hook:
         registered(bucket.spec.hook, Hook)(packed)
     dtypes = {param.dtype for param in bucket.params}

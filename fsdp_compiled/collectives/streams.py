@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, TypeVar
@@ -70,18 +70,26 @@ class Pending(Generic[Result]):
     Args:
         finish: does or awaits the rest of the work and returns its result; it holds what the work needs.
         event: after the work; None on a CPU.
+        waiting: makes what is entered around the wait.
     """
 
-    def __init__(self, finish: Callable[[], Result], event: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self,
+        finish: Callable[[], Result],
+        event: torch.cuda.Event | None = None,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._finish: Callable[[], Result] | None = finish
         self._event = event
+        self._waiting = waiting
 
     def wait(self) -> Result:
         """Let compute wait for the work, once, and release what the work has held."""
         finish, self._finish = self._finish, None
         if finish is None:
             raise FSDPError("a collective was waited for twice")
-        return finish()
+        with self._waiting():
+            return finish()
 
     def wait_on_host(self) -> None:
         """Let the host wait for work that compute has waited for, and whose result the host will read."""
@@ -100,7 +108,11 @@ class Pending(Generic[Result]):
 
 
 def launch(
-    name: str, device: torch.device, begin: Callable[[], Begun], finish: Callable[[Begun], Result]
+    name: str,
+    device: torch.device,
+    begin: Callable[[], Begun],
+    finish: Callable[[Begun], Result],
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Pending[Result]:
     """Start work beside compute.
 
@@ -109,19 +121,26 @@ def launch(
         device: where compute runs.
         begin: starts a collective.
         finish: waits for it and unpacks its output: on the side stream; on a CPU, when compute waits.
+        waiting: makes what is entered when compute waits.
     """
     streams = streams_of(device)
     if streams is None:
         begun = begin()
-        return Pending(lambda: finish(begun))
+        return Pending(lambda: finish(begun), waiting=waiting)
     with streams.beside(name):
         result = finish(begin())
-    return _under_way(streams, name, result, (begin, finish))
+    return _under_way(streams, name, result, (begin, finish), waiting)
 
 
-def _under_way(streams: CudaStreams, name: str, result: Result, held: object) -> Pending[Result]:
+def _under_way(
+    streams: CudaStreams,
+    name: str,
+    result: Result,
+    held: object,
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Pending[Result]:
     event = streams.record(name)
-    return Pending(_Join(streams, event, result, held), event)
+    return Pending(_Join(streams, event, result, held), event, waiting)
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ..collectives import ranges
 from .casts import map_tensors, tensors_in
 
 P = ParamSpec("P")
@@ -43,6 +44,20 @@ def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return run
+
+
+def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a unit's method a hook: outside of transforms, and in the profiler's range ``FSDP::what (unit)``."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with ranges.of_unit(what, args[0].unit.config.name):  # type: ignore[attr-defined]
+                return method(*args, **kwargs)
+
+        return outside_functorch(run)
+
+    return decorate
 
 
 def before_backward(owner: Owner, output: Any) -> Any:

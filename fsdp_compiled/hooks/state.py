@@ -19,7 +19,7 @@ from ..collectives import Comm, Hook, streams
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
-from .autograd import after_backward, before_backward, outside_functorch
+from .autograd import after_backward, before_backward, hook
 from .casts import cast_floating
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .group import FSDPParamGroup, group_params
@@ -187,7 +187,7 @@ class FSDPState:
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @outside_functorch
+    @hook("pre_forward")
     def _enter_forward(self, module: nn.Module) -> None:
         context = self._lazy_init()
         context.enter_thread()
@@ -222,7 +222,7 @@ class FSDPState:
         self._leave_forward(module)
         return before_backward(self, output) if torch.is_grad_enabled() else output
 
-    @outside_functorch
+    @hook("post_forward")
     def _leave_forward(self, module: nn.Module) -> None:
         self._to_run.discard(module)
         if not self._to_run:
@@ -255,7 +255,7 @@ class FSDPState:
     # ---- backward ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @outside_functorch
+    @hook("pre_backward")
     def pre_backward(self) -> None:
         """All-gather the unit again when the first output gradient arrives."""
         context = self._lazy_init()
@@ -281,7 +281,7 @@ class FSDPState:
             if state.unit.config.unshard_in_backward:
                 state.launch_unshard()
 
-    @outside_functorch
+    @hook("post_backward")
     def post_backward(self) -> None:
         """Start reducing the unit's gradients and free its unsharded parameters."""
         self.training_state = TrainingState.POST_BACKWARD

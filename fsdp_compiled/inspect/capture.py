@@ -11,7 +11,9 @@ from torch import Tensor, fx, nn
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._dynamo.utils import counters
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._guards import detect_fake_mode
+from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner
+from torch._inductor.virtualized import V
 
 from .. import passes
 from ..api import options
@@ -31,6 +33,7 @@ def capture(
     *args: Any,
     loss: Callable[[Any], Tensor] | None = None,
     schedule: SchedulePolicy | None = None,
+    code: bool = True,
     **kwargs: Any,
 ) -> Capture:
     """Compile ``model`` as ``torch.compile`` would, run it once, and return the graphs and what they cost.
@@ -44,6 +47,8 @@ def capture(
         loss: from the output to a scalar; None sums all floating-point tensors of the output. Under ``no_grad``
             there is no backward.
         schedule: None for the default policy.
+        code: False generates no code and computes nothing: graphs return tensors of the right shape that take no
+            memory. So a model can be captured that this machine could not run; its shards need no values.
         kwargs: of its forward.
 
     Raises:
@@ -56,7 +61,7 @@ def capture(
     if not states:
         raise ValueError(f"{type(model).__name__}: expected a sharded model, found no unit; call fully_shard first")
     policy = schedule or SchedulePolicy()
-    recorder = _Recorder(policy, passes.REGION_OPTIONS if has_regions(model) else {})
+    recorder = _Recorder(policy, passes.REGION_OPTIONS if has_regions(model) else {}, code)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
@@ -92,13 +97,43 @@ def _sum(output: Any) -> Tensor:
     return sum(terms, torch.zeros(()))
 
 
+def _without_code(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    """Stand in for ``compile_fx_inner``: run Inductor's passes only, and return what returns empty results."""
+    with V.set_fake_mode(detect_fake_mode(inputs)):
+        _recursive_post_grad_passes(module, is_inference=kwargs.get("is_inference", False))
+    (output,) = module.graph.find_nodes(op="output")
+    values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in output.args[0]]
+
+    def run(inputs: list[Any]) -> list[Any]:
+        inputs.clear()
+        return list(map(_empty, values))
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+def _empty(value: Any) -> Any:
+    """Return zeros of a tensor's shape in the memory of one element, or another value as it is.
+
+    Symbolic sizes are those of the inputs that the graph was traced with, with which it is run.
+    """
+    if isinstance(value, torch.SymInt):
+        return value.node.hint
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros((), dtype=value.dtype, device=value.device).expand([*map(_empty, value.shape)])
+
+
 class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
-    def __init__(self, policy: SchedulePolicy, more: Mapping[str, Any]) -> None:
-        slot, observed = "post_grad_custom_pre_pass", passes.Pipeline((*passes.post_grad(policy), self._observe))
+    def __init__(self, policy: SchedulePolicy, more: Mapping[str, Any], code: bool) -> None:
+        slot = "post_grad_custom_pre_pass"
+        observed = passes.Pipeline(
+            (*passes.post_grad(policy), self._observe), slot="schedule" if code else "schedule only", policy=policy
+        )
         self.graphs = list[CapturedGraph]()
-        self._policy = policy
+        self._policy, self._code = policy, code
         self._scheduled: fx.Graph | None = None
         self._config = {**options(policy), **more} | {slot: passes.beside_users_passes(slot, observed)}
         self._config["force_disable_caches"] = True  # on a hit no pass would run
@@ -114,7 +149,7 @@ class _Recorder:
     def _compile(self, module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         before = fx.GraphModule(module, copy.deepcopy(module.graph))
         self._scheduled = None
-        compiled = compile_fx_inner(module, inputs, **kwargs)
+        compiled = (compile_fx_inner if self._code else _without_code)(module, inputs, **kwargs)
         after = fx.GraphModule(module, copy.deepcopy(module.graph))
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"

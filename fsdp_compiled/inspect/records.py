@@ -96,7 +96,7 @@ class CapturedGraph:
 
     Args:
         module: the graph after our passes.
-        before: the graph as traced, with one operator per parameter read.
+        before: the graph as traced, with one operator per parameter read; None where it was not kept.
         collectives: in order of launch.
         compute: the compute lane of the timeline.
         memory: unsharded bytes in flight over the timeline, a step function.
@@ -108,7 +108,7 @@ class CapturedGraph:
 
     kind: GraphKind
     module: fx.GraphModule
-    before: fx.GraphModule
+    before: fx.GraphModule | None
     collectives: tuple[Collective, ...]
     compute: tuple[ComputeSpan, ...]
     memory: tuple[MemoryStep, ...]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .records import CapturedModel, ExplainedModel
 from .render.data import as_json, trace
+from .render.headline import headline
 from .render.html import html
 from .render.png import png
 from .render.text import capture_text, explanation_text
@@ -29,7 +30,12 @@ class Capture(CapturedModel):
     def __str__(self) -> str:
         return capture_text(self)
 
-    def save(self, path: str | Path) -> Path:
+    @property
+    def headline(self) -> str:
+        """How long the step takes by estimate, for how much of it compute waits, and what to try against that."""
+        return headline(self)
+
+    def save(self, path: str | Path, *, beside: CapturedModel | None = None) -> Path:
         """Write the capture in the format that the path's suffix names. Equal captures make equal files.
 
         ``.html`` is one page that needs nothing else, ``.json`` the records as data (see :func:`as_json`),
@@ -37,8 +43,12 @@ class Capture(CapturedModel):
 
         A file that exists is replaced, or left as it was if anything fails. Returns the path.
 
+        Args:
+            path: of the file.
+            beside: another capture, which the page compares with this one, timelines on one time axis.
+
         Raises:
-            ValueError: the suffix is none of these.
+            ValueError: the suffix is none of these, or not ``.html`` where there is another capture.
             ImportError: matplotlib is missing and the suffix is ``.png``.
             OSError: the file cannot be written.
         """
@@ -46,7 +56,9 @@ class Capture(CapturedModel):
         writer = next((writer for suffix, writer in _WRITERS.items() if path.name.endswith(suffix)), None)
         if writer is None:
             raise ValueError(f"{path}: a capture is saved as {expected}, not as {path.suffix!r}; rename the file")
-        content = writer(self)
+        if beside is not None and writer is not html:
+            raise ValueError(f"{path}: two captures are compared in an .html file, not in {path.suffix!r}")
+        content = writer(self) if beside is None else html(self, beside)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             partial.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)

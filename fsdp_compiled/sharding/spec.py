@@ -209,6 +209,11 @@ class Bucket(Text):
         return (self.spec.group if isinstance(self.spec, AllGatherSpec) else self.spec.shards).world
 
     @cached_property
+    def units(self) -> tuple[str, ...]:
+        """Full names of the units that it spans, in packing order."""
+        return tuple(dict.fromkeys(param.unit for param in self.params))
+
+    @cached_property
     def layouts(self) -> tuple[ShardLayout, ...]:
         """How the ranks share each parameter."""
         return tuple(param.layout(self.world) for param in self.params)

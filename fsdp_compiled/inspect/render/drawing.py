@@ -16,7 +16,8 @@ WIDTH, PER_BAR = 1132, 7  # pixels: usual, and the least for each collective
 EDGE, CAPTION, LANE, CURVE, AXIS = 1, 24, 26, 96, 28
 BOX_WIDTH, BOX_HEIGHT, GAP = 14, 12, 18  # of the legend
 STRIP = 5  # of an exposed part keeps the colour of the collective's kind
-HEADROOM = 1.25  # above the larger of bound and peak
+HEADROOM = 1.25  # above the peak, or above the bound where that is in view
+IN_VIEW = 2.0  # times the peak: a bound beyond is only named, so that the curve keeps its height
 CHARACTER = 7.0  # mean width at the font size of labels
 
 COLOURS = {  # for light and for dark surroundings
@@ -94,9 +95,12 @@ class _Scale(NamedTuple):
         return Box(mark.kind, left, y, max(right - left, 0.0), height, mark.tip)
 
 
-def draw(graph: CapturedGraph, widest: int = WIDTH) -> Drawing:
-    """Return the drawing of a graph, wider than usual, up to ``widest``, where there are many collectives."""
-    scale = _Scale(graph.total_us or 1.0, max(WIDTH, min(widest, PER_BAR * len(graph.collectives))))
+def draw(graph: CapturedGraph, widest: int = WIDTH, until_us: float = 0.0) -> Drawing:
+    """Return the drawing of a graph, wider than usual, up to ``widest``, where there are many collectives.
+
+    Its time axis ends at ``until_us`` or with the graph, whichever is later.
+    """
+    scale = _Scale(max(graph.total_us, until_us) or 1.0, max(WIDTH, min(widest, PER_BAR * len(graph.collectives))))
     *lanes, (memory, levels) = lay_out(graph).items()
     shapes = list[Shape]()
     top = CAPTION
@@ -123,20 +127,25 @@ def _bars(marks: Sequence[Mark], scale: _Scale, y: float) -> list[Shape]:
 
 
 def _memory(marks: Sequence[Mark], graph: CapturedGraph, scale: _Scale, base: float) -> Iterator[Shape]:
-    per_byte = CURVE / (HEADROOM * max(graph.bound_bytes, graph.peak_unsharded_bytes, 1))
+    peak_bytes, bound_bytes = graph.peak_unsharded_bytes, graph.bound_bytes
+    in_view = bound_bytes <= IN_VIEW * peak_bytes or not peak_bytes
+    per_byte = CURVE / (HEADROOM * max(bound_bytes if in_view else 0, peak_bytes, 1))
     heights = [per_byte * step.bytes for step in graph.memory]
     boxes = [scale.box(mark, base - height, height) for mark, height in zip(marks, heights, strict=True)]
     yield from boxes
     steps = [point for box in boxes for point in ((box.x, box.y), (box.x + box.width, box.y))]
     yield Line("curve", ((EDGE, base), (steps[0][0] if steps else scale.width - EDGE, base), *steps))
-    bound = base - per_byte * graph.bound_bytes
-    yield Line("bound", ((EDGE, bound), (scale.width - EDGE, bound)))
-    yield Text("note", EDGE + 2, bound - 5, f"bound {figures.size(graph.bound_bytes)}")
+    bound = base - per_byte * bound_bytes
+    if in_view:
+        yield Line("bound", ((EDGE, bound), (scale.width - EDGE, bound)))
+        yield Text("note", EDGE + 2, bound - 5, f"bound {figures.size(bound_bytes)}")
+    else:
+        yield Text("caption", scale.width - EDGE, base - CURVE - 6, f"bound {figures.size(bound_bytes)}", "end")
     if boxes:
         peak = max(boxes, key=lambda box: box.height)
         is_late = peak.x > 0.85 * scale.width
         y = peak.y + 14 if peak.height > 18 else peak.y - 5  # above a low curve
-        note = f"peak {figures.size(graph.peak_unsharded_bytes)}"
+        note = f"peak {figures.size(peak_bytes)}"
         yield Text("note", peak.x + (peak.width - 4 if is_late else 4), y, note, "end" if is_late else "start")
 
 

@@ -15,28 +15,65 @@ from torch import fx
 from ..records import CapturedGraph, CapturedModel, Collective
 from . import figures
 from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
+from .headline import headline, side_by_side
 
 NAMES = 30  # characters of a table cell's names; they unfold
 WIDEST = 8000  # pixels of a timeline
 
 
-def html(capture: CapturedModel) -> str:
-    """Return the page's source."""
-    graphs = [(f"g{index}", title, graph) for index, (title, graph) in enumerate(figures.titled(capture.graphs))]
-    summary = [
-        {"graph": f"<a href='#{key}'>{title}</a>"} | figures.graph_facts(graph) for key, title, graph in graphs
-    ]
+def html(capture: CapturedModel, beside: CapturedModel | None = None) -> str:
+    """Return the page's source: of one capture, or of one and then another, with both compared above."""
+    captures = [capture] if beside is None else [capture, beside]
+    names, rows = side_by_side(captures)
+    parts = list(_comparison(names, rows, captures)) if beside is not None else []
+    for number, (name, each) in enumerate(zip(names, captures, strict=True)):
+        parts += _part("" if beside is None else name, f"{number or ''}", each)
     return _resource("page.html").format(
         model=escape(capture.model),
         about=escape(figures.about(capture)),
+        headlines="\n".join(_headlines(names, captures)),
         style="\n".join([*_colours(), _resource("page.css").rstrip()]),
         script=_resource("page.js").rstrip(),
-        summary=_table(summary) or "<p>No graph was compiled.</p>",
-        schedule=_facts(figures.schedule(capture.schedule)),
-        breaks=len(capture.graph_breaks) or "none",
-        reasons=_list(capture.graph_breaks),
-        graphs="\n".join(line for each in graphs for line in _section(*each)),
+        parts="\n".join(parts),
     )
+
+
+def _headlines(names: Sequence[str], captures: Sequence[CapturedModel]) -> Iterator[str]:
+    for name, capture in zip(names, captures, strict=True):
+        whose = f"<b>{escape(name)}</b>: " if len(captures) > 1 else ""
+        yield f"<p class='headline'>{whose}{escape(headline(capture)) or 'No graph was compiled.'}</p>"
+
+
+def _comparison(
+    names: Sequence[str], rows: Sequence[Mapping[str, str]], captures: Sequence[CapturedModel]
+) -> Iterator[str]:
+    """Yield a table of both captures' figures, and each graph's timelines below each other on one time axis."""
+    yield "<section><h2>Side by side</h2>"
+    yield _table([{escape(title): escape(cell) for title, cell in row.items()} for row in rows])
+    titled = [figures.titled(capture.graphs) for capture in captures]
+    for graphs in zip(*titled, strict=False):
+        end_us = max(graph.total_us for _, graph in graphs)
+        for name, (title, graph) in zip(names, graphs, strict=True):
+            yield f"<h3>{title}: {escape(name)}</h3>"
+            yield _timeline(f"{title} graph, {name}", graph, end_us)
+    yield "</section>"
+
+
+def _part(name: str, prefix: str, capture: CapturedModel) -> Iterator[str]:
+    """Yield all of one capture below its name; ``prefix`` tells its graphs from another's."""
+    graphs = [
+        (f"{prefix}g{index}", title, graph) for index, (title, graph) in enumerate(figures.titled(capture.graphs))
+    ]
+    summary = [
+        {"graph": f"<a href='#{key}'>{title}</a>"} | figures.graph_facts(graph) for key, title, graph in graphs
+    ]
+    yield f"<section><h2>{escape(name) or 'Summary'}</h2>"
+    yield _table(summary) or "<p>No graph was compiled.</p>"
+    yield f"<h3>Schedule</h3>{_facts(figures.schedule(capture.schedule))}"
+    yield f"<h3>Graph breaks: {len(capture.graph_breaks) or 'none'}</h3>{_list(capture.graph_breaks)}"
+    yield "</section>"
+    for each in graphs:
+        yield from _section(*each)
 
 
 def _resource(name: str) -> str:
@@ -54,27 +91,29 @@ def _colours() -> Iterator[str]:
 def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
     yield f"<section id='{key}'><h2>{title}</h2>"
     yield _facts(figures.graph_facts(graph))
-    width, height, shapes = draw(graph, WIDEST)
-    label = f'role="img" aria-label="Timeline of the {title} graph"'
-    yield f'<div class="scroll"><svg class="timeline" {label} width="{width:g}" height="{height:g}">'
-    yield from map(_element, shapes)
-    yield "</svg></div>"
+    yield _timeline(f"{title} graph", graph)
     yield f"<h3>Collectives: {len(graph.collectives) or 'none'}</h3>"
     yield _table([_cells(key, number, collective) for number, collective in enumerate(graph.collectives)])
     yield _list(figures.verdicts(graph))
     marked = {position for c in graph.collectives for position in (c.launch, c.wait, c.first_use)}
-    for summary, content in (
-        ("Graph before the passes", _listing("", graph.before.graph, set())),
-        ("Graph after the passes", _listing(key, graph.module.graph, marked)),
-        ("Code that Inductor generated", escape(graph.code)),
-    ):
-        yield _details(summary, content)
+    if graph.before is not None:
+        yield _details("Graph before the passes", _listing("", graph.before.graph, set()))
+    yield _details("Graph after the passes", _listing(key, graph.module.graph, marked))
+    if graph.code:
+        yield _details("Code that Inductor generated", escape(graph.code))
     for region in graph.regions:
         summary = (
             f"Region {region.name}, {figures.duration(region.estimate_us)} a call, for {', '.join(region.calls)}"
         )
         yield _details(escape(summary), _listing("", region.module.graph, set()))
     yield "</section>"
+
+
+def _timeline(name: str, graph: CapturedGraph, until_us: float = 0.0) -> str:
+    width, height, shapes = draw(graph, WIDEST, until_us)
+    label = f'role="img" aria-label="Timeline of the {escape(name)}"'
+    head = f'<div class="scroll"><svg class="timeline" {label} width="{width:g}" height="{height:g}">'
+    return "\n".join([head, *map(_element, shapes), "</svg></div>"])
 
 
 def _details(summary: str, content: str) -> str:

@@ -1,0 +1,86 @@
+"""Puts each schedule where ``TORCH_TRACE`` writes, for tlparse: its records as JSON, a table, and a link to its page.
+
+The page is a file below torch's log, since tlparse shows artifacts as text. Called by the passes' pipeline through
+:func:`fsdp_compiled.passes.progress.observe`, for every graph that is scheduled while torch writes a trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch._guards import CompileContext
+from torch._logging._internal import trace_structured
+
+from ..passes.graph.liveness import cluster_of
+from ..passes.policy import SchedulePolicy
+from ..sharding.spec import ParamSpec
+from .reading import Scheduled, collectives
+from .records import CapturedGraph, GraphKind
+from .render.data import as_json
+from .report import Capture
+
+_TEXTS = ("module", "before", "code")  # fields of a graph that torch's own artifacts show
+
+
+def write(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, folder: Path) -> None:
+    """Write what the passes have made of a graph, which is left alone; ``folder`` is where torch writes its trace."""
+    capture = _captured(graph, policy, kind)
+    (found,) = capture.graphs
+    name = f"fsdp_compiled_{kind}"
+    data = {field.name: getattr(found, field.name) for field in fields(found) if field.name not in _TEXTS}
+    _artifact(name, "json", as_json({"model": capture.model, "world": capture.world, "schedule": policy, **data}))
+    _artifact(name, "string", str(capture))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    number = str(CompileContext.current_compile_id()).replace("/", "_")
+    pages = folder.resolve() / "fsdp_compiled"  # a folder of its own: tlparse takes any file for a log
+    try:
+        pages.mkdir(parents=True, exist_ok=True)
+        page = capture.save(pages / f"{kind}_rank_{rank}_{number}.html")
+    except OSError as error:
+        logging.getLogger("fsdp_compiled").warning("%s: the page of a schedule was not written: %s", pages, error)
+        return
+    trace_structured("link", lambda: {"name": f"{name}.html", "url": page.as_uri()})
+
+
+def _artifact(name: str, encoding: str, text: str) -> None:
+    trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: text)
+
+
+def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Capture:
+    read = Scheduled(graph, policy)
+    found = CapturedGraph(
+        kind=kind,
+        module=fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)),
+        before=None,
+        collectives=collectives(read, graph),
+        compute=read.spans(),
+        memory=read.memory(),
+        peak_unsharded_bytes=max(read.in_flight),
+        bound_bytes=read.bound_bytes,
+        kept_bytes=sum(task.kept_bytes for task in read.load.all_gathers),
+        code="",
+        regions=read.regions(),
+    )
+    params = {param.name: param for lowered in read.buckets for param in lowered.bucket.params}
+    return Capture(
+        model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),
+        parameters=sum(map(_numel, params.values())),
+        world=max((collective.world for collective in found.collectives), default=1),
+        torch_version=torch.__version__,
+        cluster=cluster_of(graph, policy.cluster),
+        schedule=policy,
+        graph_breaks=(),
+        graphs=(found,),
+    )
+
+
+def _numel(param: ParamSpec) -> int:
+    return param.layout(1).numel
