@@ -15,6 +15,7 @@ from ..policy import resolved
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from ..sharding.placement import local_of
 from .parameters import FoundParameters
+from .torch_records import own_record
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
@@ -60,7 +61,7 @@ def _placement(
     choose: ShardPlacementFn | None,
     reshard: bool | int | None,
 ) -> ParamPlacement:
-    info, dim = _chosen(name, None if choose is None else choose(param), default.mesh_info)
+    info, dim = _chosen(name, None if choose is None else own_record(choose(param)), default.mesh_info)
     _check_dtensor(name, param, info)
     local = local_of(param.detach())
     check_extension(name, local)
