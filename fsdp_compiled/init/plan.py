@@ -11,7 +11,9 @@ from torch.distributed.tensor import DTensor, Shard
 from ..param.extension import check_extension, check_smaller_group
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
+from ..param.quantised import inner_tensors
 from ..policy import resolved
+from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from ..sharding.placement import local_of
 from .parameters import FoundParameters
@@ -66,6 +68,7 @@ def _placement(
     local = local_of(param.detach())
     check_extension(name, local)
     dim = _checked_dim(name, local, dim, info.shard_world)
+    inner_tensors(name, local, ShardLayout(tuple(local.shape), dim, info.shard_world))  # whether it can be sharded
     if not isinstance(reshard, bool | None):
         _check_smaller_group(name, local, info.shard_world, reshard)
     policy = default.mp_policy.for_param(name, param)

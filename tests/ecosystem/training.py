@@ -82,13 +82,13 @@ def watch() -> Iterator[Seen]:
     seen.breaks = list(counters["graph_break"])
 
 
-def assert_mode(seen: Seen, mode: str, params: int) -> None:
-    """Assert that training ran in hooks, or as one graph that all-gathers all parameters, and nothing outside."""
+def assert_mode(seen: Seen, mode: str, gathered: int) -> None:
+    """Assert that training ran in hooks, or as one graph with so many all-gathers inside and none outside."""
     if mode == "eager":
         assert seen.graphs == 0 and seen.hooked > 0
     else:
         assert seen.graphs == 1 and not seen.breaks, seen
-        assert seen.hooked == 0 and seen.in_graphs == params, seen
+        assert seen.hooked == 0 and seen.in_graphs == gathered, seen
 
 
 def alone(name: str = "llama", steps: int = 3, lr: float = 1e-2, clip: float | None = None) -> list[float]:
