@@ -19,8 +19,9 @@ import torch.distributed.fsdp as torch_fsdp
 
 from . import api
 
-# Where the function is looked up when it is called, or imported then. Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-_PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
+# Where libraries look the function up, or import it from, when they shard a model; the last has imported it before.
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0, and transformers 5.23.0.
+_PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "transformers.distributed.fsdp")
 
 _theirs = torch_fsdp.fully_shard
 _lock = Lock()
@@ -61,10 +62,10 @@ def disable() -> None:
 def as_torch_fsdp() -> Iterator[None]:
     """Let ``torch.distributed.fsdp.fully_shard`` be ours within the block, or the decorated function.
 
-    For libraries that call it for you: ``Trainer`` and ``Accelerator`` with FSDP version 2, TRL, Lightning. It counts
-    for this thread alone; :func:`enable` is for all. Blocks may be nested. Modules that were sharded inside stay ours
-    outside. Code that imported the name before the block goes on with the function that it has; a function that was
-    imported inside is PyTorch's again outside.
+    For libraries that call it for you: ``Trainer`` and ``Accelerator`` with FSDP version 2, TRL, Lightning, and
+    ``from_pretrained`` with a ``distributed_config``. It counts for this thread alone; :func:`enable` is for all.
+    Blocks may be nested. Modules that were sharded inside stay ours outside. Other code that imported the name before
+    the block goes on with the function that it has; a function that was imported inside is PyTorch's again outside.
     """
     before = _here.get()
     with _lock:

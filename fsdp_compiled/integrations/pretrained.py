@@ -57,7 +57,7 @@ def shard_pretrained(
 
 def _own_plan(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():  # the model itself, or the one that PEFT's is around
-        if found := getattr(module, "fsdp_plan", None):
+        if hasattr(type(module), "fsdp_plan") and (found := module.fsdp_plan):
             return {f"{name}.{entry}" if name else entry: style for entry, style in found.items()}
     return {}
 

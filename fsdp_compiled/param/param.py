@@ -23,7 +23,7 @@ from ..sharding.placement import local_of, outer_parallelism, sharded_spec
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, check_extension, check_smaller_group, is_extended
 from .gradients import AccumulatedGrad, after_user_hooks, call_after_accumulation
-from .memory import same_memory, without_memory
+from .memory import identifiable, same_memory, without_memory
 from .placement import ParamModuleInfo, ParamPlacement, ShardedState, TakenOriginal, check_replacement, comm_spec
 from .quantised import inner_tensors
 from .replaced import check_untouched, storage_of
@@ -85,7 +85,7 @@ class FSDPParam:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded
         self.shard = padded if self._inner is None else self._inner.extend(padded)
-        self._local = local_of(sharded)
+        self._local = identifiable(local_of(sharded), padded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
         self._storage = storage_of(sharded)
         self.is_differentiable = padded.is_floating_point() or padded.is_complex()

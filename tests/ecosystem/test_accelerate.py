@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -13,7 +14,7 @@ pytest.importorskip("transformers")
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import TorchDynamoPlugin
 
-from fsdp_compiled import FSDPModule, as_torch_fsdp
+from fsdp_compiled import FSDPModule, as_torch_fsdp, fully_shard
 from tests import huggingface
 from tests.ecosystem.training import (
     BACKEND,
@@ -147,3 +148,24 @@ def test_a_model_that_is_sharded_already(mode):
         losses = _train(accelerator, call, optimizer, my_batches())
     assert_equal_losses(losses, alone(clip=1.0))
     assert_mode(seen, mode, len(list(model.parameters())))
+
+
+class Rows(nn.Module):
+    """Parameters of one row, of which the second rank has nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.ParameterList(torch.randn(1, 8) for _ in range(3))
+
+    def forward(self, x):
+        return x * self.rows[0] + self.rows[1] * self.rows[2]
+
+
+@on_ranks(2)
+def test_empty_shards_stay_apart():
+    with accelerate_on_cpu():
+        model = fully_shard(Rows())
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = _accelerator("eager", wrap="no_wrap").prepare(model, optimizer)
+    (found,) = [group["params"] for group in optimizer.param_groups]
+    assert all(mine is param for mine, param in zip(found, model.parameters(), strict=True))
