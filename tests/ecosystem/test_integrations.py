@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
@@ -23,7 +24,7 @@ from tests import huggingface
 from tests.ecosystem.test_trainer import STEPS, InOrder, Tokens, _arguments, _losses
 from tests.ecosystem.training import MODES, accelerate_on_cpu, alone, assert_equal_losses, assert_mode, watch
 from tests.ranks import on_ranks
-from tests.training import assert_close, full_params
+from tests.training import assert_close, full, full_params
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 NAMES = ["llama", "qwen3", "gemma", "bert"]
@@ -177,3 +178,47 @@ def test_what_the_mixin_refuses(tmp_path):
         with pytest.raises(ValueError, match="args: expected neither fsdp nor deepspeed"):
             model = fully_shard(huggingface.build("llama"))
             InOrderSharded(model=model, args=_arguments("eager", tmp_path), train_dataset=Tokens())
+
+
+def _resumable(folder):
+    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2, "per_device_train_batch_size": 1}
+    model = shard_pretrained(huggingface.build("llama"))
+    return InOrderSharded(model=model, args=_plain("eager", folder, **options), train_dataset=Tokens())
+
+
+def _state(trainer):
+    moments = get_optimizer_state_dict(trainer.model, trainer.optimizer.optimizer)["state"]
+    return full_params(trainer.model) | {f"{name} exp_avg": full(each["exp_avg"]) for name, each in moments.items()}
+
+
+@on_ranks(2)
+def _write(folder):
+    with accelerate_on_cpu():
+        trainer = _resumable(folder)
+        trainer.train()
+        state = _state(trainer)
+        if torch.distributed.get_rank() == 0:
+            torch.save(state, folder / "state.pt")
+
+
+@on_ranks(4)
+def _read(folder):
+    with accelerate_on_cpu():
+        trainer, resumed, want = _resumable(folder), [], torch.load(folder / "state.pt")
+
+        class Note(transformers.TrainerCallback):
+            def on_train_begin(self, *_, **__):
+                resumed.append(_state(trainer))
+
+        trainer.add_callback(Note())
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-2"))  # takes a step more
+        assert_close(resumed[0], want, rtol=0)
+        trainer.state.best_model_checkpoint = str(folder / "checkpoint-2")
+        trainer._load_best_model()
+        params = full_params(trainer.model)
+        assert_close(params, {name: want[name] for name in params}, rtol=0)
+
+
+def test_the_mixin_resumes_on_another_number_of_ranks(tmp_path):
+    _write(folder=tmp_path)
+    _read(folder=tmp_path)
