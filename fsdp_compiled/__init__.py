@@ -10,6 +10,7 @@ from .api import (
     register_fsdp_forward_method,
 )
 from .collectives import AllGather, Comm, ReduceScatter, set_rank_agreement
+from .drop_in import as_torch_fsdp, disable, enable
 from .errors import FSDPError, RankFailureError, RankMismatchError
 from .hooks.context import GradientReductionHandle
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
@@ -54,7 +55,10 @@ __all__ = [
     "SchedulePolicy",
     "ShardPlacementResult",
     "UnshardHandle",
+    "as_torch_fsdp",
     "compile",
+    "disable",
+    "enable",
     "fully_shard",
     "fully_shard_with_compiled_compute",
     "options",

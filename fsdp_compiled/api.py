@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, passes, sharding
@@ -27,11 +28,12 @@ from .init.parameters import managed_parameters
 from .init.plan import ShardPlacementFn, checked_placements
 from .init.regions import set_regions
 from .init.shard import shard
+from .init.torch_records import own_record
 from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
 from .param.regions import has_regions
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
-from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
+from .sharding.mesh import DataParallelMeshDims, DataParallelMeshInfo, data_parallel_mesh
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -55,7 +57,7 @@ def fully_shard(
     is, or compile it as one graph: ``torch.compile(model, fullgraph=True)``.
 
     Args:
-        module: a module, or a list of modules that form one unit.
+        module: a module, or a list of modules that form one unit; for what ``torch.compile`` made of one, that one.
         mesh: 1-D to shard, or 2-D with names to replicate over dimension 0 and shard over dimension 1. None
             shards over all ranks.
         reshard_after_forward: free unsharded parameters after forward and all-gather them again in backward
@@ -64,7 +66,7 @@ def fully_shard(
             parameters sharded over N neighbouring ranks, over which backward all-gathers.
         shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, None for
             ``Shard(0)``, or a ``ShardPlacementResult`` for another mesh too. Only dimension 0 may be uneven.
-        mp_policy: dtypes of communication and compute.
+        mp_policy: dtypes of communication and compute. PyTorch's own policies serve as well, here and below.
         offload_policy: where shards, gradients and optimizer state live.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where it has others, and parameters are
@@ -81,24 +83,39 @@ def fully_shard(
         NotImplementedError: an option that does not exist yet.
     """
     modules = checked_modules(module)
+    mp_policy, offload_policy = own_record(mp_policy), own_record(offload_policy)
     check_options(mp_policy, offload_policy, ignored_params, shard_placement_fn)
     check_composable(modules)
-    mesh_info = data_parallel_mesh(mesh, dp_mesh_dims)
+    mesh_info = data_parallel_mesh(mesh, own_record(dp_mesh_dims))
     reshard = checked_reshard(reshard_after_forward, mesh_info)
     found = managed_parameters(modules, ignored_params or set())
     check_device(mesh_info)
-    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
-    default = ParamPlacement(mesh_info, 0, mp_policy, mesh_info.device, offload)
+    default = _default_placement(mesh_info, mp_policy, offload_policy)
     placements = checked_placements(found, default, shard_placement_fn, reshard)
     check_no_unit_above(modules)
     check_complete_units_below(modules)
     shard(modules, found, placements, default, reshard)
-    passes.install(core_hash())
-    collectives.attend()
+    _follow(module)
     return module
 
 
 fully_shard.state = unit_state  # type: ignore[attr-defined]
+
+
+def _follow(sharded: nn.Module | list[nn.Module]) -> None:
+    """Let everything around the modules know that they are sharded."""
+    passes.install(core_hash())
+    collectives.attend()
+    for module in sharded if isinstance(sharded, list) else [sharded]:
+        if isinstance(module, OptimizedModule):
+            module._initialize()  # it calls the __call__ that its module's class had
+
+
+def _default_placement(
+    info: DataParallelMeshInfo, policy: MixedPrecisionPolicy, offload: OffloadPolicy
+) -> ParamPlacement:
+    """Return how a unit's parameters are sharded where ``shard_placement_fn`` says nothing else."""
+    return ParamPlacement(info, 0, policy, info.device, offload if isinstance(offload, CPUOffloadPolicy) else None)
 
 
 def fully_shard_with_compiled_compute(

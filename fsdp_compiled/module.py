@@ -7,6 +7,7 @@ from math import inf
 from typing import Any
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from .collectives import AllGather, ReduceScatter
@@ -27,7 +28,7 @@ def unit_state(module: Any) -> FSDPState:
     return state
 
 
-class UnshardHandle:
+class UnshardHandle(torch_fsdp.UnshardHandle):
     """Waits for an asynchronous :meth:`FSDPModule.unshard`."""
 
     def __init__(self, state: FSDPState) -> None:
@@ -40,17 +41,26 @@ class UnshardHandle:
             self._state = None
 
 
-class FSDPModule:
+class FSDPModule(torch_fsdp.FSDPModule):
     """Mixin of every module given to ``fully_shard``; it comes first in the module's bases.
+
+    Libraries know a sharded module by ``isinstance(module, torch.distributed.fsdp.FSDPModule)``, so this is a
+    subclass of that. It overrides all of its methods: nothing of PyTorch's implementation runs.
 
     Every method raises TypeError for an argument of the wrong type, and ValueError for a number out of range or a
     module that ``fully_shard`` was not applied to. A setter with ``recurse`` configures the units below as well. What
     only the outermost unit can do raises RuntimeError on another.
     """
 
+    # Dynamo refuses a module that Transformers has marked as managed by FSDP without this, which FSDP2 sets, too.
+    _fsdp_use_orig_params = True
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Code such as nn.Sequential.__getitem__ makes type(self)(...): that is a plain module again.
         return cls._fsdp_user_class(*args, **kwargs)  # type: ignore[attr-defined]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile this module in place, as ``nn.Module.compile`` does, with what ``torch.compile`` takes.
@@ -108,11 +118,11 @@ class FSDPModule:
         for state in _states(self, recurse, keep=keep):
             state.configure(keep_unsharded_storage=keep)
 
-    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Start all-gathering these modules' units in this one's pre-forward hook; graphs are not affected."""
         unit_state(self).forward_prefetch = _states_of("set_modules_to_forward_prefetch", modules)
 
-    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:
+    def set_modules_to_backward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Start all-gathering these modules' units when this one's backward begins; graphs are not affected.
 
         The default is the unit before this one in forward order; an empty list turns prefetch off.
@@ -188,11 +198,11 @@ class FSDPModule:
         for state in _states(self, recurse, enable=enable):
             state.set_separate_reduce_group(enable)
 
-    def set_custom_all_gather(self, comm: AllGather) -> None:
+    def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
         """All-gather this unit's parameters by ``comm``, in graphs too."""
         comms.use(unit_state(self), AllGather, comm)
 
-    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
         """Reduce this unit's gradients over shards by ``comm``, in graphs too."""
         comms.use(unit_state(self), ReduceScatter, comm)
 
@@ -291,7 +301,7 @@ class FSDPModule:
         """Accept what FSDP2's users set: all-gathers here are always asynchronous operations."""
         require_bool("async_op", async_op)
 
-    _get_fsdp_state = unit_state
+    _get_fsdp_state = unit_state  # type: ignore[assignment]
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:

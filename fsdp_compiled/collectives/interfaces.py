@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public name for FSDP2's interfaces.
+from torch.distributed.fsdp._fully_shard import _fsdp_api as torch_api
+
 from ..errors import FSDPError
 
 RedOp = dist.ReduceOp.RedOpType
@@ -55,6 +58,11 @@ class ReduceScatter(Comm):
         Returns:
             The work to wait for, or None if the output is complete (or in order on the current stream).
         """
+
+
+# What implements FSDP2's interfaces has these methods, and serves here as well.
+AllGather.register(torch_api.AllGather)  # type: ignore[type-abstract]
+ReduceScatter.register(torch_api.ReduceScatter)  # type: ignore[type-abstract]
 
 
 class Hook:

@@ -13,6 +13,7 @@ from threading import get_ident
 from typing import Any
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from .autograd import outside_functorch
@@ -102,7 +103,10 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-class GradientReductionHandle:
+_TorchHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # since torch 2.15
+
+
+class GradientReductionHandle(_TorchHandle):
     """Waits for what ``FSDPModule.finalize_backward(async_op=True)`` has begun."""
 
     def __init__(self, context: FSDPStateContext) -> None:
@@ -145,6 +149,11 @@ class FSDPStateContext:
     thread: int | None = None  # that began the last forward
     backward_thread: int | None = None  # that began the last backward
     post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
+
+    @property
+    def all_states(self) -> list[UnitState]:
+        """``states`` by FSDP2's name for it, which ``torch.distributed.pipelining`` reads."""
+        return self.states
 
     @property
     def _ends_with_backward(self) -> bool:

@@ -24,10 +24,11 @@ from .casts import cast_floating
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .group import FSDPParamGroup, group_params
 from .optimizers import watch_optimizers
+from .torch_names import TorchNames
 from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized, check_untouched
 
 
-class FSDPState:
+class FSDPState(TorchNames):
     """The state of one unit: the modules of one ``fully_shard`` call."""
 
     def __init__(

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 from ..hooks.context import states_below
 from ..module import FSDPModule
@@ -15,8 +16,9 @@ from ..sharding.mesh import DataParallelMeshInfo
 
 
 def checked_modules(module: Any) -> list[nn.Module]:
-    """Return the unit's modules: what was given, without modules below others of the list."""
-    given: list[nn.Module] = module if isinstance(module, list) else [module]
+    """Return the unit's modules: what was given, or compiled, without modules below others of the list."""
+    listed: list[nn.Module] = module if isinstance(module, list) else [module]
+    given = [each._orig_mod if isinstance(each, OptimizedModule) else each for each in listed]
     if not given:
         raise ValueError("module: expected a module or a non-empty list of modules, got an empty list")
     for one in given:

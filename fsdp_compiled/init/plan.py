@@ -11,10 +11,13 @@ from torch.distributed.tensor import DTensor, Shard
 from ..param.extension import check_extension, check_smaller_group
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
+from ..param.quantised import inner_tensors
 from ..policy import resolved
+from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from ..sharding.placement import local_of
 from .parameters import FoundParameters
+from .torch_records import own_record
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
@@ -60,11 +63,12 @@ def _placement(
     choose: ShardPlacementFn | None,
     reshard: bool | int | None,
 ) -> ParamPlacement:
-    info, dim = _chosen(name, None if choose is None else choose(param), default.mesh_info)
+    info, dim = _chosen(name, None if choose is None else own_record(choose(param)), default.mesh_info)
     _check_dtensor(name, param, info)
     local = local_of(param.detach())
     check_extension(name, local)
     dim = _checked_dim(name, local, dim, info.shard_world)
+    inner_tensors(name, local, ShardLayout(tuple(local.shape), dim, info.shard_world))  # whether it can be sharded
     if not isinstance(reshard, bool | None):
         _check_smaller_group(name, local, info.shard_world, reshard)
     policy = default.mp_policy.for_param(name, param)

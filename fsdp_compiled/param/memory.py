@@ -20,3 +20,13 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
         return False
     return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
+
+
+def identifiable(local: Tensor, padded: Tensor) -> Tensor:
+    """Let an empty shard answer ``data_ptr()`` with the address of its padding, and return the shard.
+
+    accelerate finds an optimizer's parameters again by that address, which is 0 for every empty tensor.
+    """
+    if not local.numel() and padded.numel():
+        local.data_ptr = padded.data_ptr  # type: ignore[method-assign]
+    return local

@@ -23,8 +23,9 @@ from ..sharding.placement import local_of, outer_parallelism, sharded_spec
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, check_extension, check_smaller_group, is_extended
 from .gradients import AccumulatedGrad, after_user_hooks, call_after_accumulation
-from .memory import same_memory, without_memory
+from .memory import identifiable, same_memory, without_memory
 from .placement import ParamModuleInfo, ParamPlacement, ShardedState, TakenOriginal, check_replacement, comm_spec
+from .quantised import inner_tensors
 from .replaced import check_untouched, storage_of
 from .unit import Unit
 from .unsharded import ExtendedUnsharded, Unsharded, UnshardedParam
@@ -57,10 +58,8 @@ class FSDPParam:
         self.shard: Tensor  # padded; shares storage with the DTensor's local tensor
         self.leaf: nn.Parameter  # the shard as graphs read it; its gradient is accumulated into sharded_param.grad
         self.spec: CommSpec | Any = None  # derived from configuration, names and dtypes, see refresh()
-        self._unsharded: Unsharded | None = None  # made by the first eager all-gather
         self._post_forward: tuple[Tensor, CommSpec] | None = None  # padded shard over the smaller group
-        self.unsharded_grad: AccumulatedGrad  # while sync is off
-        self.partial_grad: AccumulatedGrad  # padded gradients that only the shard group has reduced
+        self._inner = inner_tensors(self.name, unsharded, self.layout)
         padded = take_shard(unsharded, self.layout, mesh_info.shard_rank)
         if self.placement.offload is not None and padded.device.type != "meta":
             padded = self.placement.pinned(padded.cpu())
@@ -85,8 +84,8 @@ class FSDPParam:
     def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded
-        self.shard = padded
-        self._local = local_of(sharded)
+        self.shard = padded if self._inner is None else self._inner.extend(padded)
+        self._local = identifiable(local_of(sharded), padded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
         self._storage = storage_of(sharded)
         self.is_differentiable = padded.is_floating_point() or padded.is_complex()
@@ -96,7 +95,8 @@ class FSDPParam:
         self.leaf = nn.Parameter(plain, requires_grad=self.is_differentiable)
         if self.is_differentiable:
             call_after_accumulation(self.leaf, self._accumulate_leaf_grad)
-        self._unsharded = None
+        self._unsharded: Unsharded | None = None  # made by the first eager all-gather
+        # While sync is off; and padded ones that only the shard group has reduced.
         self.unsharded_grad = AccumulatedGrad(self.layout.shape, self.dtypes[1], self._on_compiled_gradient)
         self.partial_grad = AccumulatedGrad(self.layout.shard_shape, self.dtypes[1], self._on_compiled_gradient)
         self.refresh()

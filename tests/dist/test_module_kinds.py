@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
 
-from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
 from fsdp_compiled.collectives import backend
+from fsdp_compiled.hooks import group
 from tests.graphs import record, sequence
 from tests.parity import row
 from tests.ranks import on_ranks
 from tests.training import (
+    MLP,
     MODES,
     WITH_REGIONS,
     assert_close,
+    assert_trains_like_one_process,
     assert_trains_like_replicas,
     batches,
     compiled,
@@ -364,3 +369,18 @@ def test_some_units_compiled_and_others_not():
     fully_shard(model)
     assert_trains_like_replicas(model, model, alone, batches(3, 8, 6))
     assert counter.frame_count == 1
+
+
+@on_ranks(2)
+def test_what_torch_compile_made_is_sharded_inside():
+    """As accelerate does; the root's own parameters are all-gathered in the graph, too."""
+    alone, model = MLP(), MLP()
+    call = compiled(model)
+    for block in model.blocks:
+        fully_shard(block)
+    assert fully_shard(call) is call
+    assert isinstance(model, FSDPModule) and not isinstance(call, FSDPModule)
+    counters.clear()
+    with mock.patch.object(group, "launch_all_gather", wraps=group.launch_all_gather) as gathers:
+        assert_trains_like_one_process(model, call, alone)
+    assert counters["stats"]["unique_graphs"] == 1 and not gathers.called

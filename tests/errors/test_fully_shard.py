@@ -336,8 +336,8 @@ def test_wrong_placements(chosen, error, message):
         (TypeError, "mp_policy: expected a MixedPrecisionPolicy, got <class", {"mp_policy": MixedPrecisionPolicy}),
         (
             TypeError,
-            "mp_policy: expected a MixedPrecisionPolicy, got MixedPrecisionPolicy",
-            {"mp_policy": torch_fsdp.MixedPrecisionPolicy()},
+            r"MixedPrecisionPolicy.param_dtype: expected torch.dtype or None, got 'bf16'",
+            {"mp_policy": torch_fsdp.MixedPrecisionPolicy("bf16")},
         ),
         (TypeError, "offload_policy: expected an OffloadPolicy, got 'cpu'", {"offload_policy": "cpu"}),
         (TypeError, "ignored_params: expected parameters, got a int among them", {"ignored_params": {1}}),

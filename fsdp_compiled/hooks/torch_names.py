@@ -1,0 +1,57 @@
+"""What PyTorch's own tools read of a unit's state, by the names that FSDP2's state has.
+
+Until torch 2.13, ``torch.distributed.pipelining`` ends a step through ``_state_ctx``, ``_fsdp_param_group`` or
+``_fsdp_param_groups``, and ``_root_post_backward_final_callback``; ``torch.distributed.fsdp.share_comm_ctx`` assigns
+``_comm_ctx``. Checked on torch 2.11.0, 2.13.0 and 2.15.0. It must not know what a unit does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .context import FSDPCommContext, FSDPStateContext
+
+
+class _Group:
+    """Stands for a unit's groups of parameters where a tool wants to end each one's backward before all of them."""
+
+    comm_ctx: FSDPCommContext
+
+    def post_backward(self) -> None:
+        """Leave everything to the callback that follows, which reduces what is left in all units."""
+
+
+class TorchNames:
+    """Mixin of ``FSDPState``."""
+
+    _fsdp_param_groups = (_Group(),)
+
+    def _lazy_init(self) -> FSDPStateContext:
+        raise NotImplementedError
+
+    @property
+    def _fsdp_param_group(self) -> _Group:
+        return _Group()
+
+    @property
+    def _state_ctx(self) -> FSDPStateContext:
+        return self._lazy_init()
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._lazy_init().finish_backward()
+
+    @property
+    def _comm_ctx(self) -> FSDPCommContext:
+        return self._lazy_init().comm
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, comm: FSDPCommContext) -> None:
+        self._lazy_init().comm = comm
+
+    @property
+    def _pre_forward_hook_handle(self) -> Any:
+        raise NotImplementedError(
+            "torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker replaces the hooks of FSDP2 by its own, which "
+            "is not implemented for units of fsdp_compiled; for a compiled model's memory use "
+            "fsdp_compiled.inspect.capture, and for an uncompiled one torch.distributed._tools.mem_tracker.MemTracker"
+        )

@@ -1,0 +1,190 @@
+"""Hugging Face models: which modules become units, and safetensors files, of which each rank reads its part.
+
+It must not know how a model is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from ..api import fully_shard, register_fsdp_forward_method
+
+RESHARD = {"free_full_weight": None, "keep_full_weight": False}  # the styles of ``_fsdp_plan``
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+
+
+def shard_pretrained(
+    model: nn.Module, *, plan: Mapping[str, str] | None = None, **fully_shard_kwargs: Any
+) -> nn.Module:
+    """Shard a Hugging Face model: the modules that its plan names, and the rest.
+
+    Args:
+        model: a ``PreTrainedModel``, or one around it such as PEFT's.
+        plan: styles ("free_full_weight" or "keep_full_weight" after forward) by the names of modules, in which ``*``
+            stands for a number. None for the model's own ``fsdp_plan``; where it has none, the blocks whose classes
+            ``_no_split_modules`` names.
+        fully_shard_kwargs: given to :func:`fully_shard`.
+
+    Returns:
+        ``model`` itself. Its ``generate`` all-gathers as its forward does.
+
+    Raises:
+        ValueError: an entry of ``plan`` matches no module or has another style; or the model has neither a plan nor
+            blocks with known classes.
+        Others: see :func:`fully_shard`.
+    """
+    if plan is not None:
+        _check(model, plan)
+    chosen = plan if plan is not None else _own_plan(model)
+    for module, reshard in list(_planned(model, chosen)) or _blocks(model):
+        fully_shard(module, **{"reshard_after_forward": reshard, **fully_shard_kwargs})
+    fully_shard(model, **fully_shard_kwargs)
+    if callable(getattr(model, "generate", None)):
+        register_fsdp_forward_method(model, "generate")
+    return model
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    for name, module in model.named_modules():  # the model itself, or the one that PEFT's is around
+        if hasattr(type(module), "fsdp_plan") and (found := module.fsdp_plan):
+            return {f"{name}.{entry}" if name else entry: style for entry, style in found.items()}
+    return {}
+
+
+def _check(model: nn.Module, plan: Mapping[str, str]) -> None:
+    for entry, style in plan.items():
+        if style not in RESHARD:
+            raise ValueError(f"plan[{entry!r}]: expected one of {list(RESHARD)}, got {style!r}")
+        if not any(_matches(entry, name) for name, _ in model.named_modules()):
+            raise ValueError(f"plan[{entry!r}]: expected the name of a module of {type(model).__name__}, found none")
+
+
+def _matches(entry: str, name: str) -> bool:
+    return re.fullmatch(re.escape(entry).replace(r"\*", r"\d+"), name) is not None
+
+
+def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[nn.Module, bool | None]]:
+    """Yield the modules that the plan names, inner ones first; a model's own plan may name some that it lacks."""
+    for name, module in reversed(dict(model.named_modules()).items()):
+        styles = [style for entry, style in plan.items() if name and _matches(entry, name)]
+        if styles:
+            yield module, RESHARD[styles[0]]
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool | None]]:
+    classes = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    found = [module for module in model.modules() if type(module).__name__ in classes]
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__}: expected a model with an fsdp_plan or _no_split_modules, got neither; give a "
+            'plan, for example {"model.layers.*": "free_full_weight"}'
+        )
+    yield from ((module, None) for module in reversed(found))
+
+
+def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device | str | None = None) -> nn.Module:
+    """Load safetensors files, as the Hub has them, into a sharded model; each rank reads only its shards.
+
+    Args:
+        model: sharded, on a device or, as ``torch.device("meta")`` made it, without memory. Then non-persistent
+            buffers, such as those of rotary embeddings, are computed by the model's own ``_init_weights``.
+        folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names.
+        device: where a model on the meta device goes; None for the CPU or the accelerator of its mesh.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        FileNotFoundError: neither file is there.
+        KeyError: the files lack a parameter or persistent buffer of the model.
+        ValueError: one has another shape there.
+        NotImplementedError: a parameter is placed on its mesh in another way than by ``Shard`` and ``Replicate``.
+    """
+    from safetensors import safe_open
+
+    files = _files(Path(folder))
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        _materialize(model, device)
+    opened: dict[Path, Any] = {}
+
+    def tensor_in_file(name: str) -> Any:
+        path = files[name]
+        if path not in opened:
+            opened[path] = safe_open(str(path), framework="pt")
+        return opened[path].get_slice(name)
+
+    with torch.no_grad():
+        for names, tensor in _tensors(model):
+            name = next((each for each in names if each in files), None)
+            if name is None:
+                raise KeyError(
+                    f"{names[0]}: expected it in {folder}, got none; if the checkpoint has other names than the "
+                    "model, load it by from_pretrained, save it by save_pretrained, and load that"
+                )
+            _read(name, tensor, tensor_in_file(name))
+    return model
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    if (folder / INDEX).is_file():
+        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        return {name: folder / file for name, file in weights.items()}
+    if not (folder / SINGLE).is_file():
+        raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}, found neither")
+    with safe_open(str(folder / SINGLE), framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / SINGLE)
+
+
+def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
+    """Give the model memory, and its non-persistent buffers their values."""
+    if device is None:
+        mesh = next(param for param in model.parameters() if isinstance(param, DTensor)).device_mesh
+        device = mesh.device_type
+    model.to_empty(device=device)
+    initializers = [module._init_weights for module in model.modules() if hasattr(module, "_init_weights")]
+    for name, module in model.named_modules():
+        if not module._non_persistent_buffers_set:
+            continue
+        if not initializers:
+            raise NotImplementedError(
+                f"{name}: expected a model with _init_weights, which computes the non-persistent buffers "
+                f"{sorted(module._non_persistent_buffers_set)}; make the model on the CPU rather than on meta"
+            )
+        initializers[0](module)  # type: ignore[operator]
+
+
+def _tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
+    """Yield each parameter and persistent buffer once, with all of its names."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return found.values()
+
+
+def _read(name: str, tensor: Tensor, stored: Any) -> None:
+    """Copy this rank's part of what is stored in a file."""
+    shape = tuple(stored.get_shape())
+    if shape != tuple(tensor.shape):
+        raise ValueError(f"{name}: expected shape {tuple(tensor.shape)} as the model has it, the file has {shape}")
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(stored[:] if shape else stored[...])
+        return
+    if not all(type(each) in (Shard, Replicate) for each in tensor.placements):
+        raise NotImplementedError(f"{name}: expected Shard and Replicate only, got {tensor.placements}; load by DCP")
+    local, starts = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
+    if 0 not in local:
+        part = tuple(slice(start, start + size) for start, size in zip(starts, local, strict=True))
+        tensor._local_tensor.copy_(stored[part])

@@ -1,0 +1,88 @@
+"""Optimizers of other libraries, and torch's Muon, on sharded parameters."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import on_ranks
+from tests.training import MLP, assert_close, batches, full_params, mean_over_ranks, my_part, shard, square_loss
+
+MODES = ("eager", "full")
+each_mode = pytest.mark.parametrize("mode", MODES)
+STEPS = 4
+
+
+def _train(model, call, optimizer, sharded, before=lambda: None):
+    losses = []
+    for batch in batches(STEPS, 8, 10):
+        before()
+        loss = square_loss(call, my_part(batch) if sharded else batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss) if sharded else loss.item())
+    return losses
+
+
+def _assert_same(mode, make, rtol=1e-5):
+    """Train one process and 2 ranks with what ``make`` makes; compare losses and parameters."""
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    optimizers = [make(each) for each in (alone, model)]
+    for each in optimizers:
+        with suppress(AttributeError):
+            each.train()  # schedule-free
+    want = _train(alone, alone, optimizers[0], sharded=False)
+    got = _train(model, call, optimizers[1], sharded=True)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=rtol, atol=0)
+    assert_close(full_params(model), full_params(alone), rtol=max(rtol, 1e-4))
+
+
+@each_mode
+@on_ranks(2)
+def test_schedule_free(mode):
+    schedulefree = pytest.importorskip("schedulefree")
+    _assert_same(mode, lambda model: schedulefree.AdamWScheduleFree(model.parameters(), lr=1e-2, foreach=False))
+
+
+@each_mode
+@on_ranks(2)
+def test_muon(mode):
+    def make(model):
+        matrices = [param for param in model.parameters() if param.ndim == 2]
+        return torch.optim.Muon(matrices, lr=1e-2)
+
+    # Newton-Schulz runs in bf16, and in another order on DTensors.
+    _assert_same(mode, make, rtol=2e-2)
+
+
+@each_mode
+@on_ranks(2)
+def test_adamw_8bit(mode):
+    """Its states are quantised by the block, which is another one on each rank: compare with FSDP2."""
+    optim = pytest.importorskip("torchao.optim")
+    import torch.distributed.fsdp as torch_fsdp
+
+    theirs, model = MLP(32, 256), MLP(32, 256)
+    for block in theirs.blocks:
+        torch_fsdp.fully_shard(block)
+    torch_fsdp.fully_shard(theirs)
+    want = _train_wide(theirs, theirs, optim.AdamW8bit(theirs.parameters(), lr=1e-2))
+    got = _train_wide(model, shard(model, mode), optim.AdamW8bit(model.parameters(), lr=1e-2))
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-4, atol=0)
+
+
+def _train_wide(model, call, optimizer):
+    losses = []
+    for batch in batches(STEPS, 8, 32):
+        loss = square_loss(call, my_part(batch))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss))
+    assert dist.get_world_size() == 2
+    return losses

@@ -1,0 +1,124 @@
+"""torch.distributed.pipelining over sharded stages: 2 pipeline ranks x 2 ranks that share each stage's parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from fsdp_compiled import fully_shard
+from tests.ecosystem.training import BACKEND, MODES
+from tests.ranks import on_ranks
+from tests.training import assert_close, batches, full_params
+
+WIDTH, STEPS, MICROBATCHES = 8, 3, 4
+
+
+def _blocks(count=4):
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(WIDTH, 12), nn.GELU(), nn.Linear(12, WIDTH), nn.LayerNorm(WIDTH))
+        for _ in range(count)
+    ]
+
+
+def _stage_module(blocks, mesh, mode):
+    module = nn.Sequential(*blocks)
+    for block in module:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False)
+    if mode == "full":
+        module.compile(backend=BACKEND, fullgraph=True)
+    return module
+
+
+def _alone(data):
+    model = nn.Sequential(*_blocks())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for batch in data:
+        loss = F.mse_loss(model(batch), batch.roll(1, dims=-1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {
+        f"{index}.{name}": value for index, block in enumerate(model) for name, value in full_params(block).items()
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda kind: kind.__name__)
+@on_ranks(4)
+def test_trains_like_one_process(kind, mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
+    rank, part = mesh["stages"].get_local_rank(), mesh["shards"].get_local_rank()
+    data = batches(STEPS, 16, WIDTH)
+    want_losses, want = _alone(data)
+    counters.clear()
+    # Interleaved: the first rank has blocks 0 and 2 as stages of their own.
+    owned = [[0, 1], [2, 3]][rank : rank + 1] if kind is Schedule1F1B else [[rank], [rank + 2]]
+    modules = [_stage_module([_blocks()[index] for index in indices], mesh["shards"], mode) for indices in owned]
+    count = 2 * len(modules)
+    stages = [
+        PipelineStage(module, rank + 2 * index, count, torch.device("cpu"), group=mesh["stages"].get_group())
+        for index, module in enumerate(modules)
+    ]
+    schedule = kind(stages[0] if kind is Schedule1F1B else stages, MICROBATCHES, loss_fn=F.mse_loss)
+    optimizer = torch.optim.SGD([param for module in modules for param in module.parameters()], lr=0.1)
+    for batch, want_loss in zip(data, want_losses, strict=True):
+        mine = batch.chunk(2)[part]
+        losses: list[torch.Tensor] = []
+        if rank == 0:
+            schedule.step(mine)
+        else:
+            schedule.step(target=mine.roll(1, dims=-1), losses=losses)
+            loss = torch.stack(losses).mean().detach()
+            torch.distributed.all_reduce(loss, group=mesh["shards"].get_group())
+            torch.testing.assert_close(loss.item() / 2, want_loss, rtol=1e-5, atol=0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for module, indices in zip(modules, owned, strict=True):
+        got = {
+            f"{index}.{n}": v
+            for index, block in zip(indices, module, strict=True)
+            for n, v in full_params(block).items()
+        }
+        assert_close(got, {name: want[name] for name in got})
+    assert (counters["stats"]["unique_graphs"] > 0) == (mode == "full") and not counters["graph_break"]
+
+
+@on_ranks(4)
+def test_an_interleaved_schedule_unshards_once_and_reduces_once_a_step():
+    """The schedule's UNSHARD, RESHARD and REDUCE_GRAD actions decide, not the micro-batches."""
+    from unittest import mock
+
+    from fsdp_compiled.hooks import group
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
+    rank = mesh["stages"].get_local_rank()
+    modules = [_stage_module([_blocks()[index]], mesh["shards"], "eager") for index in (rank, rank + 2)]
+    stages = [
+        PipelineStage(module, rank + 2 * index, 4, torch.device("cpu"), group=mesh["stages"].get_group())
+        for index, module in enumerate(modules)
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=F.mse_loss)
+    (batch,) = batches(1, 8, WIDTH)
+
+    def step():
+        if rank == 0:
+            schedule.step(batch)
+        else:
+            schedule.step(target=batch)
+
+    step()  # finds shapes
+    with (
+        mock.patch.object(group, "launch_all_gather", wraps=group.launch_all_gather) as gathers,
+        mock.patch.object(group, "launch_reduction", wraps=group.launch_reduction) as reductions,
+    ):
+        step()
+    assert gathers.call_count == reductions.call_count == 2  # one unit of parameters in each of the two stages

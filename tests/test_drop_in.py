@@ -1,0 +1,120 @@
+"""The switch that makes torch.distributed.fsdp.fully_shard ours."""
+
+from __future__ import annotations
+
+import importlib
+from threading import Barrier, Thread
+
+import pytest
+import torch.distributed._composable.fsdp as composable
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+import fsdp_compiled
+from fsdp_compiled import as_torch_fsdp, disable, enable
+
+TORCHS = torch_fsdp.fully_shard
+PLACES = (torch_fsdp, composable)
+
+
+@pytest.fixture(autouse=True)
+def _torchs_again(fake_group):
+    yield
+    assert all(place.fully_shard is TORCHS for place in PLACES)
+
+
+def _is_ours(shard):
+    module = shard(nn.Linear(4, 4))
+    assert isinstance(module, torch_fsdp.FSDPModule)
+    return isinstance(module, fsdp_compiled.FSDPModule)
+
+
+def test_within_a_block():
+    with as_torch_fsdp():
+        assert all(_is_ours(place.fully_shard) for place in PLACES)
+        kept = importlib.import_module("torch.distributed.fsdp").fully_shard
+        model = kept(nn.Linear(4, 4), mp_policy=torch_fsdp.MixedPrecisionPolicy(), reshard_after_forward=False)
+        assert torch_fsdp.fully_shard.state(model) is model._get_fsdp_state()
+    assert not _is_ours(torch_fsdp.fully_shard)
+    assert not _is_ours(kept)  # which a library may have kept from inside
+    assert not _is_ours(TORCHS)
+
+
+def test_nested_blocks_and_errors():
+    with as_torch_fsdp():
+        with pytest.raises(KeyError), as_torch_fsdp():
+            assert _is_ours(torch_fsdp.fully_shard)
+            raise KeyError
+        assert _is_ours(torch_fsdp.fully_shard)
+    assert not _is_ours(torch_fsdp.fully_shard)
+
+
+def test_as_decorator():
+    @as_torch_fsdp()
+    def train():
+        return _is_ours(torch_fsdp.fully_shard)
+
+    assert train() and train()
+
+
+def test_enable_until_disable():
+    disable()
+    enable()
+    enable()
+    try:
+        with as_torch_fsdp():
+            disable()
+            assert _is_ours(torch_fsdp.fully_shard)
+        assert torch_fsdp.fully_shard is TORCHS
+        enable()
+        with as_torch_fsdp():
+            pass
+        assert _is_ours(torch_fsdp.fully_shard)
+    finally:
+        disable()
+
+
+def test_a_block_counts_for_its_thread_and_enable_for_all():
+    both_inside, found = Barrier(2), []
+
+    def other():
+        found.append(_is_ours(torch_fsdp.fully_shard))
+        both_inside.wait()
+
+    def run():
+        thread = Thread(target=other)
+        thread.start()
+        both_inside.wait()
+        thread.join()
+
+    with as_torch_fsdp():
+        run()
+        enable()
+        run()
+        disable()
+    assert found == [False, True]
+
+
+def test_many_threads_leave_torchs_name():
+    def work():
+        for _ in range(200):
+            with as_torch_fsdp():
+                assert torch_fsdp.fully_shard is not TORCHS
+
+    threads = [Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_what_someone_else_put_there_is_left_alone():
+    def other(*args, **kwargs):
+        return TORCHS(*args, **kwargs)
+
+    with as_torch_fsdp():
+        torch_fsdp.fully_shard = other
+    try:
+        assert torch_fsdp.fully_shard is other
+    finally:
+        torch_fsdp.fully_shard = TORCHS
