@@ -188,10 +188,15 @@ def test_a_capture_names_each_region_once_and_the_blocks_that_call_it(tmp_path):
         assert region.module.graph in regions_of(graph.module.graph) and 0 < region.estimate_us < graph.compute_us
         assert sum(len(collective.params) for collective in graph.collectives) >= 4 * 4
         assert f"3 calls of {region.name}, " in str(captured)
+        spans = [span for span in graph.compute if span.block]
+        assert {span.block for span in spans} == {call for each in graph.regions for call in each.calls}
+        assert sum(span.end_us - span.start_us for span in spans) == pytest.approx(
+            sum(each.estimate_us * len(each.calls) for each in graph.regions)
+        )
     page = captured.save(tmp_path / "page.html").read_text()
     assert (
         page.count("<summary>Region ") == sum(len(graph.regions) for graph in captured.graphs)
-        and "for blocks.1, blocks.2, blocks.3" in page
+        and "3 calls: blocks.{1,2,3}" in page
     )
 
 

@@ -6,6 +6,7 @@ Times and memory are read from the order in which nodes stand in the graph, not 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
@@ -55,10 +56,17 @@ class Scheduled:
     def spans(self) -> tuple[ComputeSpan, ...]:
         """Return the compute lane."""
         ends = [*(position for position, _, _ in self.timeline.compute[1:]), self.compute.end]
-        return tuple(
-            ComputeSpan(self.compute.nodes[position].name, end - position, start_us, end_us)
-            for (position, start_us, end_us), end in zip(self.timeline.compute, ends, strict=False)
-        )
+        runs = zip(self.timeline.compute, ends, strict=False)
+        return tuple(span for (first, start_us, _), end in runs for span in self._spans(first, end, start_us))
+
+    def _spans(self, first: int, end: int, start_us: float) -> Iterator[ComputeSpan]:
+        """Yield what runs from ``first`` to before ``end``, apart where a region is called."""
+        calls = [at for at in range(first, end) if nodes.region_of(self.compute.nodes[at]) is not None]
+        for at, until in pairwise(sorted({first, end, *calls, *(call + 1 for call in calls)})):
+            node = self.compute.nodes[at]
+            end_us = start_us + sum(self.load.compute_us[at:until])
+            yield ComputeSpan(node.name, until - at, start_us, end_us, _block_of(node) if at in calls else "")
+            start_us = end_us
 
     def memory(self) -> tuple[MemoryStep, ...]:
         """Return the curve of bytes in flight; each position counts from when the compute before it is done."""

@@ -57,12 +57,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class ComputeSpan:
-    """``nodes`` nodes from ``first`` on, between which no collective is launched or waited for."""
+    """``nodes`` nodes from ``first`` on, between which no collective is launched or waited for.
+
+    The call of a region is a span of its own; ``block`` is what it is called for, as in :attr:`Region.calls`.
+    """
 
     first: str
     nodes: int
     start_us: float
     end_us: float
+    block: str = ""
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def _process(pid: int, title: str, graph: CapturedGraph) -> Iterator[dict[str, A
         for mark in (mark for mark in marks if mark.kind != "exposed"):
             event = _event("X", pid, tid, mark.name, mark.start_us, **mark.data)
             length_us = max(0.0, round(mark.end_us, NANOSECONDS) - event["ts"])
-            category = "collective" if mark.label else mark.kind
+            category = "collective" if mark.params else mark.kind
             yield event | {"cat": category, "dur": round(length_us, NANOSECONDS)}
     yield from (_event("C", pid, 0, memory, level.start_us, **level.data) for level in levels)
 

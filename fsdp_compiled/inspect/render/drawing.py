@@ -114,14 +114,14 @@ def draw(graph: CapturedGraph, widest: int = WIDTH, until_us: float = 0.0) -> Dr
 
 
 def _bars(marks: Sequence[Mark], scale: _Scale, y: float) -> list[Shape]:
-    """Return a bar for each mark and, where there is room, a collective's index and parameters."""
+    """Return a bar for each mark and, where there is room, a collective's index and parameters, or a block's name."""
     bars, labels = [], []
     for mark in marks:
         strip = STRIP if mark.kind == "exposed" else 0
         bars.append(bar := scale.box(mark, y + strip, LANE - strip))
         room = int((bar.width - 10) / CHARACTER) - len(mark.label)
         if mark.label and room >= 0:
-            names = f" {figures.abbreviate(mark.params, room - 1)}" if room > 12 else ""
+            names = f" {figures.abbreviate(mark.params, room - 1)}" if mark.params and room > 12 else ""
             labels.append(Text("on-bar", bar.x + 5, y + LANE - 8, mark.label + names))
     return [*bars, *labels]
 

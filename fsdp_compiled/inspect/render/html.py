@@ -102,9 +102,9 @@ def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
     if graph.code:
         yield _details("Code that Inductor generated", escape(graph.code))
     for region in graph.regions:
-        summary = (
-            f"Region {region.name}, {figures.duration(region.estimate_us)} a call, for {', '.join(region.calls)}"
-        )
+        count = figures.counted(len(region.calls), "call")
+        blocks = figures.abbreviate(region.calls, figures.LISTED_WIDTH)
+        summary = f"Region {region.name}, {figures.duration(region.estimate_us)} a call, {count}: {blocks}"
         yield _details(escape(summary), _listing("", region.module.graph, set()))
     yield "</section>"
 

@@ -31,7 +31,7 @@ class Mark(NamedTuple):
     end_us: float
     tip: str  # the explanation, in lines
     data: Mapping[str, object]  # what a trace says about it
-    label: str = ""  # a collective's index
+    label: str = ""  # a collective's index, or the block that a region is called for
     params: Sequence[str] = ()  # names of the parameters in a collective's bucket
 
 
@@ -46,8 +46,11 @@ def _compute(graph: CapturedGraph) -> list[Mark]:
     """Return spans of compute; the gaps between them are stalls where compute waits for a collective, else copies."""
     marks = []
     for span in graph.compute:
-        title = f"compute: {figures.counted(span.nodes, 'node')} from {span.first}"
-        marks.append(_mark("compute", span.first, (span.start_us, span.end_us), title, nodes=span.nodes))
+        what = span.block or f"{figures.counted(span.nodes, 'node')} from {span.first}"
+        mark = _mark(
+            "compute", span.block or span.first, (span.start_us, span.end_us), f"compute: {what}", nodes=span.nodes
+        )
+        marks.append(mark._replace(label=span.block))
     for number, collective in sorted(enumerate(graph.collectives), key=lambda item: item[1].end_us):
         name, verdict = f"waits for #{number}", collective.verdict
         for at in _free(marks, max(collective.end_us - collective.exposed_us, 0.0), collective.end_us):
