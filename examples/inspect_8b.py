@@ -20,7 +20,7 @@ from torch import Tensor
 from train import positive
 from view import Progress
 
-from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, compile, fully_shard
 from fsdp_compiled.inspect import Capture, capture
 from fsdp_compiled.passes import CLUSTERS
 
@@ -41,6 +41,7 @@ def build(layers: int, batch: int, seq: int) -> tuple[Llama, tuple[Tensor, Tenso
 def look(args: argparse.Namespace, progress: Progress) -> list[Capture]:
     """Capture the model with either schedule."""
     model, inputs = build(args.layers, args.batch, args.seq)
+    compile(model, regions=args.regions)  # which captures heed; nothing is compiled yet
     found = []
     for bucket in ("auto", "unit"):
         progress.begin(f"capturing with bucket {bucket!r}")
@@ -67,6 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=positive, default=PRESETS["8b"].layers)
     parser.add_argument("--batch", type=positive, default=1, help="sequences per rank")
     parser.add_argument("--seq", type=positive, default=PRESETS["8b"].max_seq)
+    parser.add_argument("--regions", choices=["auto", "off"], default="auto", help="auto: trace equal blocks once")
     parser.add_argument("--world", type=positive, default=64, help="ranks to shard over")
     parser.add_argument("--cluster", choices=list(CLUSTERS), default="H100", help="that times are estimated for")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where llama_8b.html goes")
