@@ -233,6 +233,9 @@ class FSDPStateContext:
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""
         self._start_reductions()
+        for state in self.states:
+            if state.unit.config.reshard_after_backward:  # which pipelining sets between the last backward and this
+                state.reshard()
         self.finalizing = GradientReductionHandle(self)
         return self.finalizing
 

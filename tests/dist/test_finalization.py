@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import fully_shard
 from tests.parity import row
@@ -135,3 +136,17 @@ def test_unsharded_memory_that_is_kept(mode):
     model.unshard()
     model.reshard()
     assert model._fsdp_params["scale"]._unsharded._flat.untyped_storage().nbytes() == 0
+
+
+@on_ranks(2)
+def test_finalization_reshards_what_backwards_left_unsharded():
+    model, (data,) = MLP(), batches(1, 8, 10)
+    call = shard(model, "eager")
+    model.set_manual_backward_finalization(True)
+    model.set_reshard_after_backward(False)
+    square_loss(call, my_part(data)).backward()
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    model.set_reshard_after_backward(True)
+    model.finalize_backward()
+    assert_close(full_grads(model), _sum_alone([data]))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
