@@ -159,6 +159,39 @@ class Heard(nn.Tanh):
         return super().forward(x)
 
 
+class Settings(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.factor, self.below = 1.0, nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.below(super().forward(x)) * self.factor
+
+
+def _set_factor(block):
+    block.factor = 3.0
+
+
+def _freeze(block):
+    block.weight.requires_grad = False
+
+
+@pytest.mark.parametrize("change", [_set_factor, _freeze, lambda block: block.below.eval()])
+def test_a_change_in_a_block_whose_trace_was_reused_is_heard(change):
+    model = Model()
+    model.blocks.extend(fully_shard(Settings()) for _ in range(4))
+    fully_shard(model)
+    fsdp_compiled.compile(model, regions="auto")
+    call, recorder = record(model)
+    x = X.clone().requires_grad_()
+    for _ in range(2):
+        call(x)
+    assert recorder.dynamo_graphs == 1
+    change(model.blocks[2])
+    call(x)
+    assert recorder.dynamo_graphs == 2
+
+
 def test_functional_call_in_a_block_whose_trace_is_reused():
     model = sharded(6, 6, 6, 6)
     fsdp_compiled.compile(model, regions="auto")

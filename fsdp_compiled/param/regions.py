@@ -27,6 +27,7 @@ from .. import collectives
 from . import substitutes
 from .param import FSDPParam
 from .properties import rebase
+from .stamped import guard_as
 from .unit import Unit
 
 T = TypeVar("T")
@@ -55,6 +56,8 @@ class RegionModule:
         output = region(self, self._fsdp_region_names, *unsharded, *args, **kwargs)
         for param in params:
             param.given = None
+        if self._fsdp_region_reused:
+            comptime(_guard)
         return output
 
     def _fsdp_body(self, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +73,7 @@ def make_region(module: nn.Module, unit: Unit) -> None:
     module.__dict__.update(
         _fsdp_region=tuple(read),
         _fsdp_region_names="; ".join(map(" = ".join, read.values())),
-        _fsdp_region_reused=True,
+        _fsdp_region_reused=bool(_LIMIT),
         _fsdp_region_unit=unit,
     )
     rebase(module, add=(RegionModule,))
@@ -115,6 +118,7 @@ _LIMIT: dict[str, Any] = (
 )
 _region = nested_compile_region(_body, **_LIMIT)
 _region_of_its_own = nested_compile_region(_body_of_its_own)
+_guard = guard_as(_body.__code__)
 
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
