@@ -47,8 +47,7 @@ def _guard(tracer: Any, code: CodeType) -> bool:
         found = list(_guards(tracer, condition, trace.arg_sources[0], block))
         if all(handler.eval_fn(value, expected) for _, handler, value, expected in found):
             fitting += 1
-            dicts = [source for source in condition.traced_sources if source in ordered]
-            ordered.update(_of_block(source, trace.arg_sources[0], block) for source in dicts)
+            ordered.update([_of_block(source, trace.arg_sources[0], block) for source in ordered])
             install_guard(*(guard for guard, *_ in found if guard.create_fn_name() != "TENSOR_MATCH"))
     return fitting > 0 or not traces
 
