@@ -50,14 +50,12 @@ class RegionModule:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         comptime(_enter)
         params, unsharded = self._fsdp_region, _unsharded_together(self._fsdp_region)
-        for param, operand in zip(params, unsharded, strict=True):
-            param.given = operand
-        region = _region if self._fsdp_region_reused else _region_of_its_own
-        output = region(self, self._fsdp_region_names, *unsharded, *args, **kwargs)
-        for param in params:
-            param.given = None
-        if self._fsdp_region_reused:
-            comptime(_guard)
+        if not self._fsdp_region_reused:
+            return _region_of_its_own(self, *unsharded, *args, **kwargs)
+        _give(params, unsharded)
+        output = _region(self, self._fsdp_region_names, *unsharded, *args, **kwargs)
+        _give(params, [None] * len(params))
+        comptime(_guard)
         return output
 
     def _fsdp_body(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,6 +96,11 @@ def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
     return [next(together) if param.extension is None else param.traced_local() for param in params]
 
 
+def _give(params: Sequence[FSDPParam], unsharded: Sequence[Tensor | None]) -> None:
+    for param, tensor in zip(params, unsharded, strict=False):
+        param.given = tensor
+
+
 def _body(module: Any, _: str, *operands: Any, **kwargs: Any) -> Any:
     """Run the module's own forward; what it reads of ``operands``, it finds in ``FSDPParam.given``.
 
@@ -106,13 +109,17 @@ def _body(module: Any, _: str, *operands: Any, **kwargs: Any) -> Any:
     return module._fsdp_body(*operands[len(module._fsdp_region) :], **kwargs)
 
 
-def _body_of_its_own(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
-    module._fsdp_region[0].given = operands[0]  # a side effect: torch does not reuse a trace that has one
-    return _body(module, names, *operands, **kwargs)
+def _body_of_its_own(module: Any, *operands: Any, **kwargs: Any) -> Any:
+    """As ``_body``, but it sets ``FSDPParam.given`` itself: a trace with side effects is not reused."""
+    params = module._fsdp_region
+    _give(params, operands)
+    output = module._fsdp_body(*operands[len(params) :], **kwargs)
+    _give(params, [None] * len(params))
+    return output
 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.
-# torch 2.11 traces every block.
+# torch 2.11 traces every block. Within a checkpoint, which allows no side effects, every block is traced, too.
 _LIMIT: dict[str, Any] = (
     {"max_reuse_entries": 16} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 )
@@ -146,7 +153,7 @@ def _is_as_the_first(cls: type) -> bool:
     return first == here
 
 
-_REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries")
+_REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
 _entered: list[type] = []  # the class of the region that Dynamo traced last, if any
 
 
