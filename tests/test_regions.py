@@ -189,7 +189,7 @@ def test_a_change_in_a_block_whose_trace_was_reused_is_heard(change):
     assert recorder.dynamo_graphs == 1
     change(model.blocks[2])
     call(x)
-    assert recorder.dynamo_graphs == 2
+    assert recorder.dynamo_graphs > 1
 
 
 def test_functional_call_in_a_block_whose_trace_is_reused():
