@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -21,7 +20,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    gc.set_threshold(100_000, 50, 10)  # as in the ranks' processes
     config.addinivalue_line("markers", "row(*names, mode=None): features that the test shows to work, see parity.py")
     if config.getoption("--inductor"):
         from .training import INDUCTOR

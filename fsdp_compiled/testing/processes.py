@@ -156,7 +156,6 @@ def _serve(rank: int, pipe: Connection, path: list[str]) -> None:
     torch.set_num_threads(1)
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0: as many compile workers per rank as cores would be too many.
     torch._inductor.config.compile_threads = 1
-    gc.set_threshold(100_000, 50, 10)  # compiling makes so many objects that looking for cycles took a fifth of it
     gc.freeze()  # what was imported stays, and need not be looked through after each job
     pipe.send(True)  # it is ready
     while True:
