@@ -173,9 +173,10 @@ def train(
     loss_of: Callable[..., Tensor],
     lr: float = 0.1,
     sharded: bool = True,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> list[float]:
-    """Train with SGD, one step per batch; return the mean losses."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    """Train with SGD or another optimizer, one step per batch; return the mean losses."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
     for batch in data:
         loss = loss_of(call, my_part(batch) if sharded else batch)

@@ -22,8 +22,8 @@ from torch._logging._internal import trace_structured
 from ..passes.graph.liveness import cluster_of
 from ..passes.policy import SchedulePolicy
 from ..sharding.spec import ParamSpec
-from .reading import Scheduled, collectives
-from .records import CapturedGraph, GraphKind
+from .reading import Scheduled, captured_graph
+from .records import GraphKind
 from .render.data import as_json
 from .report import Capture
 
@@ -56,19 +56,7 @@ def _artifact(name: str, encoding: str, text: str) -> None:
 
 def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Capture:
     read = Scheduled(graph, policy)
-    found = CapturedGraph(
-        kind=kind,
-        module=fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)),
-        before=None,
-        collectives=collectives(read, graph),
-        compute=read.spans(),
-        memory=read.memory(),
-        peak_unsharded_bytes=max(read.in_flight),
-        bound_bytes=read.bound_bytes,
-        kept_bytes=sum(task.kept_bytes for task in read.load.all_gathers),
-        code="",
-        regions=read.regions(),
-    )
+    found = captured_graph(read, kind, fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)))
     params = {param.name: param for lowered in read.buckets for param in lowered.bucket.params}
     return Capture(
         model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),

@@ -23,7 +23,7 @@ from ..param.properties import with_code_of_its_own
 from ..param.regions import has_regions
 from ..passes import cost
 from ..policy import SchedulePolicy
-from .reading import Scheduled, collectives
+from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
 
@@ -63,22 +63,8 @@ def capture(
     policy = schedule or SchedulePolicy()
     recorder = _Recorder(policy, passes.REGION_OPTIONS if has_regions(model) else {}, code)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return model(*args, **kwargs)
-
     breaks = counters["graph_break"].copy()
-    grads = {param: param.grad for param in model.parameters()}
-    model.zero_grad()
-    try:
-        with torch.random.fork_rng():
-            # nothing of this capture remains where Dynamo would find it for another
-            output = torch.compile(with_code_of_its_own(call), backend=recorder)(*args, **kwargs)
-            total = (loss or _sum)(output)
-            if total.requires_grad:
-                total.backward()
-    finally:
-        for param, grad in grads.items():
-            param.grad = grad
+    _run_once(model, recorder, loss or _sum, *args, **kwargs)
     meshes = [param.placement.mesh_info for state in states for param in state.params]
     return Capture(
         model=getattr(type(model), "_fsdp_user_class", type(model)).__name__,
@@ -90,6 +76,25 @@ def capture(
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),
     )
+
+
+def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor], *args: Any, **kwargs: Any) -> None:
+    """Compile and run forward and backward; gradients and the random state are as before afterwards."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    grads = {param: param.grad for param in model.parameters()}
+    model.zero_grad()
+    try:
+        with torch.random.fork_rng():
+            # nothing of this capture remains where Dynamo would find it for another
+            total = loss(torch.compile(with_code_of_its_own(call), backend=backend)(*args, **kwargs))
+            if total.requires_grad:
+                total.backward()
+    finally:
+        for param, grad in grads.items():
+            param.grad = grad
 
 
 def _sum(output: Any) -> Tensor:
@@ -153,18 +158,6 @@ class _Recorder:
         after = fx.GraphModule(module, copy.deepcopy(module.graph))
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
-        graph = CapturedGraph(
-            kind="backward" if kwargs.get("is_backward") else kind,
-            module=after,
-            before=before,
-            collectives=collectives(read, after.graph),
-            compute=read.spans(),
-            memory=read.memory(),
-            peak_unsharded_bytes=max(read.in_flight),
-            bound_bytes=read.bound_bytes,
-            kept_bytes=sum(task.kept_bytes for task in read.load.all_gathers),
-            code=getattr(compiled, "source_code", "") or "",
-            regions=read.regions(),
-        )
-        self.graphs.append(graph)
+        kind = "backward" if kwargs.get("is_backward") else kind
+        self.graphs.append(captured_graph(read, kind, after, before, getattr(compiled, "source_code", "") or ""))
         return compiled

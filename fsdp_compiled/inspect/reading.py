@@ -29,7 +29,7 @@ from ..passes.planning.simulate import Timed, simulate
 from ..passes.planning.tasks import Kind, bytes_in_flight
 from ..passes.policy import SchedulePolicy
 from ..sharding.spec import AllGatherBucket, Group, ReductionBucket
-from .records import Collective, ComputeSpan, Copies, MemoryStep, Region
+from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 
@@ -94,6 +94,25 @@ class Scheduled:
             )
             for name, each in calls.items()
         )
+
+
+def captured_graph(
+    read: Scheduled, kind: GraphKind, module: fx.GraphModule, before: fx.GraphModule | None = None, code: str = ""
+) -> CapturedGraph:
+    """Return the record of a scheduled graph, of which ``module`` holds what is compiled."""
+    return CapturedGraph(
+        kind=kind,
+        module=module,
+        before=before,
+        collectives=collectives(read, module.graph),
+        compute=read.spans(),
+        memory=read.memory(),
+        peak_unsharded_bytes=max(read.in_flight),
+        bound_bytes=read.bound_bytes,
+        kept_bytes=sum(task.kept_bytes for task in read.load.all_gathers),
+        code=code,
+        regions=read.regions(),
+    )
 
 
 def _block_of(call: fx.Node) -> str:

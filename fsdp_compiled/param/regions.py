@@ -101,10 +101,11 @@ def _give(params: Sequence[FSDPParam], unsharded: Sequence[Tensor | None]) -> No
         param.given = tensor
 
 
-def _body(module: Any, _: str, *operands: Any, **kwargs: Any) -> Any:
+def _body(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
     """Run the module's own forward; what it reads of ``operands``, it finds in ``FSDPParam.given``.
 
-    They are operands all the same: torch stamps a trace again only if all that it reads are, or have a source.
+    They are operands all the same: torch stamps a trace again only if all that it reads are, or have a source. It
+    compares ``names``, too, so that each operand is read under the same names in both blocks.
     """
     return module._fsdp_body(*operands[len(module._fsdp_region) :], **kwargs)
 
@@ -113,7 +114,7 @@ def _body_of_its_own(module: Any, *operands: Any, **kwargs: Any) -> Any:
     """As ``_body``, but it sets ``FSDPParam.given`` itself: a trace with side effects is not reused."""
     params = module._fsdp_region
     _give(params, operands)
-    output = module._fsdp_body(*operands[len(params) :], **kwargs)
+    output = _body(module, module._fsdp_region_names, *operands, **kwargs)
     _give(params, [None] * len(params))
     return output
 

@@ -23,13 +23,12 @@ from tests.ecosystem.training import (
     alone,
     assert_equal_losses,
     assert_mode,
+    each_mode,
     my_batches,
     watch,
 )
 from tests.ranks import on_ranks
 from tests.training import assert_close, full_params, mean_over_ranks
-
-each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 def _accelerator(mode, ram_efficient=False, wrap="transformer_based_wrap", **kwargs):

@@ -22,11 +22,10 @@ from fsdp_compiled.integrations.pretrained import load_pretrained, shard_pretrai
 from fsdp_compiled.integrations.transformers import ShardedTrainer
 from tests import huggingface
 from tests.ecosystem.test_trainer import STEPS, InOrder, Tokens, _arguments, _losses
-from tests.ecosystem.training import MODES, accelerate_on_cpu, alone, assert_equal_losses, assert_mode, watch
+from tests.ecosystem.training import accelerate_on_cpu, alone, assert_equal_losses, assert_mode, each_mode, watch
 from tests.ranks import on_ranks
 from tests.training import assert_close, full, full_params
 
-each_mode = pytest.mark.parametrize("mode", MODES)
 NAMES = ["llama", "qwen3", "gemma", "bert"]
 
 

@@ -9,23 +9,11 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import on_ranks
-from tests.training import MLP, assert_close, batches, full_params, mean_over_ranks, my_part, shard, square_loss
+from tests.training import MLP, assert_close, batches, full_params, shard, square_loss, train
 
 MODES = ("eager", "full")
 each_mode = pytest.mark.parametrize("mode", MODES)
 STEPS = 4
-
-
-def _train(model, call, optimizer, sharded, before=lambda: None):
-    losses = []
-    for batch in batches(STEPS, 8, 10):
-        before()
-        loss = square_loss(call, my_part(batch) if sharded else batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss) if sharded else loss.item())
-    return losses
 
 
 def _assert_same(mode, make, rtol=1e-5):
@@ -36,8 +24,9 @@ def _assert_same(mode, make, rtol=1e-5):
     for each in optimizers:
         with suppress(AttributeError):
             each.train()  # schedule-free
-    want = _train(alone, alone, optimizers[0], sharded=False)
-    got = _train(model, call, optimizers[1], sharded=True)
+    data = batches(STEPS, 8, 10)
+    want = train(alone, alone, data, square_loss, sharded=False, optimizer=optimizers[0])
+    got = train(model, call, data, square_loss, optimizer=optimizers[1])
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=rtol, atol=0)
     assert_close(full_params(model), full_params(alone), rtol=max(rtol, 1e-4))
 
@@ -71,18 +60,9 @@ def test_adamw_8bit(mode):
     for block in theirs.blocks:
         torch_fsdp.fully_shard(block)
     torch_fsdp.fully_shard(theirs)
-    want = _train_wide(theirs, theirs, optim.AdamW8bit(theirs.parameters(), lr=1e-2))
-    got = _train_wide(model, shard(model, mode), optim.AdamW8bit(model.parameters(), lr=1e-2))
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-4, atol=0)
-
-
-def _train_wide(model, call, optimizer):
-    losses = []
-    for batch in batches(STEPS, 8, 32):
-        loss = square_loss(call, my_part(batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss))
     assert dist.get_world_size() == 2
-    return losses
+    data = batches(STEPS, 8, 32)
+    want = train(theirs, theirs, data, square_loss, optimizer=optim.AdamW8bit(theirs.parameters(), lr=1e-2))
+    call = shard(model, mode)
+    got = train(model, call, data, square_loss, optimizer=optim.AdamW8bit(model.parameters(), lr=1e-2))
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-4, atol=0)

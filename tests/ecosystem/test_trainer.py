@@ -17,18 +17,17 @@ from fsdp_compiled import FSDPModule, as_torch_fsdp
 from tests import huggingface
 from tests.ecosystem.training import (
     BACKEND,
-    MODES,
     accelerate_on_cpu,
     alone,
     assert_equal_losses,
     assert_mode,
+    each_mode,
     watch,
 )
 from tests.ranks import on_ranks
 from tests.training import assert_close, full_params
 
 STEPS = 4
-each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 class Tokens(torch.utils.data.Dataset):

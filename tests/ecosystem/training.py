@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
@@ -18,6 +19,7 @@ from tests.training import my_part
 
 MODES = ("eager", "full")
 BACKEND = "aot_eager"  # generates no code
+each_mode = pytest.mark.parametrize("mode", MODES)
 
 
 @contextmanager
