@@ -22,6 +22,7 @@ from ..api import fully_shard, register_fsdp_forward_method
 
 RESHARD = {"free_full_weight": None, "keep_full_weight": False}  # the styles of ``_fsdp_plan``
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+ADAPTER = "adapter_model.safetensors"  # of PEFT
 
 
 def shard_pretrained(
@@ -99,7 +100,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     Args:
         model: sharded, on a device or, as ``torch.device("meta")`` made it, without memory. Then non-persistent
             buffers, such as those of rotary embeddings, are computed by the model's own ``_init_weights``.
-        folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names.
+        folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names. A PEFT
+            model can also read ``adapter_model.safetensors``, which has what it trains; the rest stays as it is.
         device: where a model on the meta device goes; None for the CPU or the accelerator of its mesh.
 
     Returns:
@@ -108,13 +110,16 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     Raises:
         FileNotFoundError: neither file is there.
         KeyError: the files lack a parameter or persistent buffer of the model.
-        ValueError: one has another shape there.
+        ValueError: one has another shape there; or adapters alone are to fill a model on meta.
         NotImplementedError: a parameter is placed on its mesh in another way than by ``Shard`` and ``Replicate``.
     """
     from safetensors import safe_open
 
-    files = _files(Path(folder))
+    adapter = _adapter(model, Path(folder))
+    files = _files(Path(folder)) if adapter is None else _keys(Path(folder) / ADAPTER)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        if adapter is not None:
+            raise ValueError(f"{folder}: has adapters alone, and the model is on meta; load what they adapt before")
         _materialize(model, device)
     opened: dict[Path, Any] = {}
 
@@ -125,7 +130,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         return opened[path].get_slice(name)
 
     with torch.no_grad():
-        for names, tensor in _tensors(model):
+        for names, tensor in _tensors(model) if adapter is None else _adapted(model, adapter):
             name = next((each for each in names if each in files), None)
             if name is None:
                 raise KeyError(
@@ -137,15 +142,33 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    from safetensors import safe_open
-
     if (folder / INDEX).is_file():
         weights = json.loads((folder / INDEX).read_text())["weight_map"]
         return {name: folder / file for name, file in weights.items()}
     if not (folder / SINGLE).is_file():
         raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}, found neither")
-    with safe_open(str(folder / SINGLE), framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / SINGLE)
+    return _keys(folder / SINGLE)
+
+
+def _keys(path: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    with safe_open(str(path), framework="pt") as file:
+        return dict.fromkeys(file.keys(), path)
+
+
+def _adapter(model: nn.Module, folder: Path) -> str | None:
+    """Return the name of a PEFT model's active adapter if its file is in the folder."""
+    name: Any = getattr(model, "active_adapter", None)
+    return name if isinstance(name, str) and (folder / ADAPTER).is_file() else None
+
+
+def _adapted(model: nn.Module, adapter: str) -> Iterable[tuple[list[str], Tensor]]:
+    """Yield each trainable parameter with its name in PEFT's files, where that of the adapter is left out."""
+    for name, param in model.named_parameters():
+        if param.requires_grad:
+            parts = [part for part in name.split(".") if part not in (adapter, "modules_to_save")]
+            yield [".".join(parts)], param
 
 
 def _materialize(model: nn.Module, device: torch.device | str | None) -> None:

@@ -32,8 +32,8 @@ class ShardedTrainer:
     """Mixin that comes before ``transformers.Trainer``, or a subclass of it, in a trainer's bases.
 
     The trainer leaves a sharded model unwrapped, accumulates gradients without communication, compiles the model as a
-    whole if ``torch_compile=True``, saves safetensors that ``from_pretrained`` reads, and resumes with optimizer and
-    scheduler, on any number of ranks. Do not set ``fsdp`` in the arguments.
+    whole if ``torch_compile=True``, saves safetensors that ``from_pretrained`` reads (of a PEFT model, adapters alone),
+    and resumes with optimizer and scheduler, on any number of ranks. Do not set ``fsdp`` in the arguments.
 
     Raises:
         ValueError: the model is not sharded, or ``fsdp`` or ``deepspeed`` is set.
@@ -68,7 +68,8 @@ class ShardedTrainer:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         whole = state_dict
         if whole is None:
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            adapters = hasattr(self.model, "peft_config")
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
             whole = get_model_state_dict(self.model, options=options)
         super()._save(output_dir, state_dict=whole)  # type: ignore[misc]
 
