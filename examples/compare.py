@@ -116,9 +116,9 @@ def ours_regional(model: Llama) -> Callable[..., Tensor]:
     return fully_shard(model)
 
 
-def full_graph(schedule: SchedulePolicy, on_shards: bool = True) -> Setup:
+def full_graph(schedule: SchedulePolicy, on_shards: bool = True, regions: str = "off") -> Setup:
     def shard(model: Llama) -> Callable[..., Tensor]:
-        return fsdp_compiled.compile(ours_eager(model), schedule=schedule, fullgraph=True)
+        return fsdp_compiled.compile(ours_eager(model), schedule=schedule, regions=regions, fullgraph=True)
 
     return Setup(shard, schedule, on_shards)
 
@@ -132,10 +132,13 @@ CONTENDERS = {
     "regional": Setup(ours_regional, on_shards=True),
     "full graph": full_graph(SchedulePolicy()),
     "full graph, DTensor optimizer": full_graph(SchedulePolicy(), on_shards=False),
+}
+DEFAULT = list(CONTENDERS)
+CONTENDERS |= {
+    "full graph, regions": full_graph(SchedulePolicy(), regions="auto"),
     "full graph, unit buckets": full_graph(SchedulePolicy(bucket="unit", prefetch=1)),
     "full graph, 16 MiB kept": full_graph(SchedulePolicy(keep_unsharded_bytes=16 * MIB)),
 }
-DEFAULT = [name for name in CONTENDERS if name not in ("full graph, unit buckets", "full graph, 16 MiB kept")]
 
 
 def make(name: str, config: Config, args: argparse.Namespace) -> Contender:

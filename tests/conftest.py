@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
+
+from fsdp_compiled.testing.processes import GC_THRESHOLDS
 
 from .parity_plugin import ParityPlugin
 from .ranks import close_pool
@@ -30,6 +33,8 @@ def pytest_configure(config):
 
 @pytest.fixture(scope="session", autouse=True)
 def _rank_pool():
+    gc.set_threshold(*GC_THRESHOLDS)
+    gc.freeze()  # what was imported until now
     yield
     close_pool()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.func import functional_call
 import fsdp_compiled
 from fsdp_compiled import FSDPModule, fully_shard
 from fsdp_compiled.inspect import capture
+from fsdp_compiled.param import schemas
 from fsdp_compiled.param.regions import RegionModule
 from fsdp_compiled.passes.graph import nodes
 from tests.graphs import record, regions_of, sequence
@@ -145,6 +147,20 @@ def test_equal_blocks_are_traced_once():
         each[1] = Heard(traced)
     torch.compile(model, fullgraph=True, backend="eager")(X.clone().requires_grad_())
     assert len(traced) == 1
+
+
+def test_schemas_are_derived_once_for_all_equal_blocks():
+    derived = []
+    for depth in (4, 8):
+        model = sharded(*[6] * depth)
+        fsdp_compiled.compile(model, regions="auto")
+        torch._dynamo.reset()
+        with mock.patch.object(schemas, "_derive", wraps=schemas._derive) as derive:
+            call, _ = record(model)
+            call(X.clone().requires_grad_()).sum().backward()
+        derived.append(derive.call_count)
+    assert 0 < derived[0] == derived[1]
+    assert torch.ops.higher_order.invoke_subgraph.gen_schema is schemas._remembered
 
 
 class Heard(nn.Tanh):

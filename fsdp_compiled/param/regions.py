@@ -27,6 +27,7 @@ from .. import collectives
 from . import substitutes
 from .param import FSDPParam
 from .properties import rebase
+from .schemas import derive_once
 from .stamped import guard_as
 from .unit import Unit
 
@@ -75,6 +76,7 @@ def make_region(module: nn.Module, unit: Unit) -> None:
         _fsdp_region_unit=unit,
     )
     rebase(module, add=(RegionModule,))
+    derive_once()
 
 
 def drop_region(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ import unittest
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -20,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 _START_TIMEOUT_S = 300.0
+_IMPORTED = f"{__package__}.imported"
+GC_THRESHOLDS = 100_000, 50, 10  # compilers make many objects and few cycles; a job's end collects those
 _GRACE_S = 10.0  # beyond the group's timeout, for the other ranks once one has failed
 
 
@@ -65,7 +68,8 @@ class RankProcesses:
     """
 
     def __init__(self, world: int) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")
+        context.set_forkserver_preload([_IMPORTED])
         self.world = world
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
@@ -153,9 +157,9 @@ class RankProcesses:
 def _serve(rank: int, pipe: Connection, path: list[str]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path[:] = path
+    import_module(_IMPORTED)  # the server has, if it could
     torch.set_num_threads(1)
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0: as many compile workers per rank as cores would be too many.
-    torch._inductor.config.compile_threads = 1
+    gc.set_threshold(*GC_THRESHOLDS)
     gc.freeze()  # what was imported stays, and need not be looked through after each job
     pipe.send(True)  # it is ready
     while True:
@@ -180,20 +184,25 @@ def _run(rank: int, job: _Job) -> _Outcome:
             world_size=job.world,
             timeout=setting.group_timeout,
         )
+        if setting.backend == "gloo":
+            dist.barrier()  # a body that ends at once would close connections that another rank is still making
         body(rank)
     except unittest.SkipTest as skip:
         return _Outcome(skipped=str(skip))
     except BaseException:
         return _Outcome(failure=traceback.format_exc())
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
         _forget()
     return _Outcome()
 
 
 def _forget() -> None:
-    """Free what the job left: models hold process groups, whose threads go on as long as they live."""
+    """Free what the job left: models hold process groups, whose threads go on as long as they live.
+
+    What communicates is freed first: DistributedDataParallel, freed after its process group, hangs now and then.
+    """
     torch.compiler.reset()
     gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
     gc.freeze()  # what is left are torch's caches, which grow with every job

@@ -1,0 +1,20 @@
+"""What every process of a rank needs: the server that forks them imports it once for all."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0: with more, an import below starts a pool of compilers, with threads.
+torch._inductor.config.compile_threads = 1
+
+import torch._dynamo
+import torch._inductor.compile_fx
+import torch.distributed.tensor
+
+import fsdp_compiled
+
+__all__ = ["fsdp_compiled"]
+
+gc.freeze()  # so that a collection in one process does not copy the memory that it shares with the others
