@@ -32,8 +32,8 @@ class ShardedTrainer:
     """Mixin that comes before ``transformers.Trainer``, or a subclass of it, in a trainer's bases.
 
     The trainer leaves a sharded model unwrapped, accumulates gradients without communication, compiles the model as a
-    whole if ``torch_compile=True``, saves safetensors that ``from_pretrained`` reads (the adapters of a PEFT model), and
-    resumes with optimizer and scheduler, on any number of ranks. Do not set ``fsdp`` in the arguments.
+    whole if ``torch_compile=True``, saves safetensors that ``from_pretrained`` reads (of a PEFT model its adapters),
+    and resumes with optimizer and scheduler, on any number of ranks. Do not set ``fsdp`` in the arguments.
 
     Raises:
         ValueError: the model is not sharded, or ``fsdp`` or ``deepspeed`` is set.
