@@ -19,17 +19,17 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
-    print("importing torch", flush=True)  # which takes seconds
+from waiting import importing
 
-import data
-import torch
-import torch.distributed as dist
-from model import PRESETS, Llama
-from torch import Tensor
-from view import Progress, Speed, plot_losses
+with importing("torch", __name__):
+    import data
+    import torch
+    import torch.distributed as dist
+    from model import PRESETS, Llama
+    from torch import Tensor
+    from view import Progress, Speed, plot_losses
 
-from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
+    from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
 
 
 @dataclass(frozen=True)

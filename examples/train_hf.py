@@ -16,31 +16,31 @@ import os
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":
-    print("importing torch and transformers", flush=True)  # which takes seconds
+from waiting import importing
 
-import data
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from train import positive, start_ranks
-from view import Progress
+with importing("torch and transformers", __name__):
+    import data
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from train import positive, start_ranks
+    from view import Progress
 
-try:
-    from peft import LoraConfig, get_peft_model
-    from transformers import (
-        AutoModelForCausalLM,
-        LlamaConfig,
-        LlamaForCausalLM,
-        PrinterCallback,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    try:
+        from peft import LoraConfig, get_peft_model
+        from transformers import (
+            AutoModelForCausalLM,
+            LlamaConfig,
+            LlamaForCausalLM,
+            PrinterCallback,
+            Trainer,
+            TrainerCallback,
+            TrainingArguments,
+        )
 
-    from fsdp_compiled.integrations.transformers import ShardedTrainer, shard_pretrained
-except ImportError as error:
-    raise SystemExit(f"{error}; install it with: pip install 'fsdp-compiled[ecosystem]'") from error
+        from fsdp_compiled.integrations.transformers import ShardedTrainer, shard_pretrained
+    except ImportError as error:
+        raise SystemExit(f"{error}; install it with: pip install 'fsdp-compiled[ecosystem]'") from error
 
 CONFIG = {
     "vocab_size": 256,  # bytes

@@ -17,7 +17,8 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error}; install what the examples show with: pip install 'fsdp-compiled[inspect]'") from error
 
-QUIET_S = 4.0  # after so many seconds without a line, one says what is going on
+from waiting import QUIET_S
+
 LINES = 10  # of a phase that counts, where there is no terminal
 
 

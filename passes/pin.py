@@ -23,25 +23,34 @@ class Pin:
 
     ::
 
-        G0 G1 W0 c0 G2 c1 W1    ->  G1 after G0, W0 after G1, G2 after (W0, c0), W1 after (G2, c1)
+        G0 G1 W0 c0 G2 c1 W1    ->  G1 after G0, W0 after G1, G2 after c0, W1 after (G2, c1)
 
-    Each launch or wait follows the one before it, and the heavy compute between the two. So a launch can be neither
-    hoisted, which would break the memory bound, nor sunk past the next wait, and a wait cannot be hoisted, which
-    would expose the collective. The same holds for copies to the host.
+    Each launch or wait follows the one before it, and the heavy compute between the two; what its other neighbours
+    follow by their inputs, as c0 follows W0, is left out. So a launch can be neither hoisted, which would break the
+    memory bound, nor sunk past the next wait, and a wait cannot be hoisted, which would expose the collective. The
+    same holds for copies to the host.
     """
 
     def __call__(self, graph: fx.Graph) -> None:
         if any("control_deps" in str(node.target) for node in graph.nodes):
             return
         dependencies: dict[fx.Node, OrderedSet[fx.Node]] = {}
-        after: list[fx.Node] = []  # the collective node before, and the heavy compute since
+        # The collective node before and the heavy compute since, each with what stands for it: of a list one result,
+        # since control dependencies cannot name a list, and Inductor's work is quadratic in them.
+        after: dict[fx.Node, fx.Node] = {}
+        known: dict[fx.Node, set[fx.Node]] = {}  # which of those a node follows by its inputs
         for node in graph.nodes:
-            if nodes.is_getitem(node) and nodes.source_of(node) in after[:1]:
-                after[0] = node  # of a wait's list, every result would be a dependency: one stands for it
-            elif nodes.is_heavy(node):
-                after.append(node)
+            known[node] = {each for source in node.all_input_nodes for each in known[source] if each in after}
+            if nodes.is_getitem(node):
+                if after.get(source := nodes.source_of(node)) is source:
+                    after[source] = node
             elif nodes.is_launch(node) or nodes.is_wait(node):
-                if others := [earlier for earlier in after if earlier not in node.all_input_nodes]:
-                    dependencies[node] = OrderedSet(others)
-                after = [node]
+                others = OrderedSet(each for each in after.values() if nodes.region_of(each) is None)
+                if others := others - OrderedSet(node.all_input_nodes):
+                    dependencies[node] = others
+                after, known[node] = {node: node}, {node}
+            elif nodes.is_heavy(node) or nodes.region_of(node) is not None:
+                for each in known[node]:
+                    del after[each]
+                after[node], known[node] = node, {node}
         preserve_node_ordering(graph, dependencies)

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import view
+import waiting
 from model import PRESETS, Config, Llama
 from torch import nn
 from torch._inductor.utils import fresh_cache
@@ -310,6 +311,16 @@ def test_no_silence_where_there_is_no_terminal(monkeypatch, capsys):
         *(f"training {n}/20: loss 1.0" for n in (2, 4)),
     ]
     assert progress not in logging.getLogger("fsdp_compiled").handlers
+
+
+def test_imports_are_not_silent(monkeypatch, capsys):
+    monkeypatch.setattr(waiting, "QUIET_S", 0.02)
+    with waiting.importing("torch", "__main__"):
+        while "importing torch  (0 s)\n" not in capsys.readouterr().out:
+            time.sleep(0.01)
+    with waiting.importing("torch", "train"):
+        time.sleep(0.1)
+    assert capsys.readouterr().out == ""
 
 
 def test_other_ranks_show_nothing(capsys):

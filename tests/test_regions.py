@@ -14,7 +14,7 @@ from torch._dynamo.comptime import comptime
 from torch.func import functional_call
 
 import fsdp_compiled
-from fsdp_compiled import FSDPModule, fully_shard
+from fsdp_compiled import FSDPModule, SchedulePolicy, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.param import schemas
 from fsdp_compiled.param.regions import RegionModule
@@ -161,6 +161,18 @@ def test_schemas_are_derived_once_for_all_equal_blocks():
         derived.append(derive.call_count)
     assert 0 < derived[0] == derived[1]
     assert torch.ops.higher_order.invoke_subgraph.gen_schema is schemas._remembered
+
+
+def test_a_collective_follows_the_last_of_the_regions_before_it():
+    """Of regions in a chain the last one says all; what Inductor does with dependencies is quadratic in them."""
+    model = sharded(*[6] * 8)
+    fsdp_compiled.compile(model, regions="auto")
+    torch._dynamo.reset()
+    several_blocks = SchedulePolicy(bucket=1400)
+    for graph in capture(model, X.clone().requires_grad_(), schedule=several_blocks, code=False).graphs:
+        assert 2 < len(graph.collectives) < 16
+        bound = [node.args[0] for node in graph.module.graph.nodes if "control_deps" in str(node.target)]
+        assert bound and all(len(others) <= 2 for others in bound)
 
 
 class Heard(nn.Tanh):
