@@ -12,6 +12,7 @@ import pytest
 
 from .parity import Record, read, render, with_skipped_from
 
+ROWS = "parity"  # the property of a test's report that has its rows
 RENEW = "run `python -m pytest --write-parity` and commit the file"
 
 
@@ -40,16 +41,24 @@ class ParityPlugin:
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         self._whole &= not items
 
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        item.user_properties.append((ROWS, rows_of(item)))  # which go with the reports, also from xdist's processes
+
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expected = len(session.items)
-        for item in session.items:
-            self._rows[item.nodeid] = rows_of(item)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self._expected = len(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         before = self._results.get(report.nodeid, "passed")
         self._results[report.nodeid] = max(before, report.outcome, key=["passed", "skipped", "failed"].index)
+        self._rows[report.nodeid] = [(name, mode) for name, mode in dict(report.user_properties).get(ROWS, ())]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if hasattr(self._config, "workerinput"):
+            return  # one of xdist's processes, which has run a part
         writes = self._config.getoption("write_parity")
         if not self._whole or not self._expected or len(self._results) < self._expected:
             if writes:
@@ -109,4 +118,5 @@ def _asks_for_everything(config: pytest.Config) -> bool:
     tests = config.rootpath / "tests"
     folders = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
     asked = any(Path(tests).is_relative_to(folder) for folder in folders)
-    return asked and not config.getoption("ignore") and not config.getoption("ignore_glob")
+    left_out = ("ignore", "ignore_glob", "keyword", "markexpr", "deselect")
+    return asked and not any(map(config.getoption, left_out))

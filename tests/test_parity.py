@@ -97,6 +97,19 @@ def test_a_whole_run_is_held_against_the_committed_table(suite):
     assert "1 results are new, 1 are gone, such as meshes, full, passed: tests/test_it.py::test_gone" in out
 
 
+def test_processes_that_run_a_part_each_give_one_table(suite):
+    suite.run("--write-parity")
+    text = suite.table.read_text()
+    both = ("-p", "xdist", "-n", "2")
+    suite.table.unlink()
+    assert suite.run(*both, "--write-parity")[0] == 0
+    assert suite.table.read_text() == text
+    assert suite.run(*both, SKIP="1")[0] == 0
+    suite.table.write_text(text.replace("test_one", "test_gone"))
+    code, out = suite.run(*both)
+    assert (code, "1 results are new, 1 are gone" in out) == (1, True)
+
+
 @pytest.mark.parametrize(
     "args", [("-k", "many"), ("tests/test_it.py",), ("--ignore", "tests/test_other.py"), ("--collect-only",)]
 )
