@@ -49,7 +49,7 @@ class Pin:
                 if others := others - OrderedSet(node.all_input_nodes):
                     dependencies[node] = others
                 after, known[node] = {node: node}, {node}
-            elif nodes.is_heavy(node) or nodes.region_of(node) is not None:
+            elif nodes.is_heavy(node):
                 for each in known[node]:
                     del after[each]
                 after[node], known[node] = node, {node}

@@ -171,14 +171,9 @@ _HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Tell whether ``node`` is compute that Inductor runs as a kernel of its own, at a place of its own.
-
-    A region is one, too, and the first of its results stands for it: control dependencies cannot name a list.
-    """
-    if is_getitem(node):
-        call = source_of(node)
-        return region_of(call) is not None and node is next(iter(call.users))
-    return node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
+    """Tell whether ``node`` is compute that Inductor runs by itself, at a place of its own, or a region of it."""
+    named = node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
+    return named or region_of(node) is not None
 
 
 def region_of(node: fx.Node) -> fx.Graph | None:
