@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,7 @@ from typing import Any
 import torch
 from functorch.compile import make_boxed_func
 from torch import fx, nn
-from torch._guards import detect_fake_mode
-from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner
-from torch._inductor.virtualized import V
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
 from fsdp_compiled import SchedulePolicy, options, passes
 from fsdp_compiled.param.regions import has_regions
@@ -29,11 +28,8 @@ def without_code(gm: fx.GraphModule, schedule: SchedulePolicy | None) -> Callabl
 
 
 def after_inductors_passes(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
-    """Stand in for ``compile_fx_inner``: the graph is what Inductor would generate code for, and runs as it is."""
-    with V.set_fake_mode(detect_fake_mode(inputs)):
-        _recursive_post_grad_passes(gm, is_inference=kwargs.get("is_inference", False))
-    gm.recompile()
-    return make_boxed_func(gm.forward)
+    """Stand in for ``compile_fx_inner`` as ``capture(code=False)`` does: the graph runs through Inductor's passes."""
+    return sys.modules["fsdp_compiled.inspect.capture"]._without_code(gm, inputs, **kwargs)
 
 
 @dataclass

@@ -172,13 +172,15 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any,
     An error that has nothing to do with regions leaves them as they are.
     """
     dropped: list[tuple[nn.Module, Unit]] = []
-    why: TorchDynamoException | None = None
+    why: Exception | None = None
     dynamo = get_eval_frame_callback()
     while True:
         _entered.clear()
         try:
             result = run(*args, **kwargs)
-        except TorchDynamoException as error:
+        except (TorchDynamoException, AssertionError) as error:  # torch 2.11's Dynamo lets assertions of its own out
+            if isinstance(error, AssertionError) and not _entered:
+                raise  # nothing was compiled
             failing = _failing(model)
             if not failing:
                 for module, unit in dropped:
@@ -210,7 +212,7 @@ def _failing(model: nn.Module) -> list[Any]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _warn(modules: Sequence[nn.Module], why: TorchDynamoException) -> None:
+def _warn(modules: Sequence[nn.Module], why: Exception) -> None:
     classes = sorted({type(module)._fsdp_user_class.__name__ for module in modules})  # type: ignore[attr-defined]
     reason = next((line.strip() for line in str(why).splitlines() if line.strip()), type(why).__name__)
     warnings.warn(
