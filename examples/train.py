@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
-from waiting import importing
+from waiting import importing, is_first_rank
 
 with importing("torch", __name__):
     import data
@@ -188,7 +188,7 @@ def start_ranks() -> torch.device:
 
 def main() -> None:
     args = parse()
-    with Progress(f"a {args.preset} Llama, {args.mode}", visible=os.environ.get("RANK", "0") == "0") as progress:
+    with Progress(f"a {args.preset} Llama, {args.mode}", visible=is_first_rank()) as progress:
         progress.begin("joining the other ranks")
         device = start_ranks()
         progress.begin("reading text")

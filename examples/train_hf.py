@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from pathlib import Path
 from typing import Any
 
-from waiting import importing
+from waiting import importing, is_first_rank
 
 with importing("torch and transformers", __name__):
     import data
@@ -140,8 +139,11 @@ def run(args: argparse.Namespace, corpus: data.Corpus, progress: Progress) -> tu
     """Train, save and evaluate; return the trainer and the held-out loss."""
     progress.begin("building the model")
     trainer = make_trainer(args, corpus, progress)
-    counts = [sum(p.numel() for p in trainer.model.parameters() if p.requires_grad or every) for every in (1, 0)]
-    progress.say(f"{counts[0] / 1e6:.2f} M parameters, {counts[1] / 1e6:.2f} M of them to be trained")
+    params = list(trainer.model.parameters())
+    trained = sum(param.numel() for param in params if param.requires_grad)
+    progress.say(
+        f"{sum(p.numel() for p in params) / 1e6:.2f} M parameters, {trained / 1e6:.2f} M of them to be trained"
+    )
     trainer.train(resume_from_checkpoint=args.resume)
     progress.begin("saving the model")
     trainer.save_model(str(args.out / "model"))
@@ -168,15 +170,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse()
-    first = os.environ.get("RANK", "0") == "0"
-    with Progress(f"a Llama of Transformers, {args.mode}", visible=first) as progress:
+    with Progress(f"a Llama of Transformers, {args.mode}", visible=is_first_rank()) as progress:
         progress.begin("joining the other ranks")
         start_ranks()
         progress.begin("reading text")
         corpus = data.load(args.data, args.seq)
         progress.say(corpus.description)
         _, held_out = run(args, corpus, progress)
-    if first:
+    if is_first_rank():
         print(f"held-out loss {held_out:.4f} ({held_out / math.log(2):.3f} bits per byte); saved in {args.out}/model")
     dist.destroy_process_group()
 

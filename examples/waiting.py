@@ -11,6 +11,11 @@ from contextlib import contextmanager
 QUIET_S = 4.0  # after so many seconds without a line, one says what is going on
 
 
+def is_first_rank() -> bool:
+    """Tell by what torchrun sets, before there is a process group; without torchrun there is one rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def importing(what: str, program: str) -> Iterator[None]:
     """Say on the first rank that ``what`` is imported, and every ``QUIET_S`` seconds that it still is.
@@ -19,7 +24,7 @@ def importing(what: str, program: str) -> Iterator[None]:
         what: for people to read.
         program: the caller's ``__name__``; one that is imported by others says nothing.
     """
-    if program != "__main__" or os.environ.get("RANK", "0") != "0":
+    if program != "__main__" or not is_first_rank():
         yield
         return
     began, done = time.perf_counter(), threading.Event()

@@ -217,7 +217,8 @@ def test_a_change_in_a_block_whose_trace_was_reused_is_heard(change):
     assert recorder.dynamo_graphs == 1
     change(model.blocks[2])
     call(x)
-    assert recorder.dynamo_graphs > 1
+    # torch 2.11 traces once more after some changes
+    assert recorder.dynamo_graphs == 2 or (torch.__version__ < "2.13" and recorder.dynamo_graphs == 3)
 
 
 def test_functional_call_in_a_block_whose_trace_is_reused():
