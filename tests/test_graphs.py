@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from inspect import signature
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled.param import traced_call
 from fsdp_compiled.passes.policy import DEFAULT
 from tests.graphs import Recorder, outputs, record, sequence, target_name
 from tests.parity import row
@@ -231,10 +236,22 @@ def test_regional_compilation_shares_one_graph_without_collectives():
         assert sequence(graph, "unshard", "reduce_grad", *LAUNCHES) == []
 
 
-def test_many_models_do_not_share_dynamos_recompile_limit():
+@pytest.mark.parametrize(("cls", "parts"), [(Net, ()), (nn.Sequential, (nn.Linear(12, 12),))])
+def test_many_models_do_not_share_dynamos_recompile_limit(cls, parts):
     counter = CompileCounterWithBackend("eager")
     torch._dynamo.reset()
     for index in range(torch._dynamo.config.recompile_limit + 2):
-        model = fully_shard(type(f"Net{index}", (Net,), {})())
+        model = fully_shard(type(f"{cls.__name__}{index}", (cls,), {})(*deepcopy(parts)))
         torch.compile(model, backend=counter, fullgraph=True)(torch.ones(2, 12))
         assert counter.frame_count == index + 1
+
+
+def test_a_call_compiled_over_torchs_own_forward_reports_its_failure():
+    model = fully_shard(nn.Sequential(nn.Linear(12, 12)))
+    assert signature(model.forward) == signature(nn.Sequential(nn.Linear(12, 12)).forward)
+    with (
+        mock.patch.object(traced_call, "report_failure") as reported,
+        pytest.raises(RuntimeError, match=r"\[12, 12\]") as caught,
+    ):
+        torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 7))
+    reported.assert_called_once_with(caught.value)

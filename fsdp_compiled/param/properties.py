@@ -165,7 +165,8 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
     body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy, "__reduce_ex__": _refuse_pickle}
     for mixin in mixins:
-        body |= getattr(mixin, "_fsdp_class_body", dict)()
+        if hasattr(mixin, "_fsdp_class_body"):
+            body |= mixin._fsdp_class_body(user_cls)
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
 
 

@@ -6,9 +6,13 @@ It must not know what the hooks do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import skip_code  # see properties.py
 
 from ..collectives import attend, report_failure
@@ -53,9 +57,16 @@ class TracedCall:
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
+    def _fsdp_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
     @staticmethod
-    def _fsdp_class_body() -> dict[str, Any]:
-        return {"_fsdp_call": with_code_of_its_own(TracedCall._fsdp_traced)}
+    def _fsdp_class_body(user_cls: type) -> dict[str, Any]:
+        body: dict[str, Any] = {"_fsdp_call": with_code_of_its_own(TracedCall._fsdp_traced)}
+        # torch.compile would trace __call__, too, where forward is torch's own code, as nn.Sequential's is
+        if trace_rules.check(user_cls.forward):  # type: ignore[attr-defined]
+            body["forward"] = wraps(user_cls.forward)(TracedCall._fsdp_forward)  # type: ignore[attr-defined]
+        return body
 
 
 skip_code(TracedCall.__call__.__code__)
