@@ -226,6 +226,7 @@ def compile(
             ``options`` no mapping.
         ValueError: another backend than Inductor, which alone runs the passes, or both ``mode`` and ``options``;
             regions of a function, or modules that are no units of ``model``, or lie inside each other.
+        NotImplementedError: regions, and a pass of the user's in Inductor's option ``_pre_fusion_custom_pass``.
     """
     if not callable(model):
         raise TypeError(f"model: expected a module or a function that calls one, got {model!r}")
@@ -239,6 +240,7 @@ def compile(
         raise ValueError(f"mode: expected None beside options, got {mode!r}; put what the mode sets into options")
     of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
     chosen = {**of_mode, **given, **_options(schedule, given)}
+    of_regions = passes.region_options(given) if regions != "off" else {}
     if isinstance(model, nn.Module):
         set_regions(model, regions)
     elif regions != "off":
@@ -246,7 +248,7 @@ def compile(
             f"regions: expected 'off' for a function, got {regions!r}; compile the model with regions first"
         )
     if isinstance(model, nn.Module) and has_regions(model):
-        chosen |= passes.REGION_OPTIONS
+        chosen |= of_regions
     return torch.compile(model, options=chosen, **torch_compile_kwargs)
 
 

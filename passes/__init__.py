@@ -24,11 +24,10 @@ from .policy import DEFAULT, SchedulePolicy
 from .progress import watch
 from .reorder import Reorder
 from .reshard import Reshard
-from .unalias import REGION_OPTIONS, Unalias
+from .unalias import Protect, Unalias, region_options
 
 __all__ = [
     "CLUSTERS",
-    "REGION_OPTIONS",
     "Agree",
     "Bucket",
     "Cluster",
@@ -39,6 +38,7 @@ __all__ = [
     "Pass",
     "Pin",
     "Pipeline",
+    "Protect",
     "Reorder",
     "Reshard",
     "SchedulePolicy",
@@ -49,6 +49,7 @@ __all__ = [
     "options",
     "pinning",
     "post_grad",
+    "region_options",
     "uninstall",
     "watch",
 ]

@@ -1,26 +1,47 @@
-"""Takes what a region only passes through, or a view of it, from where the region has it.
+"""Results of regions that share memory with each other or with arguments, which Inductor takes for separate tensors.
 
 AOTAutograd parts a region in two before the graph around it, and lets its forward half return whatever its backward
-half needs: an unsharded parameter, which would then be saved, or an activation, which Inductor would then take for
-another tensor than the argument that it is. This pass must not decide what is saved.
-
-Results may share memory with each other, too, by what Inductor makes of the region. Around it, Inductor does not know
-that, and would write another tensor over one of them once that one has been read: it must reuse no memory.
+half needs: an unsharded parameter, which would then be saved, or an activation. ``Unalias`` takes these from outside
+the region, where Inductor sees whose memory they are. More results come to share memory by what Inductor makes of the
+region, where it drops a copy or lets a concatenation hold its parts. ``Protect`` finds them after that, and keeps
+Inductor from writing other tensors over one of them once that one has been read. Neither decides what is saved.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import config  # see inductor.py
+from torch._inductor import config, custom_graph_pass, ir  # see inductor.py; its types are not complete
+from torch._inductor.virtualized import V
 
 from .cost.compute import is_view
 from .graph import nodes
+from .inductor import source_hash
 
-REGION_OPTIONS = {"allow_buffer_reuse": False, "inplace_buffers": False}  # of Inductor, for graphs that call regions
 _MAYBE_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
+_SLOT = "_pre_fusion_custom_pass"
+_SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # torch 2.11
+
+
+def region_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options of Inductor without which graphs that call regions are refused; ``given`` are the user's.
+
+    Raises:
+        NotImplementedError: the user has a pass of his own where ``Protect`` must be.
+    """
+    user = (given or {}).get(_SLOT, getattr(config, _SLOT))
+    if user is not None and not isinstance(user, Protect):
+        raise NotImplementedError(
+            f"regions: expected no pass in Inductor's option {_SLOT}, where theirs must be, got {user!r}; "
+            "take it out, or compile without regions"
+        )
+    return {_SLOT: Protect()}
 
 
 @dataclass(frozen=True)
@@ -37,10 +58,10 @@ class Unalias:
             region = nodes.region_of(call)
             if region is None:
                 continue
-            if config.allow_buffer_reuse or config.inplace_buffers:
+            if not isinstance(getattr(config, _SLOT), Protect):
                 raise RuntimeError(
-                    "regions: expected Inductor's options allow_buffer_reuse=False and inplace_buffers=False, or "
-                    "results could be overwritten; compile the model by fsdp_compiled.compile(model, regions=...)"
+                    f"regions: expected {Protect()} in Inductor's option {_SLOT}, or results could be overwritten; "
+                    "compile the model by fsdp_compiled.compile(model, regions=...)"
                 )
             _unalias(call, region)
 
@@ -80,3 +101,67 @@ def _made_of_arguments(result: fx.Node) -> list[fx.Node]:
 
     visit(result)
     return list(found)
+
+
+@dataclass(frozen=True)
+class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
+    """What shares memory with a region's result is not written over. It runs before Inductor plans its memory.
+
+    So are inputs that AOTAutograd gave away to a backward graph: it has not seen which of them share memory, and
+    Inductor mistakes the inputs of regions at their positions for them.
+    """
+
+    def __call__(self, scheduled: list[Any]) -> list[Any]:
+        graph = V.graph
+        graph.never_reuse_buffers.update(
+            name for name, original in graph.graph_inputs_original.items() if isinstance(original, ir.DonatedBuffer)
+        )
+        for call in graph.operations:
+            if isinstance(call, ir.InvokeSubgraph):
+                graph.never_reuse_buffers.update(_shared(graph, call))
+        return scheduled
+
+    def uuid(self) -> str:
+        """Return a hash of the passes' sources."""
+        return source_hash(Path(__file__).parent)
+
+
+def _shared(graph: Any, call: Any) -> set[str]:
+    """Return the buffers around a region that share memory by the region's doing: results and arguments."""
+    results = [_memory_of(graph, result) for result in call.outputs if _is_read(graph, result)]
+    arguments = [_memory_of(graph, argument) for argument in call.inputs]
+    pairs = [*combinations(results, 2), *product(results, arguments)]
+    return {name for one, other in pairs if one & other for name in one | other}
+
+
+def _is_read(graph: Any, result: Any) -> bool:
+    return isinstance(result, ir.MultiOutput) and result.get_name() not in graph.removed_buffers
+
+
+def _memory_of(graph: Any, node: Any) -> set[str]:
+    """Return the names of the buffers in whose memory a tensor may lie, those within regions among them."""
+    if isinstance(node, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)):
+        return set()
+    found: set[str] = set()
+    left = [node.get_name()]
+    while left:
+        name = left.pop()
+        buffer = graph.name_to_buffer.get(name)  # None for inputs, constants, and what lies within regions
+        known, found = name in found, found | {name}
+        if known or buffer is None:
+            continue
+        left += [*buffer.get_inputs_that_alias_output(), *buffer.get_mutation_names()]
+        call = buffer.inputs[0] if isinstance(buffer, ir.MultiOutput) else None
+        if isinstance(call, ir.InvokeSubgraph):
+            left += _through_region(call, buffer.indices[0][1])
+    return found
+
+
+def _through_region(call: Any, index: int) -> list[str]:
+    """Return what a result shares memory with: its region's arguments, and buffers in it by names of their own."""
+    region = call.subgraph.graph
+    arguments = dict(zip(region.graph_input_names, call.inputs, strict=True))
+    return [
+        arguments[name].get_name() if name in arguments else f"{name} of {call.get_name()}"
+        for name in _memory_of(region, region.graph_outputs[index])
+    ]

@@ -70,7 +70,7 @@ def record(
     model: nn.Module, schedule: SchedulePolicy = DEFAULT, lower: bool = True, code: bool = False, **kwargs: Any
 ) -> tuple[Callable[..., Any], Recorder]:
     torch._dynamo.reset()
-    more = passes.REGION_OPTIONS if has_regions(model) else {}
+    more = passes.region_options() if has_regions(model) else {}
     recorder = Recorder(schedule=schedule, lower=lower, more=more, code=code)
     return torch.compile(model, backend=recorder, fullgraph=True, **kwargs), recorder
 

@@ -107,6 +107,10 @@ def test_wrong_regions(choose, error, message):
     fsdp_compiled.compile(model, regions=[model.nested])
     with pytest.raises(error, match=message):
         fsdp_compiled.compile(model, regions=choose(model))
+    with pytest.raises(
+        NotImplementedError, match="regions: expected no pass in .*_pre_fusion_custom_pass.* got <built"
+    ):
+        fsdp_compiled.compile(model, regions=[model.nested[0]], options={"_pre_fusion_custom_pass": print})
     assert regions(model) == ["nested"]
 
 

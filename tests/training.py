@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import FSDPModule, fully_shard, fully_shard_with_compiled_compute
 from fsdp_compiled.init.regions import set_regions
-from fsdp_compiled.passes import REGION_OPTIONS
+from fsdp_compiled.passes import region_options
 from fsdp_compiled.passes.policy import DEFAULT
 from tests.graphs import without_code
 from tests.ranks import same_on_ranks
@@ -97,12 +97,12 @@ def compiled(
 def backend(inductor: bool = False, regions: bool = False) -> dict[str, Any]:
     """What makes ``torch.compile`` generate code or, in most tests, run graphs as they are."""
     if inductor or os.environ.get(INDUCTOR):
-        return {"options": REGION_OPTIONS} if regions else {}
+        return {"options": region_options()} if regions else {}
     return {"backend": without_codegen}
 
 
 def without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-    return _compile_without_codegen(gm, inputs, **REGION_OPTIONS)
+    return _compile_without_codegen(gm, inputs, **region_options())
 
 
 def without_options(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:

@@ -61,7 +61,7 @@ def capture(
     if not states:
         raise ValueError(f"{type(model).__name__}: expected a sharded model, found no unit; call fully_shard first")
     policy = schedule or SchedulePolicy()
-    recorder = _Recorder(policy, passes.REGION_OPTIONS if has_regions(model) else {}, code)
+    recorder = _Recorder(policy, passes.region_options() if has_regions(model) else {}, code)
 
     breaks = counters["graph_break"].copy()
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
