@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..sharding.spec import CommSpec
 from .cost import Cluster
 
 MIB = 2**20
+_KEPT_BYTES = 16 * MIB
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,9 @@ class SchedulePolicy:
             in each graph. "auto": the largest of 64 MiB, of what PyTorch's FSDP2 holds (two of the largest units,
             and in backward the gradients of two more), and of what the graph cannot do without.
         keep_unsharded_bytes: so many bytes of parameters, those with the largest all-gather time per byte, stay
-            unsharded from forward to backward rather than travel twice; beside ``in_flight_bytes``.
+            unsharded from forward to backward rather than travel twice; beside ``in_flight_bytes``. "auto": 16 MiB,
+            but none of units whose ``reshard_after_forward`` the user has set: a collective of less than that costs
+            more than its memory.
         cluster: the machine that times are estimated for; None: found from the devices and the process group.
 
     Raises:
@@ -38,19 +42,28 @@ class SchedulePolicy:
     bucket: Literal["auto", "unit", "none"] | int = "auto"
     prefetch: Literal["auto"] | int = "auto"
     in_flight_bytes: Literal["auto"] | int = "auto"
-    keep_unsharded_bytes: int = 0
+    keep_unsharded_bytes: Literal["auto"] | int = "auto"
     cluster: Cluster | None = None
 
     def __post_init__(self) -> None:
         _check("bucket", self.bucket, ("auto", "unit", "none"), least=1)
         _check("prefetch", self.prefetch, ("auto",), least=0)
         _check("in_flight_bytes", self.in_flight_bytes, ("auto",), least=1)
-        _check("keep_unsharded_bytes", self.keep_unsharded_bytes, (), least=0)
+        _check("keep_unsharded_bytes", self.keep_unsharded_bytes, ("auto",), least=0)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise TypeError(
                 f"SchedulePolicy.cluster: expected a Cluster or None, got {type(self.cluster).__name__}; "
                 "use one of fsdp_compiled.passes.cost.CLUSTERS"
             )
+
+    @property
+    def kept_bytes(self) -> int:
+        """How many bytes of parameters stay unsharded from forward to backward, at most."""
+        return _KEPT_BYTES if self.keep_unsharded_bytes == "auto" else self.keep_unsharded_bytes
+
+    def may_keep(self, spec: CommSpec) -> bool:
+        """Tell whether a parameter that backward would all-gather again may be among them."""
+        return spec.reshard and not (spec.reshard_is_set and self.keep_unsharded_bytes == "auto")
 
 
 def _check(field: str, value: Any, words: tuple[str, ...], least: int) -> None:

@@ -68,17 +68,17 @@ class Reshard:
                 _keep_over_smaller_group(node)
 
     def _kept(self, graph: fx.Graph, unshards: list[fx.Node]) -> set[Hashable]:
-        if not self.policy.keep_unsharded_bytes:
+        if not self.policy.kept_bytes:
             return set()
         cluster = cluster_of(graph, self.policy.cluster)
         candidates = {}
         for node in unshards:
             spec = nodes.spec_of(node)
             group, size = spec.all_gather.group, spec.layout.padded_numel * spec.all_gather.dtype.itemsize
-            if spec.reshard and group.world > 1:
+            if group.world > 1 and self.policy.may_keep(spec):
                 us = cluster.lane(group).link.collective_us(size, group.world)
                 candidates[_key(node)] = Candidate(_key(node), size, us)
-        return decide_kept(candidates.values(), self.policy.keep_unsharded_bytes)
+        return decide_kept(candidates.values(), self.policy.kept_bytes)
 
 
 def _drop_gradient_marks(graph: fx.Graph) -> None:

@@ -44,6 +44,7 @@ def spec(
         ),
         reshard,
         post_forward,
+        reshard_is_set=True,  # no schedule keeps it by itself
     )
 
 

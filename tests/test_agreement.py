@@ -341,7 +341,7 @@ class _Model(nn.Module):
 def graphs(fake_group):
     model = _Model()
     for block in model.blocks:
-        fully_shard(block)
+        fully_shard(block, reshard_after_forward=True)
     fully_shard(model)
     call, recorder = record(model)
     call(torch.randn(3, 8)).sum().backward()

@@ -171,7 +171,11 @@ def test_bad_input():
         ({"prefetch": -1}, ValueError, "prefetch: expected 'auto' or an integer of at least 0, got -1"),
         ({"prefetch": True}, TypeError, "prefetch: .* got True of bool"),
         ({"in_flight_bytes": 0}, ValueError, "in_flight_bytes: expected 'auto' or an integer of at least 1, got 0"),
-        ({"keep_unsharded_bytes": "auto"}, ValueError, "keep_unsharded_bytes: expected an integer of at least 0"),
+        (
+            {"keep_unsharded_bytes": "all"},
+            ValueError,
+            "keep_unsharded_bytes: expected 'auto' or an integer of at lea",
+        ),
         ({"cluster": "H100"}, TypeError, "cluster: expected a Cluster or None, got str"),
     ],
 )

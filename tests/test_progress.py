@@ -27,7 +27,7 @@ def without_code(gm, inputs, **_):
 def three_layers():
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
     for layer in model:
-        fully_shard(layer)
+        fully_shard(layer, reshard_after_forward=True)
     return fully_shard(model)
 
 

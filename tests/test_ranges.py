@@ -40,7 +40,7 @@ def sharded(mesh=None, mesh_dims=()):
     mesh = init_device_mesh("cpu", mesh, mesh_dim_names=mesh_dims) if mesh else None
     model = Net()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)
     return fully_shard(model, mesh=mesh)
 
 

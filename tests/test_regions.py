@@ -44,7 +44,7 @@ class Model(nn.Module):
 def sharded(*widths: int) -> Model:
     model = Model(*widths)
     for each in model.blocks:
-        fully_shard(each)
+        fully_shard(each, reshard_after_forward=True)
     return fully_shard(model)
 
 

@@ -55,12 +55,16 @@ class MLP(nn.Module):
 
 
 def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) -> Callable[..., Any]:
-    """Shard every block and the model; return what to call. For ``inductor`` see :func:`compiled`."""
+    """Shard every block and the model; return what to call. For ``inductor`` see :func:`compiled`.
+
+    By default graphs all-gather the blocks' parameters again in backward, although they are small.
+    """
+    of_blocks = {"reshard_after_forward": True, **kwargs}
     for block in model.blocks:
         if mode == "regional":
-            fully_shard_with_compiled_compute(block, compile_kwargs=backend(inductor), **kwargs)
+            fully_shard_with_compiled_compute(block, compile_kwargs=backend(inductor), **of_blocks)
         else:
-            fully_shard(block, **kwargs)
+            fully_shard(block, **of_blocks)
     fully_shard(model, **kwargs)
     if mode == "regions":
         with_regions(model, model.blocks)

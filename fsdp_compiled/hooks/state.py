@@ -36,7 +36,6 @@ class FSDPState(TorchNames):
         modules: Sequence[nn.Module],
         params: Sequence[FSDPParam],
         default: ParamPlacement,
-        reshards_by_default: bool,
         unit: Unit,
     ) -> None:
         self.modules = tuple(modules)
@@ -47,7 +46,6 @@ class FSDPState(TorchNames):
         self.unit = unit  # what the parameters read
         self.device = default.device  # where compute runs
         self.outermost = self  # until an outer fully_shard adopts this unit
-        self.reshards_by_default = reshards_by_default  # unless this is the outermost unit, whatever ``unit`` says
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
@@ -96,13 +94,12 @@ class FSDPState(TorchNames):
         self._context = None
         for param, param_name in param_names.items():
             param.name = param_name
-        reshard = self.reshards_by_default or self.unit.config.reshard_after_forward
+        reshard = self.unit.config.reshards_by_default or self.unit.config.reshard_after_forward
         self.configure(name=f"{outer.unit.config.name}.{name}", reshard_after_forward=reshard)
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Reshard (True) or keep (False) after forward, whether or not this is the root."""
-        self.reshards_by_default = False
-        self.configure(reshard_after_forward=reshard, post_forward_size=0)
+        self.configure(reshard_after_forward=reshard, reshards_by_default=False, post_forward_size=0)
 
     def configure(self, **changes: Any) -> None:
         """Replace fields of :class:`UnitConfig` and let parameters and traced reads see it."""
@@ -239,9 +236,10 @@ class FSDPState(TorchNames):
         self.training_state = TrainingState.IDLE
         # Without a backward to come, an unsharded root would hold stale values after the next optimizer step, and an
         # optimizer that is made next would see unsharded parameters.
-        if not torch.is_grad_enabled() and (self.reshards_by_default or self.unit.config.reshard_after_forward):
+        config = self.unit.config
+        if not torch.is_grad_enabled() and (config.reshards_by_default or config.reshard_after_forward):
             self.reshard()
-        elif self.unit.config.reshard_after_forward:
+        elif config.reshard_after_forward:
             for group in self.groups:
                 group.reshard_post_forward()
         if torch.is_grad_enabled() and self._context is not None:

@@ -37,12 +37,12 @@ def shard(
             tensor.data = tensor.data.to(device)
     size = 0 if isinstance(reshard, bool | None) else reshard
     # A number of the unit would make the guards of the second model of a class differ from those of the first.
-    unit = Unit(UnitConfig(type(modules[0]).__name__, reshard_after_forward=bool(reshard), post_forward_size=size))
+    unit = Unit(UnitConfig(type(modules[0]).__name__, bool(reshard), reshard is None, size))
     params = [
         FSDPParam(info, placement, unit, name, param)
         for (name, param, info), placement in zip(found.own, placements, strict=True)
     ]
-    state = FSDPState(modules, params, default, reshard is None, unit)
+    state = FSDPState(modules, params, default, unit)
     for module, name in found.ignored:
         state.ignored.setdefault(module, set()).add(name)
     _install(modules, state, found.shared)

@@ -47,7 +47,7 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
         advice = "call fully_shard on its layers and then on the model"
         raise ValueError(f"{class_name}: expected a model with at least one unit, got none; {advice}")
     schedule = schedule or DEFAULT
-    kept = _kept(states, schedule) if schedule.keep_unsharded_bytes else set()
+    kept = _kept(states, schedule) if schedule.kept_bytes else set()
     names = {module: name or class_name for name, module in model.named_modules()}
     outside = tuple(
         f"{prefix}.{name}" if prefix else name
@@ -62,12 +62,12 @@ def _kept(states: Sequence[FSDPState], schedule: SchedulePolicy) -> set[Hashable
     """Return the parameters that the reshard pass would keep in a graph that reads all of them."""
     cluster = schedule.cluster or cost.detect(states[0].device)
     candidates = []
-    for param in (p for state in states if state.unit.config.reshard_after_forward for p in state.params):
+    for param in (param for state in states for param in state.params if schedule.may_keep(param.spec)):
         info, size = param.placement.mesh_info, _all_gather_bytes(param)
         if info.shard_world > 1:
             us = cluster.lane(info.shards).link.collective_us(size, info.shard_world)
             candidates.append(Candidate(param, size, us))
-    return decide_kept(candidates, schedule.keep_unsharded_bytes)
+    return decide_kept(candidates, schedule.kept_bytes)
 
 
 def _all_gather_bytes(param: FSDPParam) -> int:
@@ -100,7 +100,7 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashab
 def _why(state: FSDPState) -> str:
     if not state.params:
         return "no parameters of its own: other units hold all of them"
-    if not state.reshards_by_default:
+    if not state.unit.config.reshards_by_default:
         return f"reshard_after_forward={state.unit.config.reshard_after_forward}"
     if state.is_root:
         return "outermost unit: kept by default, as backward begins with it; freed where no gradients are recorded"

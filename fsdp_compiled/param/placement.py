@@ -97,6 +97,7 @@ def comm_spec(
         ),
         reshard=config.reshard_after_forward,
         post_forward=smaller.group if smaller is not None else Group(),
+        reshard_is_set=not config.reshards_by_default,
     )
 
 

@@ -12,6 +12,7 @@ class UnitConfig:
 
     name: str  # full name, relative to the outermost unit known so far
     reshard_after_forward: bool = True  # free unsharded parameters between forward and backward, or keep them
+    reshards_by_default: bool = False  # the user has not set it: freed unless this is the outermost unit
     post_forward_size: int = 0  # if they are freed, how many ranks hold them sharded until backward; 0 for all
     reshard_after_backward: bool = True  # free them after backward, or keep them
     keep_unsharded_storage: bool = False  # a reshard leaves the unsharded memory allocated

@@ -167,6 +167,7 @@ class CommSpec(Text):
     reduction: ReductionSpec
     reshard: bool = True  # whether backward all-gathers again; False keeps the unsharded parameter from forward
     post_forward: Group = Group()  # holds the parameter between forward and backward; this rank alone: none
+    reshard_is_set: bool = False  # by the user; else a schedule may keep the parameter all the same
 
     @cached_property
     def layout(self) -> ShardLayout:

@@ -59,10 +59,16 @@ def _wrong(cls, field, value, error, expected, **others):
         _wrong(
             SchedulePolicy, "in_flight_bytes", 1e9, TypeError, "'auto' or an integer of at least 1, got 1000000000.0"
         ),
-        _wrong(SchedulePolicy, "keep_unsharded_bytes", "auto", ValueError, "an integer of at least 0, got 'auto'"),
-        _wrong(SchedulePolicy, "keep_unsharded_bytes", -1, ValueError, "an integer of at least 0, got -1"),
         _wrong(
-            SchedulePolicy, "keep_unsharded_bytes", None, TypeError, "an integer of at least 0, got None of NoneType"
+            SchedulePolicy, "keep_unsharded_bytes", "all", ValueError, "'auto' or an integer of at least 0, got 'all'"
+        ),
+        _wrong(SchedulePolicy, "keep_unsharded_bytes", -1, ValueError, "'auto' or an integer of at least 0, got -1"),
+        _wrong(
+            SchedulePolicy,
+            "keep_unsharded_bytes",
+            None,
+            TypeError,
+            "'auto' or an integer of at least 0, got None of NoneType",
         ),
         _wrong(SchedulePolicy, "cluster", "H100", TypeError, "a Cluster or None, got str; use one of"),
         *(

@@ -51,8 +51,10 @@ Llama: outermost unit: kept by default, as backward begins with it; freed where 
 every unit: gradients are reduced over 2 shards, then over 2 replicas
 every unit: on the meta device: call to_empty and initialise the parameters before running the model
 blocks.{0,1,2,3}: inside another unit: freed by default, so that only units in use take memory
+blocks.{0,1,2,3}: in one full graph, keep_unsharded_bytes keeps 9 parameters,
+  {attention_norm,attention.wq,…,ffn.down}.weight (3 MiB)
 
-one full graph is scheduled with bucket unit, prefetch auto, in flight auto, keep unsharded 0 B: one bucket for each
+one full graph is scheduled with bucket unit, prefetch auto, in flight auto, keep unsharded auto: one bucket for each
   unit and dtype
 """,
         )

@@ -190,7 +190,7 @@ class TableText(expecttest.TestCase):
             str(capture),
             """\
 Transformer: 124,439,808 parameters on 4 ranks, torch 2.13.0, cluster H100
-schedule: bucket auto, prefetch auto, in flight 64 MiB, keep unsharded 0 B
+schedule: bucket auto, prefetch auto, in flight 64 MiB, keep unsharded auto
 graph breaks: 1
   - call to print in forward
 

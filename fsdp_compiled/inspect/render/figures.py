@@ -105,12 +105,12 @@ def about(capture: CapturedModel) -> str:
 
 def schedule(policy: SchedulePolicy) -> dict[str, str]:
     """Return the fields of a policy, without the cluster, which :func:`about` names."""
-    bucket, bound = policy.bucket, policy.in_flight_bytes
+    bucket, bound, kept = policy.bucket, policy.in_flight_bytes, policy.keep_unsharded_bytes
     return {
         "bucket": bucket if isinstance(bucket, str) else size(bucket),
         "prefetch": str(policy.prefetch),
         "in flight": bound if isinstance(bound, str) else size(bound),
-        "keep unsharded": size(policy.keep_unsharded_bytes),
+        "keep unsharded": kept if isinstance(kept, str) else size(kept),
     }
 
 
