@@ -62,8 +62,9 @@ def fully_shard(
             shards over all ranks.
         reshard_after_forward: free unsharded parameters after forward and all-gather them again in backward
             (True), or keep them (False). None is False for the outermost unit and True for all others; without
-            gradients, where no backward will come, it is True for all in uncompiled forwards. A number N keeps
-            parameters sharded over N neighbouring ranks, over which backward all-gathers.
+            gradients, where no backward will come, it is True for all in uncompiled forwards; a graph keeps up to
+            ``SchedulePolicy.keep_unsharded_bytes``. A number N keeps parameters sharded over N neighbouring ranks,
+            over which backward all-gathers.
         shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, None for
             ``Shard(0)``, or a ``ShardPlacementResult`` for another mesh too. Only dimension 0 may be uneven.
         mp_policy: dtypes of communication and compute. PyTorch's own policies serve as well, here and below.

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled.inspect import capture
 from fsdp_compiled.param import traced_call
 from fsdp_compiled.passes.policy import DEFAULT
 from tests.graphs import Recorder, outputs, record, sequence, target_name
@@ -221,6 +222,39 @@ def test_two_sharded_models_in_one_graph_share_no_bucket():
     shard(model.student, "eager")
     recorder = _graphs(model, torch.randn(8, 12), schedule=UNIT)
     assert sequence(recorder.only("forward", after=True), *LAUNCHES) == ["launch_all_gather"] * 6
+
+
+@pytest.mark.parametrize(
+    ("set_by_user", "schedule", "again"),
+    [(False, DEFAULT, 0), (True, DEFAULT, 2), (True, SchedulePolicy(keep_unsharded_bytes=2**20), 0)],
+)
+def test_small_parameters_are_kept_where_the_user_has_not_set_it(set_by_user, schedule, again):
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    if set_by_user:
+        for block in model.blocks:
+            block.set_reshard_after_forward(True)
+    assert len(sequence(_graphs(model, torch.randn(8, 12), schedule=schedule).only("backward"), "unshard")) == again
+
+
+def test_no_more_is_kept_by_default_than_16_mib():
+    class Wide(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(1536, 1536, bias=False) for _ in range(4))  # of 9 MiB each
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x).relu()
+            return x
+
+    model = Wide()
+    for block in model.blocks:
+        fully_shard(block)
+    captured = capture(fully_shard(model), torch.randn(2, 1536, requires_grad=True), code=False)
+    assert [graph.kept_bytes for graph in captured.graphs] == [9 * 2**20, 0]
 
 
 def test_regional_compilation_shares_one_graph_without_collectives():
