@@ -60,7 +60,7 @@ class Case:
     bucket: str | int = "auto"
     prefetch: str | int = "auto"
     in_flight_bytes: str | int = "auto"
-    keep_unsharded_bytes: int = 0
+    keep_unsharded_bytes: str | int = 0
     cluster: str = ""
 
     @property
@@ -130,6 +130,6 @@ CASES = st.builds(
     bucket=st.sampled_from(["auto", "unit", "none", 1, 100, 1000]),
     prefetch=st.sampled_from(["auto", 0, 1, 3]),
     in_flight_bytes=st.sampled_from(["auto", "auto", 300, 1000, 3000]),
-    keep_unsharded_bytes=st.sampled_from([0, 0, 100, 10_000]),
+    keep_unsharded_bytes=st.sampled_from(["auto", 0, 100, 10_000]),
     cluster=st.sampled_from(["", "CPU", "H100"]),
 )

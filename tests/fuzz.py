@@ -1,4 +1,4 @@
-"""Draws models and schedules until the time is up; the suite does not run it.
+"""Draws models, regions and schedules until the time is up; the suite does not run it.
 
     python -m pytest tests/fuzz.py [--seconds 120] [--seed 0] [-k models]
 
@@ -25,6 +25,7 @@ from hypothesis.errors import NoSuchExample
 from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 from tests.drawn import CASES, parse
+from tests.drawn_regions import check_program, programs
 from tests.drawn_training import train_drawn
 from tests.test_bucket import PASSES_POLICIES, chains, check_graph
 from tests.test_schedule import PREFETCHES, ROOMS, check_schedule, loads
@@ -115,7 +116,11 @@ def test_models(search, ranks, pytestconfig):
     if case:
         ranks.train(parse(case))
     else:
-        search(CASES, ranks.train, part=0.8)
+        search(CASES, ranks.train, part=0.6)
+
+
+def test_regions(search):
+    search(programs(), lambda drawn: check_program(*drawn), part=0.2)
 
 
 def test_schedules(search):
