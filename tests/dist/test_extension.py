@@ -88,7 +88,7 @@ def _assert_trains_like(alone, model, call):
 def test_a_quantised_all_gather(mode, wire):
     alone, model = Net(False, wire), Net(True, wire)
     for block in model.blocks:
-        fully_shard(block)
+        fully_shard(block, reshard_after_forward=True)
     fully_shard(model)
     call, recorder = _compiled(model, mode, model.blocks)
     _assert_trains_like(alone, model, call)
@@ -227,7 +227,7 @@ def test_an_extended_all_gather_of_uneven_shards(mode, put):
 
 def _shard(model, mode, **kwargs):
     for block in model:
-        fully_shard(block, **kwargs)
+        fully_shard(block, reshard_after_forward=True, **kwargs)
     fully_shard(model, **kwargs)
     return _compiled(model, mode, model)
 

@@ -80,11 +80,12 @@ def trainer(
     mode: str, model: nn.Module | None = None, schedule: SchedulePolicy | None = None, **kwargs: Any
 ) -> Trainer:
     model = Model() if model is None else model
+    of_blocks = {"reshard_after_forward": True, **kwargs}  # or graphs would keep parameters that are so small
     for block in model.blocks:
         if mode == "regional":
-            fully_shard_with_compiled_compute(block, compile_kwargs={"backend": "eager"}, **kwargs)
+            fully_shard_with_compiled_compute(block, compile_kwargs={"backend": "eager"}, **of_blocks)
         else:
-            fully_shard(block, **kwargs)
+            fully_shard(block, **of_blocks)
     fully_shard(model, **kwargs)
     return Trainer(model, compiled(model, schedule) if mode == "full" else model)
 
