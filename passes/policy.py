@@ -30,8 +30,8 @@ class SchedulePolicy:
             and in backward the gradients of two more), and of what the graph cannot do without.
         keep_unsharded_bytes: so many bytes of parameters, those with the largest all-gather time per byte, stay
             unsharded from forward to backward rather than travel twice; beside ``in_flight_bytes``. "auto": 16 MiB,
-            but none of units whose ``reshard_after_forward`` the user has set: a collective of less than that costs
-            more than its memory.
+            where launching collectives costs more than the memory is worth, but none of units whose
+            ``reshard_after_forward`` the user has set.
         cluster: the machine that times are estimated for; None: found from the devices and the process group.
 
     Raises:

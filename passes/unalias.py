@@ -105,10 +105,10 @@ def _made_of_arguments(result: fx.Node) -> list[fx.Node]:
 
 @dataclass(frozen=True)
 class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
-    """What shares memory with a region's result is not written over. It runs before Inductor plans its memory.
+    """Nothing is written over what shares memory with a region's result. It runs before Inductor plans memory.
 
-    So are inputs that AOTAutograd gave away to a backward graph: it has not seen which of them share memory, and
-    Inductor mistakes the inputs of regions at their positions for them.
+    Nor over inputs that AOTAutograd gave away to a backward graph: it has not seen which of them share memory, and
+    Inductor takes the inputs of regions at the same positions for given away, too.
     """
 
     def __call__(self, scheduled: list[Any]) -> list[Any]:
