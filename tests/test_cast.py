@@ -67,3 +67,13 @@ def test_the_order_of_finding_is_the_order_of_changing():
     value = {"a": tensors[0], "b": Pair(tensors[1], [tensors[2]])}
     changed = map_tensors(lambda t: t + 1, value)
     assert [t.item() for t in tensors_in(changed)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("other", [None, "text", 3, True])
+def test_dynamo_traces_what_is_left_alone(other):
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(x):
+        return cast_floating(Record(x * 2, other), torch.bfloat16)
+
+    changed = call(_leaf())
+    assert changed.value.dtype == torch.bfloat16 and changed.label == other

@@ -19,6 +19,8 @@ def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return change(value)
+    if value is None:
+        return None  # whose class torch 2.11's Dynamo cannot ask for attributes, as is_dataclass does
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(change, item) for item in value))
     if type(value) in (tuple, list, set, frozenset):
