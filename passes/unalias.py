@@ -146,9 +146,11 @@ def _memory_of(graph: Any, node: Any) -> set[str]:
     left = [node.get_name()]
     while left:
         name = left.pop()
-        buffer = graph.name_to_buffer.get(name)  # None for inputs, constants, and what lies within regions
-        known, found = name in found, found | {name}
-        if known or buffer is None:
+        if name in found:
+            continue
+        found.add(name)
+        buffer = graph.name_to_buffer.get(name)
+        if buffer is None:  # an input, a constant, or within a region
             continue
         left += [*buffer.get_inputs_that_alias_output(), *buffer.get_mutation_names()]
         call = buffer.inputs[0] if isinstance(buffer, ir.MultiOutput) else None

@@ -105,13 +105,16 @@ def about(capture: CapturedModel) -> str:
 
 def schedule(policy: SchedulePolicy) -> dict[str, str]:
     """Return the fields of a policy, without the cluster, which :func:`about` names."""
-    bucket, bound, kept = policy.bucket, policy.in_flight_bytes, policy.keep_unsharded_bytes
     return {
-        "bucket": bucket if isinstance(bucket, str) else size(bucket),
+        "bucket": _word_or_size(policy.bucket),
         "prefetch": str(policy.prefetch),
-        "in flight": bound if isinstance(bound, str) else size(bound),
-        "keep unsharded": kept if isinstance(kept, str) else size(kept),
+        "in flight": _word_or_size(policy.in_flight_bytes),
+        "keep unsharded": _word_or_size(policy.keep_unsharded_bytes),
     }
+
+
+def _word_or_size(value: str | int) -> str:
+    return value if isinstance(value, str) else size(value)
 
 
 def titled(graphs: Sequence[CapturedGraph]) -> list[tuple[str, CapturedGraph]]:
