@@ -142,6 +142,7 @@ class FSDPStateContext:
     post_forward_order: list[UnitState] = field(default_factory=list)
     looked: bool = False  # the outermost unit has looked for changes since the last backward; traced calls do not
     callback_queued: bool = False  # the autograd engine will call finish_backward when this backward ends
+    leaves_mirror: bool = False  # see FSDPParam.mirror; while the outermost module is called
     leaves_mirror_in_backward: bool = False  # the backward under way lets leaves mirror, and ends that
     is_last_backward: bool = True  # that call waits for all reductions, or leaves them to a later backward
     finalizes_manually: bool = False  # it leaves that to finalize in any case
@@ -170,9 +171,21 @@ class FSDPStateContext:
 
     @property
     def _is_running(self) -> bool:
-        return self.callback_queued or any(
-            state.training_state is not TrainingState.IDLE or state.unit.leaves_mirror for state in self.states
-        )
+        is_called = self.callback_queued or self.leaves_mirror
+        return is_called or any(state.training_state is not TrainingState.IDLE for state in self.states)
+
+    def look(self) -> None:
+        """Look for what the user has changed in the parameters since the last call of the outermost unit."""
+        self.enter_thread()
+        self.tree.check_untouched()
+        self.looked = True
+
+    def mirror_leaves(self, mirror: bool) -> None:
+        """Let the leaves of all parameters mirror them, see :meth:`FSDPParam.mirror`."""
+        self.leaves_mirror = mirror
+        for state in self.states:
+            for param in state.params:
+                param.mirror(mirror)
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
@@ -191,6 +204,13 @@ class FSDPStateContext:
         self.ahead = self.forward_order.enter(state)
         if self.ahead is not None:
             self.ahead.launch_unshard()
+
+    def before(self, state: UnitState) -> list[UnitState]:
+        """Return the unit that came before ``state`` in forward, if any; those after it have had their backward."""
+        order = self.post_forward_order
+        while order and order.pop() is not state:
+            pass  # units that no gradient reached
+        return order[-1:]
 
     def _drop_ahead(self) -> None:
         ahead, self.ahead = self.ahead, None
@@ -216,7 +236,7 @@ class FSDPStateContext:
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
         """
         if not self.looked:
-            self.states[0].begin_call()
+            self.states[0].follow_tree().look()
         self.looked = False
         self._start_reductions()
         if self._ends_with_backward:
@@ -227,7 +247,7 @@ class FSDPStateContext:
             state.end_backward()
         if self.leaves_mirror_in_backward:
             self.leaves_mirror_in_backward = False
-            self.states[0].mirror_leaves(False)
+            self.mirror_leaves(False)
         self.callback_queued = False
 
     def finalize(self) -> GradientReductionHandle:

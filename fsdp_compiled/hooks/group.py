@@ -145,10 +145,12 @@ class FSDPParamGroup:
     def _finish_all_gathers(self) -> bool:
         """Wait for the all-gathers under way and tell whether there were any."""
         all_gathers, self._all_gathers = self._all_gathers, []
+        if not all_gathers:
+            return False
         with torch.inference_mode(False), torch.no_grad():
             for all_gather in all_gathers:
                 all_gather.wait()
-        return bool(all_gathers)
+        return True
 
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
@@ -173,7 +175,7 @@ class FSDPParamGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether unsharded gradients wait to be reduced."""
-        return any(param.unsharded_grad.grad is not None or param.has_eager_grad for param in self.params)
+        return any(param.has_unreduced_grad for param in self.params)
 
     @torch.no_grad()
     def launch_reduce(self) -> None:
@@ -195,20 +197,20 @@ class FSDPParamGroup:
         earlier = [] if is_partial else [param.partial_grad.take() for param in params]
         self._reductions.append(_Reduction(params, launch_reduction(grads, bucket, earlier), is_partial))
 
-    @torch.no_grad()
     def launch_replica_reduce(self) -> None:
         """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
         if not self.unit.config.all_reduce_grads:
             return
         parts = [(param, part) for param in self.params if (part := param.partial_grad.take()) is not None]
-        if parts:
-            params = [param for param, _ in parts]
-            bucket, contract = self._bucket(_complete_bucket, [param.spec for param in params])
-            agree(contract.by_group[bucket.spec.replicas.name])
+        if not parts:
+            return
+        params = [param for param, _ in parts]
+        bucket, contract = self._bucket(_complete_bucket, [param.spec for param in params])
+        agree(contract.by_group[bucket.spec.replicas.name])
+        with torch.no_grad():
             pending = launch_replica_reduction([part for _, part in parts], bucket)
-            self._reductions.append(_Reduction(params, pending))
+        self._reductions.append(_Reduction(params, pending))
 
-    @torch.no_grad()
     def wait_reduce(self) -> None:
         """Let compute wait for the reductions and add the results to the sharded parameters' gradients.
 
@@ -216,19 +218,20 @@ class FSDPParamGroup:
         """
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
-            results = reduction.pending.wait()
-            if reduction.is_partial or reduction.params[0].placement.offload is None:
-                reduction.accumulate(results)
-            else:
-                self._to_host.append((reduction, results))
+            with torch.no_grad():
+                results = reduction.pending.wait()
+                if reduction.is_partial or reduction.params[0].placement.offload is None:
+                    reduction.accumulate(results)
+                else:
+                    self._to_host.append((reduction, results))
 
-    @torch.no_grad()
     def wait_on_host(self) -> None:
         """Add the gradients that were copied to the host to those of the sharded parameters."""
         to_host, self._to_host = self._to_host, []
         for reduction, results in to_host:
-            reduction.pending.wait_on_host()
-            reduction.accumulate(results)
+            with torch.no_grad():
+                reduction.pending.wait_on_host()
+                reduction.accumulate(results)
 
     def drop_reduce(self) -> None:
         """Wait for the reductions under way and drop their results."""
@@ -258,6 +261,6 @@ def group_params(params: Sequence[FSDPParam], unit: Unit) -> list[FSDPParamGroup
     """Divide a unit's parameters into groups of equal mesh and dtypes, in order of first appearance."""
     groups: dict[Hashable, list[FSDPParam]] = {}
     for param in params:
-        info, shared = param.placement.mesh_info, param if param.is_shared else None
+        info, shared = param.placement.mesh_info, param if len(param.users) > 1 else None
         groups.setdefault((info.shards, info.replicas, param.leaf.dtype, *param.dtypes, shared), []).append(param)
     return [FSDPParamGroup(members, unit) for members in groups.values()]

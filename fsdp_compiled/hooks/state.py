@@ -25,7 +25,7 @@ from .context import FSDPStateContext, TrainingState, is_in_backward, states_bel
 from .group import FSDPParamGroup, group_params
 from .optimizers import watch_optimizers
 from .torch_names import TorchNames
-from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized, check_untouched
+from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized
 
 
 class FSDPState(TorchNames):
@@ -160,9 +160,16 @@ class FSDPState(TorchNames):
 
     def reshard(self) -> None:
         """Free the unsharded parameters; the hooks no longer hold them."""
-        self.unit.hooked = False
+        self._hold(False)
         for group in self.groups:
             group.reshard()
+
+    def _hold(self, hooked: bool) -> None:
+        """Note whether the hooks hold the unsharded parameters."""
+        if self.unit.hooked is not hooked:
+            self.unit.hooked = hooked
+            for param in (*self.params, *(param for _, param in self.shared)):
+                param.follow_hooks()
 
     # ---- forward ----
 
@@ -193,14 +200,15 @@ class FSDPState(TorchNames):
         if self.training_state is TrainingState.PRE_BACKWARD:
             self.unshard()
             return
-        check_untouched(self.params)
+        for param in self.params:
+            param.check_untouched()
         if not self._to_run:
             self._to_run = set(self.modules)
             self.training_state = TrainingState.FORWARD
         if self.is_root and not context.callback_queued:
-            self._follow_tree().begin_forward()
+            self.follow_tree().begin_forward()
         self.unshard()
-        self.unit.hooked = True
+        self._hold(True)
         for state in self.forward_prefetch:
             state.launch_unshard()
         if not self.forward_prefetch and streams.streams_of(self.device) is not None:
@@ -232,7 +240,7 @@ class FSDPState(TorchNames):
                 state.complete_list_unit()
 
     def _complete_forward(self) -> None:
-        self.unit.hooked = False
+        self._hold(False)
         self.training_state = TrainingState.IDLE
         # Without a backward to come, an unsharded root would hold stale values after the next optimizer step, and an
         # optimizer that is made next would see unsharded parameters.
@@ -259,23 +267,20 @@ class FSDPState(TorchNames):
         """All-gather the unit again when the first output gradient arrives."""
         context = self._lazy_init()
         context.queue_finish()
-        if not self.unit.leaves_mirror:  # a recomputation of compiled code must find the leaves as forward did
-            self.mirror_leaves(True)
+        if not context.leaves_mirror:  # a recomputation of compiled code must find the leaves as forward did
+            context.mirror_leaves(True)
             context.leaves_mirror_in_backward = True
         if self.training_state is not TrainingState.PRE_BACKWARD:
             self.training_state = TrainingState.PRE_BACKWARD
             if self.unit.config.unshard_in_backward:
                 self.unshard()
-                self.unit.hooked = True
+                self._hold(True)
             self._prefetch_backward(context)
 
     def _prefetch_backward(self, context: FSDPStateContext) -> None:
         states = self.backward_prefetch
         if states is None:
-            order = context.post_forward_order
-            while order and order.pop() is not self:
-                pass  # units that no gradient reached
-            states = order[-1:]
+            states = context.before(self)
         for state in states:
             if state.unit.config.unshard_in_backward:
                 state.launch_unshard()
@@ -286,7 +291,7 @@ class FSDPState(TorchNames):
         self.training_state = TrainingState.POST_BACKWARD
         if self.unit.config.reshard_after_backward:
             self.reshard()
-        self.unit.hooked = False
+        self._hold(False)
         self._lazy_init().comm.start_reduce(self)
 
     @property
@@ -333,18 +338,22 @@ class FSDPState(TorchNames):
         """Return the context that all units below the outermost share; the first call makes it."""
         return self._context or self.outermost._collect(FSDPStateContext([]))
 
-    def _follow_tree(self) -> FSDPStateContext:
+    def follow_tree(self) -> FSDPStateContext:
         """Return the context of the outermost unit after looking whether modules below it were added or swapped."""
         context = self._lazy_init()
         return self._collect(context) if context.tree.has_changed else context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_call(self) -> None:
-        """Look, before the outermost unit is called, for what the user has changed since the last call."""
-        context = self._follow_tree()
-        context.enter_thread()
-        check_untouched(param for state in context.states for param in state.params)
-        context.looked = True
+        """Prepare for a call of the outermost unit, which Dynamo may trace."""
+        context = self.follow_tree()
+        context.look()
+        context.mirror_leaves(True)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def end_call(self) -> None:
+        """Undo that."""
+        self._lazy_init().mirror_leaves(False)
 
     def _collect(self, context: FSDPStateContext) -> FSDPStateContext:
         """Let all units below share ``context``; an error leaves them as they were."""
@@ -356,19 +365,12 @@ class FSDPState(TorchNames):
         adopt_units_below(self)
         for left in set(context.states).difference(states):
             left.outermost, left._context = left, None
-        context.states, context.tree = states, ModuleTree(self.modules)
+        context.states = states
+        context.tree = ModuleTree(self.modules, [param for state in states for param in state.params])
         for state in states:
             state._context = context
         context.comm.max_reducing = max(state.max_reducing for state in states)
         return context
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def mirror_leaves(self, mirror: bool) -> None:
-        """Let all units' leaves require gradients as their parameters do, see :class:`Unit`, or wherever they can."""
-        for state in self._lazy_init().states:
-            state.unit.leaves_mirror = mirror
-            for param in state.params:
-                param.leaf.requires_grad = param.sharded_param.requires_grad if mirror else param.is_differentiable
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else an error here would hide the one that led here
     def reset_iteration(self, drop_accumulated: bool) -> None:

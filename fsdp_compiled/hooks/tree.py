@@ -14,6 +14,7 @@ from ..collectives.operators import meta_parameter
 from ..param.composable import applied
 from ..param.param import FSDPParam
 from ..param.properties import is_managed, rebase
+from ..param.replaced import Registered
 from ..param.traced_call import TracedCall
 from .context import states_below
 
@@ -40,22 +41,34 @@ def _names(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
 
 
 class ModuleTree:
-    """The modules below an outermost unit, to notice in every step whether the user has changed them since."""
+    """What lies below an outermost unit, to notice in every step whether the user has changed it since.
 
-    def __init__(self, roots: Sequence[nn.Module]) -> None:
+    No loop in Python: this runs in every step.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:
+        self._params = params
+        self._registered = Registered(params)
         modules = {module: None for root in roots for module in root.modules()}
         self._parents: list[dict[str, nn.Module | None]] = [m._modules for m in modules if m._modules]
         self._dicts: list[dict[str, Any]] = [d for m in modules for d in (m._modules, m._parameters)]
         self._expected = self._now()
 
     def _now(self) -> tuple[list[int], list[tuple[nn.Module | None, ...]]]:
-        # Without a loop in Python: this runs in every step. Parameters themselves are swapped in every step.
+        # Parameters themselves are swapped in every step.
         return list(map(len, self._dicts)), list(map(tuple, map(dict.values, self._parents)))
 
     @property
     def has_changed(self) -> bool:
         """Whether a module or a parameter was added, removed or, a module, swapped."""
         return self._now() != self._expected
+
+    def check_untouched(self) -> None:
+        """Raise RuntimeError if a parameter was replaced without its module hearing of it."""
+        if not self._registered.still():
+            for param in self._params:
+                param.check_untouched()
+            self._registered = Registered(self._params)
 
 
 def check_all_sharded(roots: Sequence[nn.Module], states: Sequence[UnitState]) -> None:
@@ -84,12 +97,6 @@ def check_materialized(params: Iterable[FSDPParam]) -> None:
                 f"{param.name}: expected a shard on the CPU, as offload_policy says, got one on {param.device}; "
                 "load it there, or move the model with model.cpu()"
             )
-
-
-def check_untouched(params: Iterable[FSDPParam]) -> None:
-    """Raise RuntimeError if a parameter was replaced without its module hearing of it."""
-    for param in params:
-        param.check_untouched()
 
 
 def _modules_outside_replicate(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

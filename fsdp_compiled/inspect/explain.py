@@ -142,7 +142,7 @@ def _options(state: FSDPState, unit: str) -> Iterator[str]:
     config, params = state.unit.config, state.params
     if any(param.spec.post_forward.world > 1 for param in params):
         yield f"kept from forward sharded over {config.post_forward_size} ranks, where backward all-gathers it"
-    if shared := [param for param in params if param.is_shared]:
+    if shared := [param for param in params if len(param.users) > 1]:
         yield f"{_within(shared, unit)} shared with other units: all-gathered for each of them"
     if extended := [param for param in params if param.extension is not None]:
         yield f"all-gather extension of {_within(extended, unit)}: sends what fsdp_pre_all_gather returns"

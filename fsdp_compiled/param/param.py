@@ -1,4 +1,4 @@
-"""One parameter's states: sharded, unsharded, and what a traced read of it becomes.
+"""One parameter's states, sharded and unsharded, and its gradients.
 
 It knows one parameter, its layout and its modules; it must not know which parameters share a collective, hooks or
 streams.
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .. import collectives
 from ..collectives import padded_shard, take_shard
 from ..errors import FSDPError
 from ..policy import resolved
@@ -44,7 +43,11 @@ class FSDPParam:
     def __post_init__(self, first: nn.Parameter) -> None:
         self.original = TakenOriginal(first, self)
         self.users = [self.unit]  # every unit that has modules which share it
-        self.is_shared = False  # whether there are several; an attribute, because every traced read guards it
+        # Attributes of each parameter, because every traced read guards them: reading the unit's costs more.
+        self.is_hooked = False  # eager hooks of any unit hold it unsharded, for a module call or backward under way
+        # While the outermost module is called, leaves require gradients as their parameters do: a guard on a leaf is
+        # far cheaper than one on a DTensor.
+        self.leaf_mirrors = False
         mesh_info = self.placement.mesh_info
         unsharded = local_of(first.detach())
         self.outer = outer_parallelism(mesh_info, first)
@@ -173,16 +176,21 @@ class FSDPParam:
         unsharded = self.unsharded_param if self.state is ShardedState.UNSHARDED else None
         check_untouched(self.name, self.info, unsharded, self.sharded_param, self._storage)
 
-    @property
-    def is_hooked(self) -> bool:
-        """Whether eager hooks of any unit have all-gathered it for a module call or backward under way."""
-        return any(user.hooked for user in self.users)
+    def follow_hooks(self) -> None:
+        """Take over whether hooks of any unit hold it."""
+        self.is_hooked = any(user.hooked for user in self.users)
+
+    def mirror(self, mirror: bool) -> None:
+        """Let the leaf require gradients as the sharded parameter does, or wherever it can."""
+        self.leaf_mirrors = mirror
+        requires_grad = self.sharded_param.requires_grad if mirror else self.is_differentiable
+        if self.leaf.requires_grad != requires_grad:
+            self.leaf.requires_grad = requires_grad
 
     def share(self, places: Iterable[tuple[nn.Module, str]], user: Unit) -> None:
         """Let modules of another unit share it."""
         self.info = replace(self.info, shared=(*self.info.shared, *places))
         self.users.append(user)
-        self.is_shared = True
         self.register(self.sharded_param)
 
     @property
@@ -215,7 +223,8 @@ class FSDPParam:
     def _choose_read(self) -> None:
         config = self.unit.config
         reduces = config.reduce_grads and config.all_reduce_grads
-        self.reads_plainly = reduces and self.extension is None and self.outer is None
+        is_plain = reduces and self.extension is None and self.outer is None
+        self.plain_spec = self.spec_text if is_plain else None
 
     def use_separate_reduce_scatter_group(self, separate: bool) -> None:
         """Reduce gradients over a process group of its own, or over that of the all-gathers."""
@@ -223,46 +232,10 @@ class FSDPParam:
         self._reduce_scatter_group = info.separate_reduce_scatter_group() if separate else info.shards
         self.refresh()
 
-    # ---- traced reads ----
-
     @property
     def requires_grad(self) -> bool:
         """Whether the user trains the parameter."""
-        return self.leaf.requires_grad if self.unit.leaves_mirror else self.sharded_param.requires_grad
-
-    def traced(self) -> Tensor:
-        """Return the unsharded parameter as a function of the shard; Dynamo traces this.
-
-        Every attribute read here is a guard of every step, so the common case reads few.
-        """
-        if self.reads_plainly and self.requires_grad:
-            return collectives.unshard(self.leaf, None, None, self.spec_text)
-        local = self.traced_local()
-        return local if self.outer is None else self.outer.wrap(local)
-
-    def traced_local(self) -> Tensor:
-        """Return it without other parallelism."""
-        if self.extension is not None:
-            return self._traced_extension(self.extension)
-        return collectives.unshard(*self.leaves(), self.spec_text)
-
-    def _traced_extension(self, extension: AllGatherExtension) -> Tensor:
-        sent, metadata = extension.split()
-        gathered = (collectives.unshard(each, None, None, self.input_spec_text) for each in sent)
-        outputs = [output.view(-1, *each.shape[1:]) for output, each in zip(gathered, sent, strict=True)]
-        unsharded = extension.without_padding(extension.join(outputs, metadata)[0])
-        return collectives.with_gradient(unsharded, *self.leaves(), self.spec_text)
-
-    def leaves(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the leaf, and the one that takes its gradient instead: unsharded, or partially reduced."""
-        config = self.unit.config
-        if not self.requires_grad:
-            return self.leaf.detach(), None, None
-        if not config.reduce_grads and self.unsharded_grad.leaf is not None:
-            return self.leaf, self.unsharded_grad.leaf, None
-        if not config.all_reduce_grads and self.partial_grad.leaf is not None:
-            return self.leaf, None, self.partial_grad.leaf
-        return self.leaf, None, None
+        return self.leaf.requires_grad if self.leaf_mirrors else self.sharded_param.requires_grad
 
     # ---- gradients ----
 
@@ -277,15 +250,16 @@ class FSDPParam:
             self.partial_grad.prepare(self.placement.device)
 
     @property
-    def has_eager_grad(self) -> bool:
-        """Whether eager autograd has left an unsharded gradient that no reduction has taken."""
-        return getattr(self.unsharded_param, "grad", None) is not None
+    def has_unreduced_grad(self) -> bool:
+        """Whether there is an unsharded gradient, of this backward or accumulated, that no reduction has taken."""
+        has_eager_grad = self._unsharded is not None and self._unsharded.grad is not None
+        return has_eager_grad or self.unsharded_grad.grad is not None
 
     def _accumulate_leaf_grad(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         self._on_compiled_gradient()
         if grad is not None:
-            self.accumulate_grad(grad.detach())  # create_graph=True gives it a graph
+            self.accumulate_grad(grad.detach() if grad.requires_grad else grad)  # create_graph=True gives it a graph
 
     def _on_compiled_gradient(self) -> None:
         self.unit.on_compiled_gradient()
@@ -316,10 +290,10 @@ class FSDPParam:
 
     def take_eager_grad(self) -> Tensor | None:
         """Return the gradient that eager autograd accumulated, local and unsharded, and forget it."""
-        if self._unsharded is None or not self.has_eager_grad:
+        if self._unsharded is None or (grad := self._unsharded.grad) is None:
             return None
-        grad, self._unsharded.param.grad = self._unsharded.param.grad, None
-        return grad if grad is None or self.outer is None else self.outer.local_grad(grad)
+        self._unsharded.param.grad = None
+        return grad if self.outer is None else self.outer.local_grad(grad)
 
     # ---- unsharded ----
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import skip_code
 
-from . import substitutes
+from . import reads, substitutes
 from .param import FSDPParam
 from .placement import ShardedState
 
@@ -101,10 +101,10 @@ def _reader(name: str) -> property:
             comptime(substitutes.check)
             if param.given is not None:
                 return param.given if param.outer is None else param.outer.wrap(param.given)
-            if not (param.unit.hooked or (param.is_shared and param.is_hooked)):
-                return param.traced()
+            if not param.is_hooked:
+                return reads.unsharded(param)
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
-            return param.traced()
+            return reads.unsharded(param)
         try:
             return module._parameters[name]  # type: ignore[attr-defined]
         except KeyError:

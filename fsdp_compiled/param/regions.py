@@ -24,7 +24,7 @@ from torch._guards import TracingContext
 from torch.compiler import assume_constant_result, nested_compile_region
 
 from .. import collectives
-from . import substitutes
+from . import reads, substitutes
 from .param import FSDPParam
 from .properties import rebase
 from .schemas import derive_once
@@ -93,9 +93,12 @@ def has_regions(model: nn.Module) -> bool:
 
 def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
     """Return the unsharded parameters; one operator all-gathers them, since tracing it costs time in every block."""
-    plain = [param for param in params if param.extension is None]
-    together = iter(collectives.unshard_all([(*param.leaves(), param.spec_text) for param in plain]) if plain else ())
-    return [next(together) if param.extension is None else param.traced_local() for param in params]
+    plain = [param for param in params if param.plain_spec is not None or param.extension is None]
+    together = iter(collectives.unshard_all([reads.unshard_arguments(param) for param in plain]) if plain else ())
+    return [
+        next(together) if param.plain_spec is not None or param.extension is None else reads.unsharded_local(param)
+        for param in params
+    ]
 
 
 def _give(params: Sequence[FSDPParam], unsharded: Sequence[Tensor | None]) -> None:

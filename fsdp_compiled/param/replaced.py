@@ -5,6 +5,10 @@ It knows what is registered and what should be; it changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import is_
+from typing import Protocol
+
 from torch import Tensor, nn
 
 from .placement import ParamModuleInfo
@@ -13,6 +17,39 @@ from .placement import ParamModuleInfo
 def storage_of(sharded: Tensor) -> int:
     """Return an identity of the storage that a DTensor has beside its local tensor's; ``p.data = ...`` changes it."""
     return sharded.untyped_storage()._cdata
+
+
+class Parameter(Protocol):
+    """What is asked of ``FSDPParam``, whose file imports this one."""
+
+    info: ParamModuleInfo
+    sharded_param: nn.Parameter
+
+
+class Registered:
+    """Sharded parameters as they are registered, and the storages that :func:`storage_of` tells apart.
+
+    Unlike :func:`check_untouched` it is fast, and does not know what else may be right, such as unsharded ones.
+    """
+
+    def __init__(self, params: Sequence[Parameter]) -> None:
+        places = [
+            (module._parameters, name, param.sharded_param)
+            for param in params
+            for module, name in param.info.places()
+        ]
+        self._dicts = [registered for registered, *_ in places]
+        self._names = [name for _, name, _ in places]
+        self._expected = [sharded for *_, sharded in places]
+        self._storages = list(
+            map(Tensor.untyped_storage, self._expected)
+        )  # objects that live as long as they are kept
+
+    def still(self) -> bool:
+        """Tell whether the same parameters are registered, over the same storages."""
+        registered = map(dict.get, self._dicts, self._names)
+        storages = map(Tensor.untyped_storage, self._expected)
+        return all(map(is_, registered, self._expected)) and all(map(is_, storages, self._storages))
 
 
 def check_untouched(

@@ -24,7 +24,7 @@ class OutermostState(Protocol):
     """What the outermost unit's call asks of ``FSDPState``, which this package may not import."""
 
     def begin_call(self) -> None: ...
-    def mirror_leaves(self, mirror: bool) -> None: ...
+    def end_call(self) -> None: ...
     def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
@@ -44,7 +44,6 @@ class TracedCall:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         attend()
         self._fsdp_state.begin_call()
-        self._fsdp_state.mirror_leaves(True)
         try:
             return without_failing_regions(self, self._fsdp_call, *args, **kwargs)  # type: ignore[arg-type]
         except BaseException as error:
@@ -52,7 +51,7 @@ class TracedCall:
             self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise
         finally:
-            self._fsdp_state.mirror_leaves(False)
+            self._fsdp_state.end_call()
 
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]

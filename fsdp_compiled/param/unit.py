@@ -38,8 +38,5 @@ class Unit:
     config: UnitConfig  # the user's; read it here, since it is replaced
     # Eager hooks have all-gathered the unit for the module call or backward under way; they alone write it.
     hooked: bool = False
-    # The leaves require gradients as their parameters do, while the outermost module is called: a guard on a leaf is
-    # far cheaper than one on a DTensor.
-    leaves_mirror: bool = False
     # Called whenever a compiled backward leaves a gradient of the unit.
     on_compiled_gradient: Callable[[], None] = field(default=_ignore, repr=False)
