@@ -16,6 +16,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from ..param.param import FSDPParam
 from .autograd import outside_functorch
 
 
@@ -142,7 +143,8 @@ class FSDPStateContext:
     post_forward_order: list[UnitState] = field(default_factory=list)
     looked: bool = False  # the outermost unit has looked for changes since the last backward; traced calls do not
     callback_queued: bool = False  # the autograd engine will call finish_backward when this backward ends
-    leaves_mirror: bool = False  # see FSDPParam.mirror; while the outermost module is called
+    leaves_mirror: bool = False  # while the outermost module is called, see FSDPParam
+    frozen: list[FSDPParam] = field(default_factory=list)  # whose leaves require no gradient meanwhile
     leaves_mirror_in_backward: bool = False  # the backward under way lets leaves mirror, and ends that
     is_last_backward: bool = True  # that call waits for all reductions, or leaves them to a later backward
     finalizes_manually: bool = False  # it leaves that to finalize in any case
@@ -181,11 +183,23 @@ class FSDPStateContext:
         self.looked = True
 
     def mirror_leaves(self, mirror: bool) -> None:
-        """Let the leaves of all parameters mirror them, see :meth:`FSDPParam.mirror`."""
+        """Let the leaves of all parameters require gradients as these do, or wherever they can."""
         self.leaves_mirror = mirror
+        self._set_frozen([])
         for state in self.states:
             for param in state.params:
-                param.mirror(mirror)
+                param.leaf_mirrors = mirror
+        if mirror:
+            self._set_frozen(
+                [param for state in self.states for param in state.params if not param.sharded_param.requires_grad]
+            )
+
+    def _set_frozen(self, params: list[FSDPParam]) -> None:
+        for param in self.frozen:
+            param.leaf.requires_grad = param.is_differentiable
+        for param in params:
+            param.leaf.requires_grad = False
+        self.frozen = params
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
@@ -235,6 +249,7 @@ class FSDPStateContext:
         These are units whose inputs needed no gradient, and gradients that were accumulated while sync was off and
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
         """
+        self._accumulate_compiled()
         if not self.looked:
             self.states[0].follow_tree().look()
         self.looked = False
@@ -249,6 +264,13 @@ class FSDPStateContext:
             self.leaves_mirror_in_backward = False
             self.mirror_leaves(False)
         self.callback_queued = False
+
+    @torch.no_grad()
+    def _accumulate_compiled(self) -> None:
+        for state in self.states:
+            if state.unit.has_compiled_gradients:
+                for param in state.params:
+                    param.accumulate_leaf_grad()
 
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""

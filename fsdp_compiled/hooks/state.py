@@ -53,7 +53,6 @@ class FSDPState(TorchNames):
         self._to_run: set[nn.Module] = set()  # modules of a list unit whose forward is still to come
         self.max_reducing = 1
         self.custom: dict[type, Comm | Hook] = {}  # what the user has put in place of the unit's collectives
-        self._has_compiled_gradients = False  # a compiled backward has left gradients of this unit
         unit.on_compiled_gradient = self._on_compiled_gradient
         self.regroup()
         watch_optimizers(self.params)
@@ -300,7 +299,7 @@ class FSDPState(TorchNames):
         if not self.unit.config.reduce_grads:
             return False
         is_idle = self.training_state is TrainingState.IDLE
-        if is_idle and self.unit.config.reduce_unused and not self._has_compiled_gradients:
+        if is_idle and self.unit.config.reduce_unused and not self.unit.has_compiled_gradients:
             return True
         return any(group.has_gradients for group in self.groups)
 
@@ -308,29 +307,28 @@ class FSDPState(TorchNames):
         """Return to idle; an all-gather prefetched for a unit that backward did not reach is dropped."""
         self.training_state = TrainingState.IDLE
         self._to_run.clear()
-        if self._has_compiled_gradients and self.unit.config.reduce_unused and self.unit.config.reduce_grads:
+        if self.unit.has_compiled_gradients and self.unit.config.reduce_unused and self.unit.config.reduce_grads:
             for param in self.params:
                 param.accumulate_zeros()
-        if self.unit.config.reshard_after_backward or self._has_compiled_gradients:
+        if self.unit.config.reshard_after_backward or self.unit.has_compiled_gradients:
             self.reshard()  # what an eager forward left is stale after the next optimizer step
-        self._has_compiled_gradients = False
+        self.unit.has_compiled_gradients = False
 
     def _on_compiled_gradient(self) -> None:
-        if not self._has_compiled_gradients:
-            self._has_compiled_gradients = True
-            self._lazy_init().queue_finish()
+        self._lazy_init().queue_finish()
 
     def reset(self, drop_accumulated: bool) -> None:
         """Forget what an interrupted step left."""
         for param in self.params:
             param.take_eager_grad()
+            param.leaf.grad = None
             if drop_accumulated:
                 param.unsharded_grad.take()
                 param.partial_grad.take()
         self.reshard()
         self.training_state = TrainingState.IDLE
         self._to_run.clear()
-        self._has_compiled_gradients = False
+        self.unit.has_compiled_gradients = False
 
     # ---- the root ----
 

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..sharding.placement import local_of
+from .unit import Unit
 
 
-def call_after_accumulation(leaf: nn.Parameter, method: Callable[[Tensor], None]) -> None:
-    """Call a bound method with ``leaf`` whenever backward has left a gradient there.
+def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
+    """Let ``unit`` know whenever a compiled backward has left a gradient in ``leaf``.
 
-    The hook does not keep the method's object alive: Python's collector does not look through hooks of this kind, so
-    one on a model's leaf that refers to the model would keep the model for good.
+    The hook does not keep the unit alive: Python's collector does not look through hooks of this kind, so one on a
+    model's leaf that refers to the model would keep the model for good.
     """
-    found = weakref.WeakMethod(method)
+    found = weakref.ref(unit)
 
     def run(leaf: Tensor) -> None:
-        method = found()
-        if method is not None:
-            method(leaf)
+        unit = found()
+        if unit is not None and not unit.has_compiled_gradients:
+            unit.has_compiled_gradients = True
+            unit.on_compiled_gradient()
 
     leaf.register_post_accumulate_grad_hook(run)
 
@@ -58,24 +60,21 @@ def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
 class AccumulatedGrad:
     """The sum of gradients not reduced yet, kept as ``.grad`` of a leaf without memory, so that graphs can add to it.
 
-    ``on_compiled_gradient`` is called when a compiled backward has added one.
+    ``unit`` is told when a compiled backward has added one.
     """
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, on_compiled_gradient: Callable[[], None]) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, unit: Unit) -> None:
         self._shape = tuple(shape)
         self._dtype = dtype  # of the sum
-        self._on_compiled_gradient = on_compiled_gradient
+        self._unit = unit
         self.leaf: nn.Parameter | None = None  # made when the first gradient is expected
 
     def prepare(self, device: torch.device) -> nn.Parameter:
         """Return the leaf, made at the first call, on the gradients' device."""
         if self.leaf is None:
             self.leaf = nn.Parameter(torch.zeros(1, dtype=self._dtype, device=device).expand(self._shape))
-            call_after_accumulation(self.leaf, self._after_accumulation)
+            tell_unit(self.leaf, self._unit)
         return self.leaf
-
-    def _after_accumulation(self, leaf: Tensor) -> None:
-        self._on_compiled_gradient()
 
     @property
     def grad(self) -> Tensor | None:

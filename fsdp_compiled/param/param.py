@@ -21,7 +21,7 @@ from ..sharding.layout import ShardLayout
 from ..sharding.placement import local_of, outer_parallelism, sharded_spec
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, check_extension, check_smaller_group, is_extended
-from .gradients import AccumulatedGrad, after_user_hooks, call_after_accumulation
+from .gradients import AccumulatedGrad, after_user_hooks, tell_unit
 from .memory import identifiable, same_memory, without_memory
 from .placement import ParamModuleInfo, ParamPlacement, ShardedState, TakenOriginal, check_replacement, comm_spec
 from .quantised import inner_tensors
@@ -97,11 +97,11 @@ class FSDPParam:
         plain = padded if self.extension is None else without_memory(padded)
         self.leaf = nn.Parameter(plain, requires_grad=self.is_differentiable)
         if self.is_differentiable:
-            call_after_accumulation(self.leaf, self._accumulate_leaf_grad)
+            tell_unit(self.leaf, self.unit)
         self._unsharded: Unsharded | None = None  # made by the first eager all-gather
         # While sync is off; and padded ones that only the shard group has reduced.
-        self.unsharded_grad = AccumulatedGrad(self.layout.shape, self.dtypes[1], self._on_compiled_gradient)
-        self.partial_grad = AccumulatedGrad(self.layout.shard_shape, self.dtypes[1], self._on_compiled_gradient)
+        self.unsharded_grad = AccumulatedGrad(self.layout.shape, self.dtypes[1], self.unit)
+        self.partial_grad = AccumulatedGrad(self.layout.shard_shape, self.dtypes[1], self.unit)
         self.refresh()
 
     def _new_extension(self) -> AllGatherExtension | None:
@@ -180,13 +180,6 @@ class FSDPParam:
         """Take over whether hooks of any unit hold it."""
         self.is_hooked = any(user.hooked for user in self.users)
 
-    def mirror(self, mirror: bool) -> None:
-        """Let the leaf require gradients as the sharded parameter does, or wherever it can."""
-        self.leaf_mirrors = mirror
-        requires_grad = self.sharded_param.requires_grad if mirror else self.is_differentiable
-        if self.leaf.requires_grad != requires_grad:
-            self.leaf.requires_grad = requires_grad
-
     def share(self, places: Iterable[tuple[nn.Module, str]], user: Unit) -> None:
         """Let modules of another unit share it."""
         self.info = replace(self.info, shared=(*self.info.shared, *places))
@@ -255,14 +248,12 @@ class FSDPParam:
         has_eager_grad = self._unsharded is not None and self._unsharded.grad is not None
         return has_eager_grad or self.unsharded_grad.grad is not None
 
-    def _accumulate_leaf_grad(self, leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        self._on_compiled_gradient()
+    def accumulate_leaf_grad(self) -> None:
+        """Take the gradient that a compiled backward has left in the leaf, if any."""
+        grad = self.leaf.grad
         if grad is not None:
+            self.leaf.grad = None
             self.accumulate_grad(grad.detach() if grad.requires_grad else grad)  # create_graph=True gives it a graph
-
-    def _on_compiled_gradient(self) -> None:
-        self.unit.on_compiled_gradient()
 
     def accumulate_grad(self, padded: Tensor) -> None:
         """Add a reduced, padded gradient to ``sharded_param.grad`` and run the parameter's own hooks."""
