@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_
 from typing import Protocol
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -40,16 +41,18 @@ class Registered:
         ]
         self._dicts = [registered for registered, *_ in places]
         self._names = [name for _, name, _ in places]
-        self._expected = [sharded for *_, sharded in places]
-        self._storages = list(
-            map(Tensor.untyped_storage, self._expected)
-        )  # objects that live as long as they are kept
+        self._expected = [ref(sharded) for *_, sharded in places]  # else replaced ones would live until the next look
+        # Each is the same object for as long as it is kept. That of a DTensor has no memory.
+        self._storages = [sharded.untyped_storage() for *_, sharded in places]
 
     def still(self) -> bool:
         """Tell whether the same parameters are registered, over the same storages."""
         registered = map(dict.get, self._dicts, self._names)
-        storages = map(Tensor.untyped_storage, self._expected)
-        return all(map(is_, registered, self._expected)) and all(map(is_, storages, self._storages))
+        expected = [each() for each in self._expected]
+        return all(map(is_, registered, expected)) and all(
+            each is not None and each.untyped_storage() is storage
+            for each, storage in zip(expected, self._storages, strict=True)
+        )
 
 
 def check_untouched(

@@ -65,3 +65,38 @@ def test_hooks_that_return_something_else(fake_group, hook, error, message):
     model.blocks[0][0].weight.register_hook(hook)
     with pytest.raises(error, match=rf"blocks\.0\.0\.weight: expected a hook on its gradient {message}"):
         model(torch.randn(2, 10)).sum().backward()
+
+
+class _Broken(MLP):
+    """Compiled in two pieces; ``hook`` sees the gradient between them."""
+
+    hook = None
+
+    def forward(self, x):
+        first, second = self.blocks
+        x = x * self.scale
+        x = x + first(x)
+        torch._dynamo.graph_break()
+        if self.hook is not None:
+            x.register_hook(self.hook)
+        return x + second(x)
+
+
+@on_ranks(2)
+def test_a_backward_that_fails_between_two_graphs_leaves_no_gradient():
+    model, alone = _Broken(), MLP()
+    shard(model, "eager")
+    call = torch.compile(model, backend="aot_eager")
+    (data,) = batches(1, 8, 10)
+
+    def fail(grad):
+        assert any(param.leaf.grad is not None for param in model.blocks[1][0]._fsdp_params.values())
+        raise ValueError("in the middle")
+
+    model.hook = fail
+    with pytest.raises(ValueError, match="in the middle"):
+        square_loss(call, my_part(data)).backward()
+    model.hook = None
+    square_loss(call, my_part(data)).backward()
+    square_loss(alone, data).backward()
+    assert_close(full_grads(model), full_grads(alone))
