@@ -184,22 +184,15 @@ class FSDPStateContext:
 
     def mirror_leaves(self, mirror: bool) -> None:
         """Let the leaves of all parameters require gradients as these do, or wherever they can."""
+        params = [param for state in self.states for param in state.params]
         self.leaves_mirror = mirror
-        self._set_frozen([])
-        for state in self.states:
-            for param in state.params:
-                param.leaf_mirrors = mirror
-        if mirror:
-            self._set_frozen(
-                [param for state in self.states for param in state.params if not param.sharded_param.requires_grad]
-            )
-
-    def _set_frozen(self, params: list[FSDPParam]) -> None:
+        for param in params:
+            param.leaf_mirrors = mirror
         for param in self.frozen:
             param.leaf.requires_grad = param.is_differentiable
-        for param in params:
+        self.frozen = [param for param in params if mirror and not param.sharded_param.requires_grad]
+        for param in self.frozen:
             param.leaf.requires_grad = False
-        self.frozen = params
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""

@@ -43,7 +43,7 @@ def _names(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
 class ModuleTree:
     """What lies below an outermost unit, to notice in every step whether the user has changed it since.
 
-    No loop in Python: this runs in every step.
+    It looks in every step, so it compares what is there with what was there, and knows no reasons.
     """
 
     def __init__(self, roots: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:

@@ -44,7 +44,7 @@ class FSDPParam:
         self.original = TakenOriginal(first, self)
         self.users = [self.unit]  # every unit that has modules which share it
         # Attributes of each parameter, because every traced read guards them: reading the unit's costs more.
-        self.is_hooked = False  # eager hooks of any unit hold it unsharded, for a module call or backward under way
+        self.is_hooked = False  # eager hooks of any unit hold it unsharded, during a module call or backward
         # While the outermost module is called, leaves require gradients as their parameters do: a guard on a leaf is
         # far cheaper than one on a DTensor.
         self.leaf_mirrors = False
@@ -245,8 +245,11 @@ class FSDPParam:
     @property
     def has_unreduced_grad(self) -> bool:
         """Whether there is an unsharded gradient, of this backward or accumulated, that no reduction has taken."""
-        has_eager_grad = self._unsharded is not None and self._unsharded.grad is not None
-        return has_eager_grad or self.unsharded_grad.grad is not None
+        return self._eager_grad is not None or self.unsharded_grad.grad is not None
+
+    @property
+    def _eager_grad(self) -> Tensor | None:
+        return getattr(self.unsharded_param, "grad", None)
 
     def accumulate_leaf_grad(self) -> None:
         """Take the gradient that a compiled backward has left in the leaf, if any."""
@@ -281,9 +284,10 @@ class FSDPParam:
 
     def take_eager_grad(self) -> Tensor | None:
         """Return the gradient that eager autograd accumulated, local and unsharded, and forget it."""
-        if self._unsharded is None or (grad := self._unsharded.grad) is None:
+        grad, unsharded = self._eager_grad, self.unsharded_param
+        if grad is None or unsharded is None:
             return None
-        self._unsharded.param.grad = None
+        unsharded.grad = None
         return grad if self.outer is None else self.outer.local_grad(grad)
 
     # ---- unsharded ----

@@ -93,12 +93,9 @@ def has_regions(model: nn.Module) -> bool:
 
 def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
     """Return the unsharded parameters; one operator all-gathers them, since tracing it costs time in every block."""
-    plain = [param for param in params if param.plain_spec is not None or param.extension is None]
+    plain = [param for param in params if param.extension is None]
     together = iter(collectives.unshard_all([reads.unshard_arguments(param) for param in plain]) if plain else ())
-    return [
-        next(together) if param.plain_spec is not None or param.extension is None else reads.unsharded_local(param)
-        for param in params
-    ]
+    return [next(together) if param.extension is None else reads.unsharded_local(param) for param in params]
 
 
 def _give(params: Sequence[FSDPParam], unsharded: Sequence[Tensor | None]) -> None:

@@ -38,6 +38,6 @@ class Unit:
     config: UnitConfig  # the user's; read it here, since it is replaced
     # Eager hooks have all-gathered the unit for the module call or backward under way; they alone write it.
     hooked: bool = False
-    # A compiled backward under way has left gradients of the unit; and what is called when it leaves the first.
+    # A compiled backward that has not ended has left gradients of the unit; what is called when it leaves the first.
     has_compiled_gradients: bool = False
     on_compiled_gradient: Callable[[], None] = field(default=_ignore, repr=False)

@@ -44,12 +44,6 @@ class Unsharded:
         sizes = [spec.layout.padded_numel for spec in specs]
         return [output.data[:size] for output, size in zip(self._outputs, sizes, strict=True)]
 
-    @property
-    def grad(self) -> Tensor | None:
-        """The unsharded gradient that autograd has left, or None, also before there is a parameter."""
-        param: Tensor | None = getattr(self, "param", None)
-        return None if param is None else param.grad
-
     def complete(self) -> None:
         """Make the parameter of outputs that have been filled, unless it is a view of them."""
 
