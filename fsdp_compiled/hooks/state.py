@@ -70,6 +70,8 @@ class FSDPState(TorchNames):
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
         self._groups: list[FSDPParamGroup] = group_params(self.params, self.unit)
+        if self._context is not None:
+            self._context.tree.forget_params()
 
     @property
     def groups(self) -> list[FSDPParamGroup]:

@@ -48,7 +48,7 @@ class ModuleTree:
 
     def __init__(self, roots: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:
         self._params = params
-        self._registered = Registered(params)
+        self._registered: Registered | None = None
         modules = {module: None for root in roots for module in root.modules()}
         self._parents: list[dict[str, nn.Module | None]] = [m._modules for m in modules if m._modules]
         self._dicts: list[dict[str, Any]] = [d for m in modules for d in (m._modules, m._parameters)]
@@ -63,9 +63,13 @@ class ModuleTree:
         """Whether a module or a parameter was added, removed or, a module, swapped."""
         return self._now() != self._expected
 
+    def forget_params(self) -> None:
+        """Let go of parameters that may have been replaced, so that their memory is not kept until the next step."""
+        self._registered = None
+
     def check_untouched(self) -> None:
         """Raise RuntimeError if a parameter was replaced without its module hearing of it."""
-        if not self._registered.still():
+        if self._registered is None or not self._registered.still():
             for param in self._params:
                 param.check_untouched()
             self._registered = Registered(self._params)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_
 from typing import Protocol
-from weakref import ref
 
 from torch import Tensor, nn
 
@@ -30,7 +29,8 @@ class Parameter(Protocol):
 class Registered:
     """Sharded parameters as they are registered, and the storages that :func:`storage_of` tells apart.
 
-    Unlike :func:`check_untouched` it is fast, and does not know what else may be right, such as unsharded ones.
+    Unlike :func:`check_untouched` it is fast, and does not know what else may be right, such as unsharded ones. It
+    keeps the parameters; weak references to them would forbid ``torch.utils.swap_tensors``.
     """
 
     def __init__(self, params: Sequence[Parameter]) -> None:
@@ -41,18 +41,15 @@ class Registered:
         ]
         self._dicts = [registered for registered, *_ in places]
         self._names = [name for _, name, _ in places]
-        self._expected = [ref(sharded) for *_, sharded in places]  # else replaced ones would live until the next look
+        self._expected = [sharded for *_, sharded in places]
         # Each is the same object for as long as it is kept. That of a DTensor has no memory.
         self._storages = [sharded.untyped_storage() for *_, sharded in places]
 
     def still(self) -> bool:
         """Tell whether the same parameters are registered, over the same storages."""
         registered = map(dict.get, self._dicts, self._names)
-        expected = [each() for each in self._expected]
-        return all(map(is_, registered, expected)) and all(
-            each is not None and each.untyped_storage() is storage
-            for each, storage in zip(expected, self._storages, strict=True)
-        )
+        storages = map(Tensor.untyped_storage, self._expected)
+        return all(map(is_, registered, self._expected)) and all(map(is_, storages, self._storages))
 
 
 def check_untouched(
