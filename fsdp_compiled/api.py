@@ -170,8 +170,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     state = module._get_fsdp_state()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state._pre_forward(module, args, kwargs)
-        return state._post_forward(module, args, method(*args, **kwargs))
+        args, kwargs = state.pre_forward.hook(module, args, kwargs)
+        return state.post_forward.hook(module, args, method(*args, **kwargs))
 
     module.__dict__[method_name] = call
 

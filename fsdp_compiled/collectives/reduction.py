@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..sharding.spec import ReductionBucket
-from . import backend, copies, ranges, streams
+from . import backend, copies, ranges, reference, streams
 from .interfaces import Hook, ReduceScatter, registered
 from .streams import Pending
 
@@ -161,8 +161,7 @@ def _finish(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
     dtypes = {param.dtype for param in bucket.params}
     if len(dtypes) == 1:
         packed = _scaled(packed, dtypes.pop(), bucket.spec.scaling.post_divide)
-        pieces = bucket.packed.pieces(copies.to_host(packed) if bucket.spec.to_host else packed)
-        return [piece.view(layout.shard_shape) for piece, layout in zip(pieces, bucket.layouts, strict=True)]
+        return reference.packed_shards(copies.to_host(packed) if bucket.spec.to_host else packed, bucket.layouts)
     outs = [
         packed.new_empty(layout.shard_shape, dtype=param.dtype)
         for layout, param in zip(bucket.layouts, bucket.params, strict=True)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 from ..sharding.layout import PackedLayout, ShardLayout, packed_layout, shard_layout
 
@@ -63,11 +64,20 @@ def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[
     """Return the unsharded parameters, padded, each in new memory of its own; see :func:`unpack_parameters`."""
     pieces = packed_layout(tuple(layout.shard_numel for layout in layouts)).copied_pieces(output)
     return [
-        piece.view(layout.padded_shape)
+        piece.resize_as_(layout.like_padded)
         if layout.dim == 0
         else piece.view(layout.world, *layout.shard_shape).movedim(0, layout.dim).reshape(layout.padded_shape)
         for piece, layout in zip(pieces, layouts, strict=True)
     ]
+
+
+def packed_shards(packed: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
+    """Return the padded shards that lie in a packed buffer of one rank: views."""
+    numels = tuple(layout.shard_numel for layout in layouts)
+    place = packed_layout(numels)
+    if all(numels) and not any(place.gaps):
+        return list(_unflatten_dense_tensors(packed, [layout.like_shard for layout in layouts]))
+    return [piece.view(layout.shard_shape) for piece, layout in zip(place.pieces(packed), layouts, strict=True)]
 
 
 def pack_gradients(

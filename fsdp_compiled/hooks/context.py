@@ -187,7 +187,7 @@ class FSDPStateContext:
         params = [param for state in self.states for param in state.params]
         self.leaves_mirror = mirror
         for param in params:
-            param.leaf_mirrors = mirror
+            param.mirror_leaf(mirror)
         for param in self.frozen:
             param.leaf.requires_grad = param.is_differentiable
         self.frozen = [param for param in params if mirror and not param.sharded_param.requires_grad]

@@ -13,15 +13,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
 from ..collectives import Comm, Hook, streams
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
 from .autograd import after_backward, before_backward, hook
-from .casts import cast_floating
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
+from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
 from .optimizers import watch_optimizers
 from .torch_names import TorchNames
@@ -46,6 +45,7 @@ class FSDPState(TorchNames):
         self.unit = unit  # what the parameters read
         self.device = default.device  # where compute runs
         self.outermost = self  # until an outer fully_shard adopts this unit
+        self.pre_forward, self.post_forward = PreForward(self, self.device), PostForward(self)
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
@@ -57,8 +57,8 @@ class FSDPState(TorchNames):
         self.regroup()
         watch_optimizers(self.params)
         for module in self.modules:
-            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward)
+            module.register_forward_pre_hook(self.pre_forward.hook, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward.hook)
 
     # ---- configuration ----
 
@@ -92,6 +92,7 @@ class FSDPState(TorchNames):
     def adopt(self, outer: FSDPState, name: str, param_names: dict[FSDPParam, str]) -> None:
         """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
         self.outermost = outer
+        self.pre_forward.device = None
         self._context = None
         for param, param_name in param_names.items():
             param.name = param_name
@@ -174,27 +175,10 @@ class FSDPState(TorchNames):
 
     # ---- forward ----
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not torch.compiler.is_compiling():
-            self._enter_forward(module)
-        dtype = self.mp_policy.param_dtype if self.mp_policy.cast_forward_inputs else None
-        device = self.device if self.is_root else None
-        if dtype is not None or device is not None:
-            args, kwargs = cast_floating((args, kwargs), dtype, device)
-        if not torch.compiler.is_compiling():
-            args, kwargs = self._watch_inputs(args, kwargs)
-        return args, kwargs
-
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            output = self._watch_output(module, output)
-        if self.mp_policy.output_dtype is not None:
-            output = cast_floating(output, self.mp_policy.output_dtype)
-        return output
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @hook("pre_forward")
-    def _enter_forward(self, module: nn.Module) -> None:
+    def enter_forward(self, module: nn.Module) -> None:
+        """All-gather the unit before its module's forward."""
         context = self._lazy_init()
         context.enter_thread()
         context.recover()
@@ -216,14 +200,16 @@ class FSDPState(TorchNames):
             context.enter_forward(self)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments so that the unit hears of the end of its backward."""
         if not torch.is_grad_enabled() or self.training_state is TrainingState.PRE_BACKWARD:
             return args, kwargs
         watched: tuple[Any, Any] = after_backward(self, (args, kwargs))
         return watched
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _watch_output(self, module: nn.Module, output: Any) -> Any:
+    def watch_output(self, module: nn.Module, output: Any) -> Any:
+        """End the module's forward; return its output so that the unit hears of the beginning of its backward."""
         if self.training_state is TrainingState.PRE_BACKWARD or not self.unit.hooked:
             return output
         self._leave_forward(module)
@@ -365,6 +351,7 @@ class FSDPState(TorchNames):
         adopt_units_below(self)
         for left in set(context.states).difference(states):
             left.outermost, left._context = left, None
+            left.pre_forward.device = left.device
         context.states = states
         context.tree = ModuleTree(self.modules, [param for state in states for param in state.params])
         for state in states:
@@ -393,7 +380,3 @@ class FSDPState(TorchNames):
         if replaced:
             self.drop_unshard()
             self.regroup()
-
-
-for _hook in (FSDPState._pre_forward, FSDPState._post_forward):
-    skip_code(_hook.__code__)

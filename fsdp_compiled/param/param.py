@@ -43,7 +43,6 @@ class FSDPParam:
     def __post_init__(self, first: nn.Parameter) -> None:
         self.original = TakenOriginal(first, self)
         self.users = [self.unit]  # every unit that has modules which share it
-        # Attributes of each parameter, because every traced read guards them: reading the unit's costs more.
         self.is_hooked = False  # eager hooks of any unit hold it unsharded, during a module call or backward
         # While the outermost module is called, leaves require gradients as their parameters do: a guard on a leaf is
         # far cheaper than one on a DTensor.
@@ -179,6 +178,12 @@ class FSDPParam:
     def follow_hooks(self) -> None:
         """Take over whether hooks of any unit hold it."""
         self.is_hooked = any(user.hooked for user in self.users)
+        self._choose_read()
+
+    def mirror_leaf(self, mirror: bool) -> None:
+        """Note whether the leaf requires a gradient exactly if the parameter does."""
+        self.leaf_mirrors = mirror
+        self._choose_read()
 
     def share(self, places: Iterable[tuple[nn.Module, str]], user: Unit) -> None:
         """Let modules of another unit share it."""
@@ -211,13 +216,18 @@ class FSDPParam:
             self.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
         if self.extension is not None:
             self.extension.name = self.name
+        self._follow_config()
+
+    def _follow_config(self) -> None:
+        config = self.unit.config
+        reduces = config.reduce_grads and config.all_reduce_grads
+        self._is_plain = reduces and self.extension is None and self.outer is None
         self._choose_read()
 
     def _choose_read(self) -> None:
-        config = self.unit.config
-        reduces = config.reduce_grads and config.all_reduce_grads
-        is_plain = reduces and self.extension is None and self.outer is None
-        self.plain_spec = self.spec_text if is_plain else None
+        # In one attribute of each parameter, because every traced read guards what it asks for, in every step.
+        is_ready = self._is_plain and self.leaf_mirrors and not self.is_hooked
+        self.plain_spec = self.spec_text if is_ready else None
 
     def use_separate_reduce_scatter_group(self, separate: bool) -> None:
         """Reduce gradients over a process group of its own, or over that of the all-gathers."""
@@ -234,7 +244,7 @@ class FSDPParam:
 
     def prepare_to_accumulate(self) -> None:
         """Make the leaves that take gradients which are not completely reduced, if the unit is configured so."""
-        self._choose_read()
+        self._follow_config()
         if not self.leaf.requires_grad:
             return
         if not self.unit.config.reduce_grads:

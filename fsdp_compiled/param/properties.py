@@ -49,13 +49,9 @@ class ShardedModule:
     _fsdp_calling = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or self._fsdp_calling:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        self.__dict__["_fsdp_calling"] = True
-        try:
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        finally:
-            self.__dict__["_fsdp_calling"] = False
+        if torch.compiler.is_compiling():
+            return nn.Module.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
+        return _call(self, nn.Module.__call__, args, kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if getattr(fn, "__code__", None) in nn.Module.share_memory.__code__.co_consts:
@@ -94,6 +90,34 @@ class ShardedModule:
         super().__delattr__(name)
 
 
+class ShardedCallable(ShardedModule):
+    """The mixin of modules whose class has a ``__call__`` of its own.
+
+    For the others, Dynamo would guard in every step to which class ``super()`` leads.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        user_call = super(ShardedModule, self).__call__  # type: ignore[misc]
+        if torch.compiler.is_compiling():
+            return user_call(*args, **kwargs)
+        return _call(self, lambda _, *args, **kwargs: user_call(*args, **kwargs), args, kwargs)
+
+
+def _call(module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call; what it reads of the module's parameters is all-gathered if no hook has done that."""
+    if module._fsdp_calling:
+        return call(module, *args, **kwargs)
+    module.__dict__["_fsdp_calling"] = True
+    try:
+        return call(module, *args, **kwargs)
+    finally:
+        module.__dict__["_fsdp_calling"] = False
+
+
+for _function in (ShardedModule.__call__, ShardedCallable.__call__, _call):
+    skip_code(_function.__code__)
+
+
 def _reader(name: str) -> property:
     def read(module: ShardedModule) -> Tensor | None:
         param = module._fsdp_params[name]
@@ -101,7 +125,7 @@ def _reader(name: str) -> property:
             comptime(substitutes.check)
             if param.given is not None:
                 return param.given if param.outer is None else param.outer.wrap(param.given)
-            if not param.is_hooked:
+            if param.plain_spec is not None or not param.is_hooked:
                 return reads.unsharded(param)
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return reads.unsharded(param)
@@ -112,9 +136,6 @@ def _reader(name: str) -> property:
 
     skip_code(read.__code__)
     return property(read)
-
-
-skip_code(ShardedModule.__call__.__code__)
 
 
 def _relink(module: ShardedModule, *_: object) -> None:
@@ -132,6 +153,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> None:
     """Make ``module`` read ``params`` through properties, beside those that it owns already."""
+    mixin = ShardedModule if _user_class(module).__call__ is nn.Module.__call__ else ShardedCallable
     if isinstance(module, ShardedModule):
         module._fsdp_params.update(params)
         module._fsdp_units = (*module._fsdp_units, unit)
@@ -141,18 +163,22 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> Non
         module.register_state_dict_pre_hook(_reshard_units)
         module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_relink)
-    rebase(module, add=(ShardedModule,), names=tuple(module.__dict__["_fsdp_params"]))
+    rebase(module, add=(mixin,), names=tuple(module.__dict__["_fsdp_params"]))
+
+
+def _user_class(module: nn.Module) -> type:
+    cls: type = type(module).__dict__.get("_fsdp_user_class", type(module))
+    return cls
 
 
 def rebase(
     module: nn.Module, add: tuple[type, ...] = (), drop: type | None = None, names: tuple[str, ...] = ()
 ) -> None:
     """Put mixins before the class that the user gave ``module``, and properties for ``names``."""
-    cls = type(module)
-    user_cls = cls.__dict__.get("_fsdp_user_class", cls)
+    cls, user_cls = type(module), _user_class(module)
     mixins = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
     # FSDPModule first, as users of FSDP2 know it; the traced call before the one that Dynamo skips.
-    order = ("FSDPModule", "TracedCall", "RegionModule", "ShardedModule")
+    order = ("FSDPModule", "TracedCall", "RegionModule", "ShardedModule", "ShardedCallable")
     in_order = tuple(sorted(mixins, key=lambda mixin: order.index(mixin.__name__)))
     module.__class__ = _subclass(user_cls, in_order, names or cls.__dict__.get("_fsdp_names", ()))
 

@@ -28,7 +28,7 @@ def unsharded_local(param: FSDPParam) -> Tensor:
 
 def unshard_arguments(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
     """Return the arguments of :func:`collectives.unshard` for a parameter without an extension."""
-    if param.plain_spec is not None and param.requires_grad:
+    if param.plain_spec is not None and param.leaf.requires_grad:
         return param.leaf, None, None, param.plain_spec
     return *_leaves(param), param.spec_text
 

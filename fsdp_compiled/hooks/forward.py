@@ -1,0 +1,69 @@
+"""What runs before and after the forward of a unit's modules: the eager hooks, and casts, which Dynamo traces.
+
+Dynamo guards all that a traced hook reads, in every step, and by a comparison in Python if two hooks read one object.
+So each of the two has constants of its own. It must not know what the eager hooks do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import skip_code  # see param/properties.py
+
+from ..policy import MixedPrecisionPolicy
+from .casts import cast_floating
+
+
+class EagerHooks(Protocol):
+    """What is asked of ``FSDPState``, whose file imports this one."""
+
+    mp_policy: MixedPrecisionPolicy
+
+    def enter_forward(self, module: nn.Module) -> None: ...
+    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+    def watch_output(self, module: nn.Module, output: Any) -> Any: ...
+
+
+@dataclass(eq=False)
+class PreForward:
+    """The hook before forward."""
+
+    state: EagerHooks
+    device: torch.device | None  # where inputs are moved
+
+    def __post_init__(self) -> None:
+        policy = self.state.mp_policy
+        self.dtype = policy.param_dtype if policy.cast_forward_inputs else None
+
+    def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the arguments for forward."""
+        if not torch.compiler.is_compiling():
+            self.state.enter_forward(module)
+        if self.dtype is not None or self.device is not None:
+            args, kwargs = cast_floating((args, kwargs), self.dtype, self.device)
+        if not torch.compiler.is_compiling():
+            args, kwargs = self.state.watch_inputs(args, kwargs)
+        return args, kwargs
+
+
+@dataclass(eq=False)
+class PostForward:
+    """The hook after forward."""
+
+    state: EagerHooks
+
+    def __post_init__(self) -> None:
+        self.dtype = self.state.mp_policy.output_dtype
+
+    def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return what the module returns."""
+        if not torch.compiler.is_compiling():
+            output = self.state.watch_output(module, output)
+        return output if self.dtype is None else cast_floating(output, self.dtype)
+
+
+for _hook in (PreForward.hook, PostForward.hook):
+    skip_code(_hook.__code__)
