@@ -42,7 +42,7 @@ class Pin:
         for node in graph.nodes:
             known[node] = {each for source in node.all_input_nodes for each in known[source] if each in after}
             if nodes.is_getitem(node):
-                if after.get(source := nodes.source_of(node)) is source:
+                if not nodes.is_part(node) and after.get(source := nodes.list_of(node)) is source:
                     after[source] = node
             elif nodes.is_launch(node) or nodes.is_wait(node):
                 others = OrderedSet(each for each in after.values() if nodes.region_of(each) is None)

@@ -65,7 +65,7 @@ def _stage_out_of_turn(graph: fx.Graph) -> Iterator[str]:
             continue
         stages, (handle,) = nodes.bucket_of(node).stages, nodes.inputs_of(node)  # type: ignore[union-attr]
         before = stages[stages.index(nodes.stage_of(node)) - 1]
-        wait = nodes.source_of(handle) if nodes.is_getitem(handle) else handle
+        wait = nodes.list_of(handle) if nodes.is_getitem(handle) else handle
         if not nodes.is_wait(wait) or nodes.stage_of(wait) != before:
             yield f"{node.name} continues {handle.name}, expected the handle of a wait_{before}"
 
@@ -87,11 +87,12 @@ def _bucket_of_other_tensors(graph: fx.Graph) -> Iterator[str]:
 def _result_that_is_not_there(graph: fx.Graph) -> Iterator[str]:
     for node in filter(nodes.is_wait, graph.nodes):
         results = len(node.meta["val"])
-        for user in node.users:
-            if not nodes.is_getitem(user):
-                yield f"{user.name} reads {node.name} as a tensor; take one of its results"
-            elif not 0 <= user.args[1] < results:  # type: ignore[operator]
-                yield f"{user.name} takes result {user.args[1]} of {results}"
+        for source in (node, *filter(nodes.is_part, nodes.takes(node))):
+            for user in source.users:
+                if not nodes.is_getitem(user):
+                    yield f"{user.name} reads {source.name} as a tensor; take one of its results"
+                elif not nodes.is_part(user) and not 0 <= nodes.index_of(user) < results:
+                    yield f"{user.name} takes result {nodes.index_of(user)} of {results}"
 
 
 def _contract_elsewhere(graph: fx.Graph) -> Iterator[str]:

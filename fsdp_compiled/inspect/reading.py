@@ -118,9 +118,9 @@ def captured_graph(
 def _block_of(call: fx.Node) -> str:
     """Return the path that the all-gathered parameters of a region's call have in common."""
     paths = [
-        nodes.bucket_of(nodes.source_of(item)).params[nodes.index_of(item)].name.split(".")[:-1]
+        nodes.bucket_of(nodes.list_of(item)).params[nodes.index_of(item)].name.split(".")[:-1]
         for item in nodes.operands_of(call)
-        if isinstance(item, fx.Node) and nodes.is_getitem(item) and nodes.is_wait(nodes.source_of(item))
+        if isinstance(item, fx.Node) and nodes.is_getitem(item) and nodes.is_wait(nodes.list_of(item))
     ]
     common = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
     return ".".join(parts[0] for parts in common) or call.name
@@ -182,7 +182,7 @@ def _parts(lowered: LoweredBucket) -> list[_Part]:
 
 def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:
     """Return the position of the first node that reads a result of ``wait``; the output's where none does."""
-    uses = ((user, item) for item in wait.users if nodes.is_getitem(item) for user in item.users)
+    uses = ((user, item) for item in nodes.takes(wait) if not nodes.is_part(item) for user in item.users)
     # the first arguments of a node with control dependencies are these and what it calls
     readers = (user for user, item in uses if "control_deps" not in str(user.target) or item in user.args[2:])
     return min(map(place.__getitem__, readers), default=len(place) - 1)

@@ -54,7 +54,6 @@ class FSDPParam:
         self._length = self.layout.length(mesh_info.shard_rank)  # of this rank's shard, without padding
         self._reduce_scatter_group = mesh_info.shards
         self.state = ShardedState.SHARDED
-        self.given: Tensor | None = None  # in a region, the unsharded parameter that it was given
         self.is_registering = False  # what is assigned to a module comes from here and not from the user
         self.sharded_param: nn.Parameter  # DTensor
         self.shard: Tensor  # padded; shares storage with the DTensor's local tensor

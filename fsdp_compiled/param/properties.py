@@ -123,8 +123,9 @@ def _reader(name: str) -> property:
         param = module._fsdp_params[name]
         if torch.compiler.is_compiling():
             comptime(substitutes.check)
-            if param.given is not None:
-                return param.given if param.outer is None else param.outer.wrap(param.given)
+            tensors = reads.given.tensors
+            if tensors is not None and param in tensors:
+                return tensors[param] if param.outer is None else param.outer.wrap(tensors[param])
             if param.plain_spec is not None or not param.is_hooked:
                 return reads.unsharded(param)
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:

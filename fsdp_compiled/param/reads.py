@@ -13,6 +13,16 @@ from .extension import AllGatherExtension
 from .param import FSDPParam
 
 
+class Given:
+    """The unsharded parameters that the region which Dynamo is tracing was given."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[FSDPParam, Tensor] | None = None
+
+
+given = Given()  # one for all: Dynamo writes code, and a message, for each object that a trace changes
+
+
 def unsharded(param: FSDPParam) -> Tensor:
     """Return the unsharded parameter."""
     local = unsharded_local(param)

@@ -53,9 +53,9 @@ class RegionModule:
         params, unsharded = self._fsdp_region, _unsharded_together(self._fsdp_region)
         if not self._fsdp_region_reused:
             return _region_of_its_own(self, *unsharded, *args, **kwargs)
-        _give(params, unsharded)
+        reads.given.tensors = dict(zip(params, unsharded, strict=True))
         output = _region(self, self._fsdp_region_names, *unsharded, *args, **kwargs)
-        _give(params, [None] * len(params))
+        reads.given.tensors = None
         comptime(_guard)
         return output
 
@@ -98,13 +98,8 @@ def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
     return [next(together) if param.extension is None else reads.unsharded_local(param) for param in params]
 
 
-def _give(params: Sequence[FSDPParam], unsharded: Sequence[Tensor | None]) -> None:
-    for param, tensor in zip(params, unsharded, strict=False):
-        param.given = tensor
-
-
 def _body(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
-    """Run the module's own forward; what it reads of ``operands``, it finds in ``FSDPParam.given``.
+    """Run the module's own forward; what it reads of ``operands``, it finds in ``reads.given``.
 
     They are operands all the same: torch stamps a trace again only if all that it reads are, or have a source. It
     compares ``names``, too, so that each operand is read under the same names in both blocks.
@@ -113,11 +108,11 @@ def _body(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
 
 
 def _body_of_its_own(module: Any, *operands: Any, **kwargs: Any) -> Any:
-    """As ``_body``, but it sets ``FSDPParam.given`` itself: a trace with side effects is not reused."""
+    """As ``_body``, but it sets ``reads.given`` itself: a trace with side effects is not reused."""
     params = module._fsdp_region
-    _give(params, operands)
+    reads.given.tensors = dict(zip(params, operands, strict=False))
     output = _body(module, module._fsdp_region_names, *operands, **kwargs)
-    _give(params, [None] * len(params))
+    reads.given.tensors = None
     return output
 
 

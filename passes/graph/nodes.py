@@ -32,6 +32,7 @@ TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group)
 
 Half = Literal["launch", "wait"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+PART = 32  # results of a long list are taken from parts of it, since torch walks through the list for each of them
 BUCKET = "fsdp_compiled_bucket"  # key in the meta of an opaque node: the number of the bucket that it joins
 
 
@@ -126,8 +127,27 @@ def value_of(node: fx.Node) -> torch.Tensor:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Tell whether ``node`` takes one tensor out of a list."""
+    """Tell whether ``node`` takes one tensor, or a part, out of a list."""
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
+
+
+def is_part(node: fx.Node) -> bool:
+    """Tell whether ``node`` takes a part of a list, which is a list again."""
+    return is_getitem(node) and isinstance(node.args[1], slice)
+
+
+def list_of(item: fx.Node) -> fx.Node:
+    """Return the node with the whole list that a ``getitem`` takes from."""
+    source = source_of(item)
+    return source_of(source) if is_part(source) else source
+
+
+def takes(source: fx.Node) -> Iterator[fx.Node]:
+    """Yield every ``getitem`` from a list, the parts before what is taken from them."""
+    for user in filter(is_getitem, source.users):
+        yield user
+        if is_part(user):
+            yield from takes(user)
 
 
 def computes_on(node: fx.Node) -> torch.device:
@@ -203,8 +223,9 @@ def results_of(region: fx.Graph) -> Sequence[fx.Node | None]:
 
 
 def index_of(item: fx.Node) -> int:
-    """Return which of its source's results a ``getitem`` takes."""
-    return int(item.args[1])  # type: ignore[arg-type]
+    """Return which result of the whole list a ``getitem`` takes."""
+    source, index = source_of(item), int(item.args[1])  # type: ignore[arg-type]
+    return source.args[1].start + index if is_part(source) else index  # type: ignore[union-attr]
 
 
 # ---- writing ----
@@ -269,7 +290,11 @@ def insert_stage(
     ops, text = torch.ops.fsdp_compiled, bucket.encode()
     launch = insert(before, getattr(ops, f"launch_{name}").default, list(inputs), text)
     wait = insert(before, getattr(ops, f"wait_{name}").default, launch, text)
-    return [insert(before, operator.getitem, wait, index) for index in range(len(wait.meta["val"]))]
+    count = len(wait.meta["val"])
+    if count <= PART:
+        return [insert(before, operator.getitem, wait, index) for index in range(count)]
+    parts = [insert(before, operator.getitem, wait, slice(start, start + PART)) for start in range(0, count, PART)]
+    return [insert(before, operator.getitem, parts[index // PART], index % PART) for index in range(count)]
 
 
 def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain, count
 
 from torch import fx
@@ -88,16 +88,21 @@ def _compute_us(compute: Compute, graph: fx.Graph, cluster: Cluster) -> tuple[fl
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a lowered bucket: its launch, its wait, and the results that are read, by their index."""
+    """One stage of a lowered bucket: its launch, and its wait."""
 
     launch: fx.Node
     wait: fx.Node
-    results: dict[int, fx.Node]
+
+    @cached_property
+    def results(self) -> dict[int, fx.Node]:
+        """The results that are read, by their index."""
+        items = (item for item in nodes.takes(self.wait) if not nodes.is_part(item))
+        return dict(sorted((nodes.index_of(item), item) for item in items))
 
     @property
     def waiting(self) -> list[fx.Node]:
         """The wait and its results, in order."""
-        return [self.wait, *self.results.values()]
+        return [self.wait, *filter(nodes.is_part, nodes.takes(self.wait)), *self.results.values()]
 
 
 @dataclass(frozen=True)
@@ -123,9 +128,8 @@ def _lowered(launch: fx.Node) -> LoweredBucket:
 def _stages(launch: fx.Node | None) -> Iterator[Stage]:
     while launch is not None:
         (wait,) = launch.users
-        results = {int(item.args[1]): item for item in wait.users}  # type: ignore[arg-type]
-        yield Stage(launch, wait, dict(sorted(results.items())))
-        readers = (user for item in results.values() for user in item.users if nodes.is_launch(user))
+        yield (stage := Stage(launch, wait))
+        readers = (user for item in stage.results.values() for user in item.users if nodes.is_launch(user))
         launch = next((reader for reader in readers if not nodes.is_first_stage(reader)), None)
 
 
@@ -181,5 +185,5 @@ def numbered(found: Sequence[LoweredBucket], kind: type) -> Iterator[tuple[int, 
 def is_ours(node: fx.Node) -> bool:
     """Tell whether ``node`` is a launch, a wait, or takes a result out of a wait."""
     if nodes.is_getitem(node):
-        return nodes.is_wait(nodes.source_of(node))
+        return nodes.is_wait(nodes.list_of(node))
     return nodes.is_launch(node) or nodes.is_wait(node)

@@ -19,7 +19,7 @@ from .simulate import simulate
 from .tasks import AllGatherTask, Load, ReductionTask, bytes_in_flight, least_bytes
 
 LEAST_AUTO_BOUND = 64 * MIB  # below it, launches cost more than memory
-MOST_PARAMS = 256  # in a bucket of more, what torch does for each result of a list is quadratic: compiling takes long
+MOST_PARAMS = 1024  # in a bucket of more, compiling takes long: some of what torch does for each result is quadratic
 _AS_GOOD = 1.002  # among schedules whose estimates differ by less, the one with the fewest collectives wins
 _HALVINGS = 8  # of the bound: the sizes that are tried
 _PARTS = 6  # and all bytes in up to so many equal parts
