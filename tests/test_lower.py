@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import expecttest
 import torch
 
@@ -48,6 +50,24 @@ class LoweredText(expecttest.TestCase):
         texts = [build(*on(device)) for device in ("cpu", "cuda")]
         self.assertEqual(texts[0], texts[1])
         self.assertExpectedInline(texts[0], want, skip=1)
+
+    @mock.patch.object(nodes, "PART", 2)
+    def test_results_of_a_long_wait_are_taken_from_parts(self):
+        def build(b, given):
+            units = [f"w{index}" for index in range(3)]
+            return b.text(*(b.unshard(given(f"primals_{name}", 2), spec((8,), name)) for name in units))
+
+        self.same_on_devices(
+            build,
+            """\
+launch_all_gather_default = launch_all_gather([primals_w0, primals_w1, primals_w2], w0+w1+w2) [1] uint8
+wait_all_gather_default = wait_all_gather(launch_all_gather_default, w0+w1+w2)
+getitem = getitem(wait_all_gather_default, slice(0, 2, None))
+getitem_1 = getitem(wait_all_gather_default, slice(2, 4, None))
+getitem_2 = getitem(getitem, 0) [8] float32
+getitem_3 = getitem(getitem, 1) [8] float32
+getitem_4 = getitem(getitem_1, 0) [8] float32""",
+        )
 
     def test_a_bucket_of_two_all_gathers_one_uneven(self):
         def build(b, given):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -106,6 +108,14 @@ def test_a_result_that_is_not_there():
     item = _one(graph, lambda node: node.name == "getitem_1")
     item.args = (item.args[0], 2)
     _refused(graph, "getitem_1 takes result 2 of 2")
+
+
+def test_a_result_that_is_not_there_in_a_part():
+    with mock.patch.object(nodes, "PART", 1):
+        graph = _lowered()
+    item = _one(graph, lambda node: nodes.is_getitem(node) and not nodes.is_part(node) and nodes.index_of(node) == 1)
+    item.args = (item.args[0], 1)
+    _refused(graph, f"{item.name} takes result 2 of 2")
 
 
 def test_a_wait_that_is_read_as_a_tensor():

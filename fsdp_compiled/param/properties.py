@@ -50,8 +50,9 @@ class ShardedModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            # Where super() leads, Dynamo would guard for every module in every step.
             return nn.Module.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
-        return _call(self, nn.Module.__call__, args, kwargs)
+        return _call(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if getattr(fn, "__code__", None) in nn.Module.share_memory.__code__.co_consts:
@@ -91,25 +92,20 @@ class ShardedModule:
 
 
 class ShardedCallable(ShardedModule):
-    """The mixin of modules whose class has a ``__call__`` of its own.
-
-    For the others, Dynamo would guard in every step to which class ``super()`` leads.
-    """
+    """The mixin of modules whose class has a ``__call__`` of its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        user_call = super(ShardedModule, self).__call__  # type: ignore[misc]
-        if torch.compiler.is_compiling():
-            return user_call(*args, **kwargs)
-        return _call(self, lambda _, *args, **kwargs: user_call(*args, **kwargs), args, kwargs)
+        call = super(ShardedModule, self).__call__  # type: ignore[misc]
+        return call(*args, **kwargs) if torch.compiler.is_compiling() else _call(self, call, args, kwargs)
 
 
-def _call(module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _call(module: ShardedModule, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call; what it reads of the module's parameters is all-gathered if no hook has done that."""
     if module._fsdp_calling:
-        return call(module, *args, **kwargs)
+        return call(*args, **kwargs)
     module.__dict__["_fsdp_calling"] = True
     try:
-        return call(module, *args, **kwargs)
+        return call(*args, **kwargs)
     finally:
         module.__dict__["_fsdp_calling"] = False
 

@@ -54,10 +54,12 @@ def _guard(tracer: Any, code: CodeType) -> bool:
 
 def _guards(tracer: Any, condition: Any, traced: Any, block: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
     """Yield each guard of a trace of block ``traced`` for another one, its check, the value, and what it must be."""
+    scope = {"G": tracer.output.root_tx.f_globals, "L": tracer.output.root_tx.f_locals}
+    known: dict[Any, Any] = {}  # values of sources, so that what several lead through is looked up once
     for source, handler, expected, guard in condition.guards:
         own = _of_block(source, traced, block)
         if own != source:
-            yield own.make_guard(guard.create_fn), handler, tracer.output.resolve_source_value(own), expected
+            yield own.make_guard(guard.create_fn), handler, own.get_value(scope, {}, known), expected
 
 
 def _of_block(source: Any, traced: Any, block: Any) -> Any:

@@ -32,7 +32,7 @@ TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group)
 
 Half = Literal["launch", "wait"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
-PART = 32  # results of a long list are taken from parts of it, since torch walks through the list for each of them
+PART = 16  # results of a long list are taken from parts of it, since torch walks through the list for each of them
 BUCKET = "fsdp_compiled_bucket"  # key in the meta of an opaque node: the number of the bucket that it joins
 
 
@@ -234,11 +234,14 @@ def index_of(item: fx.Node) -> int:
 _OF_TRACING = ("partitioner_tag", "autograd_backward", "seq_nr", "recompute", "ac_graph_id", "nn_module_stack")
 
 
-def insert(before: fx.Node, op: Callable[..., Any], *args: Any) -> fx.Node:
-    """Insert ``op(*args)`` with its fake value and return its node; ``args`` may hold nodes at any depth."""
+def insert(before: fx.Node, op: Callable[..., Any], *args: Any, value: Any = None) -> fx.Node:
+    """Insert ``op(*args)`` and return its node; ``args`` may hold nodes at any depth.
+
+    Its fake value is ``value``, or what ``op`` returns for those of ``args``.
+    """
     with before.graph.inserting_before(before):
         node = before.graph.call_function(op, args)
-    node.meta["val"] = op(*fx.map_arg(args, value_of))
+    node.meta["val"] = op(*fx.map_arg(args, value_of)) if value is None else value
     return node
 
 
@@ -257,13 +260,13 @@ def insert_cast(before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
     return insert(before, torch.ops.prims.convert_element_type.default, node, dtype)
 
 
-def insert_reduce_grad(before: fx.Node, grad: fx.Node, spec: CommSpec) -> fx.Node:
-    return insert(before, torch.ops.fsdp_compiled.reduce_grad.default, grad, spec.encode())
+def insert_reduce_grad(before: fx.Node, grad: fx.Node, spec: CommSpec, value: Any = None) -> fx.Node:
+    return insert(before, torch.ops.fsdp_compiled.reduce_grad.default, grad, spec.encode(), value=value)
 
 
-def insert_unshard(before: fx.Node, shard: fx.Node, spec: CommSpec) -> fx.Node:
+def insert_unshard(before: fx.Node, shard: fx.Node, spec: CommSpec, value: Any = None) -> fx.Node:
     """Insert an all-gather of ``shard``, without a gradient."""
-    return insert(before, torch.ops.fsdp_compiled.unshard.default, shard, None, None, spec.encode())
+    return insert(before, torch.ops.fsdp_compiled.unshard.default, shard, None, None, spec.encode(), value=value)
 
 
 def insert_take_shard(before: fx.Node, unsharded: fx.Node, spec: CommSpec) -> fx.Node:
@@ -312,7 +315,7 @@ def expand(node: fx.Node) -> None:
     specs = [CommSpec.decode(text) for text in node.args[-1]]  # type: ignore[union-attr, arg-type]
     insert_one = insert_unshard if is_unshard_all(node) else insert_reduce_grad
     for item in list(node.users):
-        single = insert_one(node, sources[index_of(item)], specs[index_of(item)])
+        single = insert_one(node, sources[index_of(item)], specs[index_of(item)], item.meta["val"])
         single.meta |= {key: node.meta[key] for key in _OF_TRACING if key in node.meta}
         item.replace_all_uses_with(single)
         node.graph.erase_node(item)

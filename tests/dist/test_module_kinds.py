@@ -129,6 +129,35 @@ def test_parameter_lists_and_dicts_attention_and_a_unit_called_twice(mode):
         torch.testing.assert_close(call(data[0]), alone(data[0]), rtol=1e-5, atol=1e-5)
 
 
+class OwnCall(nn.Linear):
+    """Its class has a ``__call__``, which reads a parameter after the module's hooks have run."""
+
+    def __call__(self, x):
+        return super().__call__(x * 2) * self.bias
+
+
+class OwnCalls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = OwnCall(6, 6)
+        self.blocks = nn.ModuleList([OwnCall(6, 6), nn.Sequential(OwnCall(6, 6), nn.Tanh())])
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@row("module kinds")
+@each_mode
+@on_ranks(2)
+def test_classes_with_a_call_of_their_own(mode):
+    alone, model = OwnCalls(), OwnCalls()
+    assert_trains_like_replicas(model, shard(model, mode), alone, batches(3, 4, 6))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind) -> None:
         super().__init__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.inspect.reading import Scheduled
+from fsdp_compiled.passes.graph import nodes
 from tests.graphs import after_inductors_passes, record, without_code
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
@@ -22,6 +24,7 @@ from tests.training import (
     MLP,
     assert_close,
     assert_sizes_may_vary,
+    assert_trains_like_one_process,
     batches,
     full_grads,
     full_params,
@@ -58,6 +61,25 @@ def test_training_with_a_schedule(name):
     losses = train(model, call, data, square_loss)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-5, atol=0)
     assert_close(full_params(model), full_params(one))
+
+
+@row("training", mode="full")
+@pytest.mark.parametrize("name", ["auto", "unit"])
+@on_ranks(2)
+def test_training_where_results_are_taken_from_parts(name):
+    one, model = MLP(), MLP()
+    shard(model, "eager")
+    call = fsdp_compiled.compile(model, schedule=SCHEDULES[name], fullgraph=True)
+    with mock.patch.object(nodes, "PART", 1):
+        assert_trains_like_one_process(model, call, one)
+        captured = capture(model, batches(1, 4, 10)[0], schedule=SCHEDULES[name])
+    plain = capture(model, batches(1, 4, 10)[0], schedule=SCHEDULES[name])
+    for parts, whole in zip(captured.graphs, plain.graphs, strict=True):
+        assert any(map(nodes.is_part, parts.module.graph.nodes)) and not any(
+            map(nodes.is_part, whole.module.graph.nodes)
+        )
+        assert [each.params for each in parts.collectives] == [each.params for each in whole.collectives]
+        assert parts.peak_unsharded_bytes == whole.peak_unsharded_bytes
 
 
 @pytest.mark.parametrize("inductor", [False, True])
