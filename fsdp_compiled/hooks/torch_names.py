@@ -2,14 +2,18 @@
 
 Until torch 2.13, ``torch.distributed.pipelining`` ends a step through ``_state_ctx``, ``_fsdp_param_group`` or
 ``_fsdp_param_groups``, and ``_root_post_backward_final_callback``; ``torch.distributed.fsdp.share_comm_ctx`` assigns
-``_comm_ctx``. Checked on torch 2.11.0, 2.13.0 and 2.15.0. It must not know what a unit does.
+``_comm_ctx``, and ``register_fsdp_forward_method`` calls ``_pre_forward`` and ``_post_forward``. Checked on torch
+2.11.0, 2.13.0 and 2.15.0. It must not know what a unit does.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 from .context import FSDPCommContext, FSDPStateContext
+from .forward import PostForward, PreForward
 
 
 class _Group:
@@ -24,10 +28,18 @@ class _Group:
 class TorchNames:
     """Mixin of ``FSDPState``."""
 
+    pre_forward: PreForward
+    post_forward: PostForward
     _fsdp_param_groups = (_Group(),)
 
     def _lazy_init(self) -> FSDPStateContext:
         raise NotImplementedError
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.pre_forward.hook(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.post_forward.hook(module, args, output)
 
     @property
     def _fsdp_param_group(self) -> _Group:
