@@ -86,13 +86,12 @@ def _bucket_of_other_tensors(graph: fx.Graph) -> Iterator[str]:
 
 def _result_that_is_not_there(graph: fx.Graph) -> Iterator[str]:
     for node in filter(nodes.is_wait, graph.nodes):
-        results = len(node.meta["val"])
-        for source in (node, *filter(nodes.is_part, nodes.takes(node))):
+        for source in (node, *filter(nodes.is_part, nodes.getitems_of(node))):
             for user in source.users:
                 if not nodes.is_getitem(user):
                     yield f"{user.name} reads {source.name} as a tensor; take one of its results"
-                elif not nodes.is_part(user) and not 0 <= nodes.index_of(user) < results:
-                    yield f"{user.name} takes result {nodes.index_of(user)} of {results}"
+                elif not nodes.is_part(user) and not 0 <= user.args[1] < len(source.meta["val"]):  # type: ignore[operator]
+                    yield f"{user.name} takes result {user.args[1]} of {len(source.meta['val'])}"
 
 
 def _contract_elsewhere(graph: fx.Graph) -> Iterator[str]:

@@ -6,7 +6,7 @@ So each of the two has constants of its own. It must not know what the eager hoo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,7 @@ class PreForward:
 
     state: EagerHooks
     device: torch.device | None  # where inputs are moved
+    dtype: torch.dtype | None = field(init=False)  # to which they are cast
 
     def __post_init__(self) -> None:
         policy = self.state.mp_policy
@@ -54,6 +55,7 @@ class PostForward:
     """The hook after forward."""
 
     state: EagerHooks
+    dtype: torch.dtype | None = field(init=False)  # to which outputs are cast
 
     def __post_init__(self) -> None:
         self.dtype = self.state.mp_policy.output_dtype

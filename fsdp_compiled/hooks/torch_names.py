@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
 from .context import FSDPCommContext, FSDPStateContext
 from .forward import PostForward, PreForward
@@ -67,3 +68,7 @@ class TorchNames:
             "is not implemented for units of fsdp_compiled; for a compiled model's memory use "
             "fsdp_compiled.inspect.capture, and for an uncompiled one torch.distributed._tools.mem_tracker.MemTracker"
         )
+
+
+for _hook in (TorchNames._pre_forward, TorchNames._post_forward):
+    skip_code(_hook.__code__)

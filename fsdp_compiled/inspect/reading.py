@@ -182,7 +182,7 @@ def _parts(lowered: LoweredBucket) -> list[_Part]:
 
 def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:
     """Return the position of the first node that reads a result of ``wait``; the output's where none does."""
-    uses = ((user, item) for item in nodes.takes(wait) if not nodes.is_part(item) for user in item.users)
+    uses = ((user, item) for item in nodes.getitems_of(wait) if not nodes.is_part(item) for user in item.users)
     # the first arguments of a node with control dependencies are these and what it calls
     readers = (user for user, item in uses if "control_deps" not in str(user.target) or item in user.args[2:])
     return min(map(place.__getitem__, readers), default=len(place) - 1)

@@ -220,12 +220,12 @@ class FSDPParam:
     def _follow_config(self) -> None:
         config = self.unit.config
         reduces = config.reduce_grads and config.all_reduce_grads
-        self._is_plain = reduces and self.extension is None and self.outer is None
+        self.is_plain = reduces and self.extension is None and self.outer is None
         self._choose_read()
 
     def _choose_read(self) -> None:
         # In one attribute of each parameter, because every traced read guards what it asks for, in every step.
-        is_ready = self._is_plain and self.leaf_mirrors and not self.is_hooked
+        is_ready = self.is_plain and self.leaf_mirrors and not self.is_hooked
         self.plain_spec = self.spec_text if is_ready else None
 
     def use_separate_reduce_scatter_group(self, separate: bool) -> None:

@@ -50,7 +50,7 @@ class ShardedModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # Where super() leads, Dynamo would guard for every module in every step.
+            # Not by super(): Dynamo would guard its result for every module in every step.
             return nn.Module.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
         return _call(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
@@ -91,7 +91,7 @@ class ShardedModule:
         super().__delattr__(name)
 
 
-class ShardedCallable(ShardedModule):
+class ShardedModuleWithCall(ShardedModule):
     """The mixin of modules whose class has a ``__call__`` of its own."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class ShardedCallable(ShardedModule):
 
 
 def _call(module: ShardedModule, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call; what it reads of the module's parameters is all-gathered if no hook has done that."""
+    """Make the call of a module; a read of its parameters all-gathers them if no hook has done that."""
     if module._fsdp_calling:
         return call(*args, **kwargs)
     module.__dict__["_fsdp_calling"] = True
@@ -110,7 +110,7 @@ def _call(module: ShardedModule, call: Callable[..., Any], args: Any, kwargs: An
         module.__dict__["_fsdp_calling"] = False
 
 
-for _function in (ShardedModule.__call__, ShardedCallable.__call__, _call):
+for _function in (ShardedModule.__call__, ShardedModuleWithCall.__call__, _call):
     skip_code(_function.__code__)
 
 
@@ -119,9 +119,9 @@ def _reader(name: str) -> property:
         param = module._fsdp_params[name]
         if torch.compiler.is_compiling():
             comptime(substitutes.check)
-            tensors = reads.given.tensors
-            if tensors is not None and param in tensors:
-                return tensors[param] if param.outer is None else param.outer.wrap(tensors[param])
+            operands = reads.region.unsharded
+            if operands is not None and param in operands:
+                return operands[param] if param.outer is None else param.outer.wrap(operands[param])
             if param.plain_spec is not None or not param.is_hooked:
                 return reads.unsharded(param)
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
@@ -150,7 +150,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> None:
     """Make ``module`` read ``params`` through properties, beside those that it owns already."""
-    mixin = ShardedModule if _user_class(module).__call__ is nn.Module.__call__ else ShardedCallable
+    mixins: tuple[type, ...] = ()
     if isinstance(module, ShardedModule):
         module._fsdp_params.update(params)
         module._fsdp_units = (*module._fsdp_units, unit)
@@ -160,7 +160,9 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> Non
         module.register_state_dict_pre_hook(_reshard_units)
         module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_relink)
-    rebase(module, add=(mixin,), names=tuple(module.__dict__["_fsdp_params"]))
+        has_call = _user_class(module).__call__ is not nn.Module.__call__
+        mixins = (ShardedModuleWithCall if has_call else ShardedModule,)
+    rebase(module, add=mixins, names=tuple(module.__dict__["_fsdp_params"]))
 
 
 def _user_class(module: nn.Module) -> type:
@@ -175,7 +177,7 @@ def rebase(
     cls, user_cls = type(module), _user_class(module)
     mixins = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
     # FSDPModule first, as users of FSDP2 know it; the traced call before the one that Dynamo skips.
-    order = ("FSDPModule", "TracedCall", "RegionModule", "ShardedModule", "ShardedCallable")
+    order = ("FSDPModule", "TracedCall", "RegionModule", "ShardedModule", "ShardedModuleWithCall")
     in_order = tuple(sorted(mixins, key=lambda mixin: order.index(mixin.__name__)))
     module.__class__ = _subclass(user_cls, in_order, names or cls.__dict__.get("_fsdp_names", ()))
 
@@ -183,7 +185,7 @@ def rebase(
 @cache
 def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) -> type:
     """Return the one subclass of ``user_cls`` with these mixins and sharded names; all state is on instances."""
-    prefix = mixins[0].__name__.removesuffix("Module")
+    prefix, *_ = mixins[0].__name__.split("Module")
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
     body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy, "__reduce_ex__": _refuse_pickle}

@@ -13,25 +13,27 @@ from .extension import AllGatherExtension
 from .param import FSDPParam
 
 
-class Given:
-    """The unsharded parameters that the region which Dynamo is tracing was given."""
+class TracedRegion:
+    """The region that Dynamo is tracing; between traces, none."""
 
     def __init__(self) -> None:
-        self.tensors: dict[FSDPParam, Tensor] | None = None
+        self.unsharded: dict[FSDPParam, Tensor] | None = None  # its operands
 
 
-given = Given()  # one for all: Dynamo writes code, and a message, for each object that a trace changes
+region = TracedRegion()  # one for all: for each object that a trace changes, Dynamo writes code and a message
 
 
 def unsharded(param: FSDPParam) -> Tensor:
     """Return the unsharded parameter."""
+    if param.plain_spec is not None or param.is_plain:
+        return collectives.unshard(*unshard_arguments(param))
     local = unsharded_local(param)
-    return local if param.plain_spec is not None or param.outer is None else param.outer.wrap(local)
+    return local if param.outer is None else param.outer.wrap(local)
 
 
 def unsharded_local(param: FSDPParam) -> Tensor:
     """Return it without other parallelism."""
-    if param.plain_spec is None and param.extension is not None:
+    if param.extension is not None:
         return _extended(param, param.extension)
     return collectives.unshard(*unshard_arguments(param))
 
@@ -45,9 +47,11 @@ def unshard_arguments(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor |
 
 def _leaves(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the leaf, and the one that takes its gradient instead: unsharded, or partially reduced."""
-    config = param.unit.config
     if not param.requires_grad:
         return param.leaf.detach(), None, None
+    if param.is_plain:
+        return param.leaf, None, None
+    config = param.unit.config
     if not config.reduce_grads and param.unsharded_grad.leaf is not None:
         return param.leaf, param.unsharded_grad.leaf, None
     if not config.all_reduce_grads and param.partial_grad.leaf is not None:

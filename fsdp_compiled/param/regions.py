@@ -53,9 +53,9 @@ class RegionModule:
         params, unsharded = self._fsdp_region, _unsharded_together(self._fsdp_region)
         if not self._fsdp_region_reused:
             return _region_of_its_own(self, *unsharded, *args, **kwargs)
-        reads.given.tensors = dict(zip(params, unsharded, strict=True))
+        around, reads.region.unsharded = reads.region.unsharded, dict(zip(params, unsharded, strict=True))
         output = _region(self, self._fsdp_region_names, *unsharded, *args, **kwargs)
-        reads.given.tensors = None
+        reads.region.unsharded = around
         comptime(_guard)
         return output
 
@@ -99,7 +99,7 @@ def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
 
 
 def _body(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
-    """Run the module's own forward; what it reads of ``operands``, it finds in ``reads.given``.
+    """Run the module's own forward; what it reads of ``operands``, it finds in ``reads.region``.
 
     They are operands all the same: torch stamps a trace again only if all that it reads are, or have a source. It
     compares ``names``, too, so that each operand is read under the same names in both blocks.
@@ -108,11 +108,12 @@ def _body(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
 
 
 def _body_of_its_own(module: Any, *operands: Any, **kwargs: Any) -> Any:
-    """As ``_body``, but it sets ``reads.given`` itself: a trace with side effects is not reused."""
+    """As ``_body``, but it sets ``reads.region`` itself: a trace with side effects is not reused."""
     params = module._fsdp_region
-    reads.given.tensors = dict(zip(params, operands, strict=False))
+    unsharded = dict(zip(params, operands[: len(params)], strict=True))
+    around, reads.region.unsharded = reads.region.unsharded, unsharded
     output = _body(module, module._fsdp_region_names, *operands, **kwargs)
-    reads.given.tensors = None
+    reads.region.unsharded = around
     return output
 
 

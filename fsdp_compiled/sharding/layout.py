@@ -64,7 +64,7 @@ class ShardLayout:
 
     @cached_property
     def like_shard(self) -> torch.Tensor:
-        """A padded chunk without memory: what tells torch's own loops a shape, which are faster than Python's."""
+        """A padded chunk without memory, from which torch's loops in C++ read the shape."""
         return torch.empty(self.shard_shape, device="meta")
 
     @cached_property

@@ -142,12 +142,12 @@ def list_of(item: fx.Node) -> fx.Node:
     return source_of(source) if is_part(source) else source
 
 
-def takes(source: fx.Node) -> Iterator[fx.Node]:
+def getitems_of(source: fx.Node) -> Iterator[fx.Node]:
     """Yield every ``getitem`` from a list, the parts before what is taken from them."""
     for user in filter(is_getitem, source.users):
         yield user
         if is_part(user):
-            yield from takes(user)
+            yield from getitems_of(user)
 
 
 def computes_on(node: fx.Node) -> torch.device:

@@ -96,13 +96,13 @@ class Stage:
     @cached_property
     def results(self) -> dict[int, fx.Node]:
         """The results that are read, by their index."""
-        items = (item for item in nodes.takes(self.wait) if not nodes.is_part(item))
+        items = (item for item in nodes.getitems_of(self.wait) if not nodes.is_part(item))
         return dict(sorted((nodes.index_of(item), item) for item in items))
 
     @property
     def waiting(self) -> list[fx.Node]:
         """The wait and its results, in order."""
-        return [self.wait, *filter(nodes.is_part, nodes.takes(self.wait)), *self.results.values()]
+        return [self.wait, *filter(nodes.is_part, nodes.getitems_of(self.wait)), *self.results.values()]
 
 
 @dataclass(frozen=True)

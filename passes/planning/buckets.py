@@ -192,14 +192,14 @@ def _candidates(
     largest = max((request.task.bytes for request in requests), default=0)
     caps = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
     caps |= {bound >> halvings for halvings in range(_HALVINGS + 1)}
-    # by the caps of the first buckets and the next ones, as far as they differ: what exceeds all bytes is all bytes
+    # by the caps of the first buckets and the later ones; one above the total is as good as the total
     sizes = {
         tuple(min(cap >> k, total) for k in range(ramp + 1)): (cap, ramp) for cap in sorted(caps) for ramp in _RAMPS
     }
     found: list[tuple[Bucket[Request], ...]] = [_by_unit(requests)]
     found += [fill(requests, cap, ramp) for cap, ramp in sizes.values()]
     if any(_is_kept(request.task) for request in requests):
-        found += [fill(requests, cap, apart=False) for cap in sorted(caps)]
+        found += [fill(requests, cap, apart=False) for cap in sorted({min(cap, total) for cap in caps})]
     return list({tuple(tuple(r.index for r in bucket) for bucket in each): each for each in found}.values())
 
 

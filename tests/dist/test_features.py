@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -530,6 +531,27 @@ def test_a_registered_forward_method(mode):
     with pytest.raises(ValueError, match="FSDPEncoder: expected a method 'decode', found none"):
         register_fsdp_forward_method(model, "decode")
     call = compiled(model.encode) if mode == "full" else model.encode
+    assert_trains_like_one_process(model, call, alone, call_alone=alone.encode)
+
+
+@pytest.mark.parametrize("register", [register_fsdp_forward_method, torch_fsdp.register_fsdp_forward_method])
+@on_ranks(2)
+def test_a_registered_forward_method_that_breaks_the_graph(register):
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.inner = nn.Linear(10, 10)
+
+        def encode(self, x):
+            x = self.inner(x)
+            torch._dynamo.graph_break()
+            return x.relu() + self.inner.bias
+
+    alone, model = Encoder(), Encoder()
+    fully_shard(model)
+    register(model, "encode")
+    call = compiled(lambda x: model.encode(x), fullgraph=False)
     assert_trains_like_one_process(model, call, alone, call_alone=alone.encode)
 
 
