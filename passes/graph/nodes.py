@@ -137,7 +137,7 @@ def is_part(node: fx.Node) -> bool:
 
 
 def list_of(item: fx.Node) -> fx.Node:
-    """Return the node with the whole list that a ``getitem`` takes from."""
+    """Return the node whose list a ``getitem`` takes from, by a part of it or not."""
     source = source_of(item)
     return source_of(source) if is_part(source) else source
 
@@ -223,7 +223,7 @@ def results_of(region: fx.Graph) -> Sequence[fx.Node | None]:
 
 
 def index_of(item: fx.Node) -> int:
-    """Return which result of the whole list a ``getitem`` takes."""
+    """Return which result in the list of :func:`list_of` a ``getitem`` takes."""
     source, index = source_of(item), int(item.args[1])  # type: ignore[arg-type]
     return source.args[1].start + index if is_part(source) else index  # type: ignore[union-attr]
 

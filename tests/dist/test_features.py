@@ -511,19 +511,29 @@ def test_explicit_prefetch_lists():
     assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+class Encoder(nn.Module):
+    """Trained by another method than ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(10, 10)
+
+    def encode(self, x):
+        return self.inner(x).relu()
+
+
+class BreakingEncoder(Encoder):
+    def encode(self, x):
+        x = super().encode(x)
+        torch._dynamo.graph_break()
+        return x + self.inner.bias
+
+
 @row("methods")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_a_registered_forward_method(mode):
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.inner = nn.Linear(10, 10)
-
-        def encode(self, x):
-            return self.inner(x).relu()
-
     alone, model = Encoder(), Encoder()
     fully_shard(model)
     register_fsdp_forward_method(model, "encode")
@@ -537,18 +547,7 @@ def test_a_registered_forward_method(mode):
 @pytest.mark.parametrize("register", [register_fsdp_forward_method, torch_fsdp.register_fsdp_forward_method])
 @on_ranks(2)
 def test_a_registered_forward_method_that_breaks_the_graph(register):
-    class Encoder(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.inner = nn.Linear(10, 10)
-
-        def encode(self, x):
-            x = self.inner(x)
-            torch._dynamo.graph_break()
-            return x.relu() + self.inner.bias
-
-    alone, model = Encoder(), Encoder()
+    alone, model = BreakingEncoder(), BreakingEncoder()
     fully_shard(model)
     register(model, "encode")
     call = compiled(lambda x: model.encode(x), fullgraph=False)
