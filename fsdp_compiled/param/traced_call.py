@@ -16,6 +16,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.eval_frame import skip_code  # see properties.py
 
 from ..collectives import attend, report_failure
+from .frames import with_room_for_callees
 from .properties import with_code_of_its_own
 from .regions import without_failing_regions
 
@@ -39,6 +40,7 @@ class TracedCall:
     _fsdp_state: OutermostState
     _fsdp_call: Callable[..., Any]
 
+    @with_room_for_callees
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
