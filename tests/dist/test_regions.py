@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_compiled import compile, fully_shard
 from fsdp_compiled.init.regions import set_regions
+from fsdp_compiled.param.regions import RegionModule
 from tests.graphs import record, regions_of, sequence
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
@@ -213,6 +214,20 @@ def test_blocks_with_units_inside():
         for expert in block.experts:
             fully_shard(expert)
     assert_trains_like_one_process(_with_regions(model), compiled(model), alone)
+
+
+@row("module kinds", mode="regions")
+@on_ranks(2)
+def test_regions_inside_a_region():
+    alone, model = Stack(lambda: [Experts() for _ in range(2)]), Stack(lambda: [Experts() for _ in range(2)])
+    for block in model.blocks:
+        for expert in block.experts:
+            fully_shard(expert)
+    model = _with_regions(model)
+    for block in model.blocks:
+        set_regions(block.experts, list(block.experts))
+    assert all(isinstance(each, RegionModule) for block in model.blocks for each in (block, *block.experts))
+    assert_trains_like_one_process(model, compiled(model), alone)
 
 
 class Surrounded(Stack):
