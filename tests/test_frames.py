@@ -14,18 +14,18 @@ CALLS = 500  # at each depth
 DEPTHS = 400  # more than a chunk of 16 KiB has room for
 
 
-def _leaf() -> None:
-    pass
+def _leaf(a: int = 0, b: int = 0, c: int = 0, d: int = 0, e: int = 0, f: int = 0, g: int = 0, h: int = 0) -> None:
+    """Have a larger frame than ``_faults_at``, so that at some depth it alone does not fit."""
 
 
 def _faults_at(depth: int) -> int:
-    """Return how many pages the system gives this process while a loop at ``depth`` calls a function."""
+    """Return how many pages the system gives this thread while a loop at ``depth`` calls a function."""
     if depth:
         return _faults_at(depth - 1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     for _ in range(CALLS):
         _leaf()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
 
 def _most_faults() -> int:
