@@ -206,24 +206,29 @@ class Experts(nn.Module):
         return x + sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
-@row("module kinds", mode="regions")
-@on_ranks(2)
-def test_blocks_with_units_inside():
-    alone, model = Stack(lambda: [Experts() for _ in range(2)]), Stack(lambda: [Experts() for _ in range(2)])
+def _experts():
+    return Stack(lambda: [Experts() for _ in range(2)])
+
+
+def _experts_in_regions():
+    model = _experts()
     for block in model.blocks:
         for expert in block.experts:
             fully_shard(expert)
-    assert_trains_like_one_process(_with_regions(model), compiled(model), alone)
+    return _with_regions(model)
+
+
+@row("module kinds", mode="regions")
+@on_ranks(2)
+def test_blocks_with_units_inside():
+    alone, model = _experts(), _experts_in_regions()
+    assert_trains_like_one_process(model, compiled(model), alone)
 
 
 @row("module kinds", mode="regions")
 @on_ranks(2)
 def test_regions_inside_a_region():
-    alone, model = Stack(lambda: [Experts() for _ in range(2)]), Stack(lambda: [Experts() for _ in range(2)])
-    for block in model.blocks:
-        for expert in block.experts:
-            fully_shard(expert)
-    model = _with_regions(model)
+    alone, model = _experts(), _experts_in_regions()
     for block in model.blocks:
         set_regions(block.experts, list(block.experts))
     assert all(isinstance(each, RegionModule) for block in model.blocks for each in (block, *block.experts))
