@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from ..sharding.contract import Collective, Contract, collectives_of
 from .graph import nodes
 from .graph.liveness import cluster_of
 from .policy import DEFAULT, SchedulePolicy
-
-_SHAPES = 6  # of inputs, named where ranks differ
 
 
 @dataclass(frozen=True)
@@ -35,12 +32,11 @@ class Agree:
         launches = list(filter(nodes.is_launch, graph.nodes))
         collectives = tuple(each for launch in launches for each in _started_by(launch))
         if collectives:
-            nodes.set_contract(launches[0], Contract(collectives, self._basis(graph, launches)))
+            nodes.set_contract(launches[0], Contract(collectives, self._basis(graph)))
 
-    def _basis(self, graph: fx.Graph, launches: list[fx.Node]) -> tuple[str, ...]:
+    def _basis(self, graph: fx.Graph) -> tuple[str, ...]:
         cluster = cluster_of(graph, self.policy.cluster)
         return (
-            f"inputs: {_input_shapes(graph, launches)}",
             f"schedule: {replace(self.policy, cluster=None)!r}",
             f"cluster: {cluster.name}, {cluster.ranks_per_node} ranks on a node",
         )
@@ -50,12 +46,3 @@ def _started_by(launch: fx.Node) -> tuple[Collective, ...]:
     """Return the collective of one launch; a copy to the host is none."""
     wanted = nodes.stage_of(launch).replace("_", "-")
     return tuple(each for each in collectives_of(nodes.bucket_of(launch)) if each.kind == wanted)
-
-
-def _input_shapes(graph: fx.Graph, launches: list[fx.Node]) -> str:
-    """Return the different shapes of the graph's inputs, but for shards."""
-    shards = {source for launch in launches for source in launch.all_input_nodes}
-    values = (n.meta.get("val") for n in graph.nodes if n.op == "placeholder" and n not in shards)
-    shapes = dict.fromkeys(str(list(value.shape)) for value in values if isinstance(value, torch.Tensor))
-    more = ", ..." if len(shapes) > _SHAPES else ""
-    return ", ".join(list(shapes)[:_SHAPES]) + more

@@ -31,7 +31,7 @@ class Bucket:
         opaque = list(filter(nodes.travels, graph.nodes))
         if not opaque:
             return
-        requests = opaque_requests(graph, opaque, cluster_of(graph, self.policy.cluster))
+        requests = opaque_requests(graph, opaque, cluster_of(graph, self.policy.cluster), self.policy.tokens)
         buckets = decide_buckets(requests, self.policy)
         joined = [[request.index for request in bucket] for bucket in buckets.all_gathers]
         joined += [[request.index for request in bucket] for bucket in buckets.reductions]

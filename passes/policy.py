@@ -16,8 +16,8 @@ _KEPT_BYTES = 16 * MIB
 class SchedulePolicy:
     """How collectives are bucketed, how early they start, and how much memory that may take.
 
-    All ranks must decide alike, from estimated times. So sizes that are not dimensions of the model (batch, sequence)
-    count as the nearest of 2^k and 1.5 * 2^k, in estimates alone: 520 tokens as 512.
+    All ranks must decide alike, from estimated times, though their inputs may differ in size. So only the model's own
+    dimensions count, with one nominal number of tokens.
 
     Args:
         bucket: "auto": the buckets with the shortest estimated step; "unit": one bucket per ``fully_shard`` call
@@ -33,6 +33,8 @@ class SchedulePolicy:
             where launching collectives costs more than the memory is worth, but none of units whose
             ``reshard_after_forward`` the user has set.
         cluster: the machine that times are estimated for; None: found from the devices and the process group.
+        tokens: how many of them (or pixels, samples: whatever meets each weight once) a rank's batch is taken to
+            hold, in sequences of up to 4096, where times are estimated. It need not be exact, see passes/README.md.
 
     Raises:
         TypeError: a field has another type.
@@ -44,12 +46,14 @@ class SchedulePolicy:
     in_flight_bytes: Literal["auto"] | int = "auto"
     keep_unsharded_bytes: Literal["auto"] | int = "auto"
     cluster: Cluster | None = None
+    tokens: int = 8192
 
     def __post_init__(self) -> None:
         _check("bucket", self.bucket, ("auto", "unit", "none"), least=1)
         _check("prefetch", self.prefetch, ("auto",), least=0)
         _check("in_flight_bytes", self.in_flight_bytes, ("auto",), least=1)
         _check("keep_unsharded_bytes", self.keep_unsharded_bytes, ("auto",), least=0)
+        _check("tokens", self.tokens, (), least=1)
         if self.cluster is not None and not isinstance(self.cluster, Cluster):
             raise TypeError(
                 f"SchedulePolicy.cluster: expected a Cluster or None, got {type(self.cluster).__name__}; "

@@ -12,6 +12,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .graph import nodes
+from .graph.anchors import mark_parameters
 from .graph.liveness import cluster_of
 from .policy import DEFAULT, SchedulePolicy
 
@@ -59,6 +60,7 @@ class Reshard:
 
     def __call__(self, graph: fx.Graph) -> None:
         _drop_gradient_marks(graph)
+        mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
         unshards = [node for node in graph.nodes if nodes.is_unshard(node)]
         kept = self._kept(graph, unshards)
         for node in unshards:

@@ -22,7 +22,8 @@ from fsdp_compiled.passes import (
 from fsdp_compiled.passes import spec as rules
 from fsdp_compiled.passes.cost import Lane
 from fsdp_compiled.passes.graph import nodes
-from fsdp_compiled.passes.graph.requests import lowered_buckets, lowered_requests, opaque_requests
+from fsdp_compiled.passes.graph.anchors import AnchoredCompute
+from fsdp_compiled.passes.graph.requests import is_ours, lowered_buckets, lowered_requests, opaque_requests
 from fsdp_compiled.passes.planning.buckets import auto_bound, decide_buckets
 from fsdp_compiled.passes.planning.requests import AllGatherRequest, Buckets, ReductionRequest, Requests, load_of
 from fsdp_compiled.passes.planning.tasks import AllGatherTask, ReductionTask
@@ -308,12 +309,12 @@ def test_a_bucket_costs_the_same_before_and_after_it_is_lowered(width, names, dt
     cluster = CLUSTERS["H100"]
 
     opaque = list(filter(nodes.travels, graph.nodes))
-    requests = opaque_requests(graph, opaque, cluster)
+    requests = opaque_requests(graph, opaque, cluster, 8192)
     before = load_of(requests, Buckets((requests.all_gathers,), (requests.reductions,)))
     Bucket(SchedulePolicy(bucket="unit"))(graph)
     Lower()(graph)
     found = lowered_buckets(graph)
-    after = load_of(*lowered_requests(graph, found, cluster))
+    after = load_of(*lowered_requests(AnchoredCompute(graph, is_ours, 8192), found, cluster))
     assert [replace(task, first=0, last=0) for task in before.all_gathers] == [
         replace(task, first=0, last=0) for task in after.all_gathers
     ]

@@ -103,8 +103,8 @@ def test_one_bucket_per_unit_launched_one_ahead():
         gather,  # root
         gather,  # blocks.1
         gathered,
-        gather,  # blocks.0
         reduce,  # blocks.1
+        gather,  # blocks.0
         gathered,
         reduce,  # blocks.0
         gathered,

@@ -1,6 +1,7 @@
 """From a scheduled graph to records: which collectives it holds, when they run, what they carry.
 
-Times and memory are read from the order in which nodes stand in the graph, not from the passes' decisions.
+Times and memory are read from the order in which nodes stand in the graph and from the sizes that were traced, not
+from the passes' decisions.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ..passes.graph import nodes
+from ..passes.graph.anchors import AnchoredCompute
 from ..passes.graph.liveness import Compute, cluster_of
 from ..passes.graph.requests import (
     LoweredBucket,
@@ -44,13 +46,14 @@ class Scheduled:
 
     def __init__(self, graph: fx.Graph, policy: SchedulePolicy) -> None:
         self.buckets = lowered_buckets(graph)
-        self.compute = Compute(graph, is_ours)
-        requests, grouped = lowered_requests(graph, self.buckets, cluster_of(graph, policy.cluster))
+        self.compute, cluster = Compute(graph, is_ours), cluster_of(graph, policy.cluster)
+        requests, grouped = lowered_requests(self.compute, self.buckets, cluster)
         self.load = load_of(requests, grouped)
         self.actions = actions_of(graph, self.buckets)
         self.timeline = simulate(self.load, self.actions)
         self.in_flight = bytes_in_flight(self.load, self.actions)  # at each position of compute
-        bound_bytes = auto_bound(requests) if policy.in_flight_bytes == "auto" else policy.in_flight_bytes
+        decided = lowered_requests(AnchoredCompute(graph, is_ours, policy.tokens), self.buckets, cluster)[0]
+        bound_bytes = auto_bound(decided) if policy.in_flight_bytes == "auto" else policy.in_flight_bytes
         self.bound_bytes = bound_bytes if self.buckets else 0
 
     def spans(self) -> tuple[ComputeSpan, ...]:

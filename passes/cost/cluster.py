@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
@@ -24,7 +25,7 @@ class Link:
     Args:
         latency_us: of one collective, whatever its size.
         hop_us: added for each rank beyond the first.
-        bytes_per_s: that one rank receives.
+        bytes_per_s: that one rank receives; NCCL calls it bus bandwidth. Between nodes: by a network card of its own.
         reduce_factor: how much longer a byte takes to reduce than to all-gather.
         knee_bytes: beyond this size of the unsharded buffer, a byte takes twice as long; 0 for nowhere.
     """
@@ -38,10 +39,13 @@ class Link:
     def __post_init__(self) -> None:
         _check_numbers(self, may_be_0=("latency_us", "hop_us", "knee_bytes"))
 
-    def collective_us(self, size_bytes: int, world: int, reduces: bool = False) -> float:
+    def collective_us(self, size_bytes: int, world: int, reduces: bool = False, passes: int = 1) -> float:
         """Return the time to all-gather or reduce ``size_bytes``, counted unsharded, over ``world`` ranks.
 
-        *Source:* a ring moves ``(world - 1) / world`` of the buffer through each rank (NCCL's performance notes).
+        ``passes`` is how often the buffer goes around the ring: 2 for an all-reduce, which reduces and then gathers.
+
+        *Source:* a ring moves ``(world - 1) / world`` of the buffer through each rank in one pass, by ``world - 1``
+        hops (NCCL's performance notes).
         """
         if world == 1:
             return 0.0
@@ -50,7 +54,7 @@ class Link:
             seconds *= self.reduce_factor
         if self.knee_bytes and size_bytes > self.knee_bytes:
             seconds *= 2
-        return self.latency_us + self.hop_us * (world - 1) + seconds * 1e6
+        return self.latency_us + passes * (self.hop_us * (world - 1) + seconds * 1e6)
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Cluster:
         memory_bytes_per_s: bandwidth of device memory.
         kernel_us: the least time that a matrix product takes, or a copy around a collective.
         intra: the link between ranks of one node.
-        inter: the link between nodes.
+        inter: what one rank has to other nodes: its network card. A group uses the cards of all its ranks at once.
         ranks_per_node: ranks that share ``intra``.
         compute_blocked_fraction: share of a collective's time during which compute cannot run: 1 where both use the
             same cores, 0 where an engine of its own moves the data.
@@ -94,14 +98,27 @@ class Cluster:
             raise ValueError(f"Cluster.compute_blocked_fraction: expected 0 to 1, got {fraction}")
 
     def link(self, group: str, world: int) -> Link:
-        """Return the link that a process group runs over."""
+        """Return the link that a process group runs over.
+
+        A ring enters a node by the card of every rank that the group has there, as fast as ``intra`` permits, and
+        hops between nodes as often as there are nodes. *Source:* NCCL's src/graph/tuning.cc, which counts hops within
+        nodes and between them apart; bus bandwidths above one card's in NVIDIA/nccl issue 1218.
+        """
         # Checked on torch 2.11.0, 2.13.0 and 2.15.0. A graph holds a group's name only; see group_places.
         try:
             ranks = dist.get_process_group_ranks(distributed_c10d._resolve_process_group(group))  # type: ignore
         except (LookupError, RuntimeError, ValueError):
             ranks = list(range(world))
-        is_in_one_node = min(ranks) // self.ranks_per_node == max(ranks) // self.ranks_per_node
-        return self.intra if is_in_one_node else self.inter
+        in_node = Counter(rank // self.ranks_per_node for rank in ranks)
+        if len(in_node) == 1:
+            return self.intra
+        hops, between = len(ranks) - 1, min(len(in_node), len(ranks) - 1)
+        cards = min(in_node.values())
+        return replace(
+            self.inter,
+            hop_us=(between * self.inter.hop_us + (hops - between) * self.intra.hop_us) / hops,
+            bytes_per_s=min(self.intra.bytes_per_s, cards * self.inter.bytes_per_s),
+        )
 
     def lane(self, group: Group) -> Lane:
         """Return the link that collectives of a process group queue for."""
@@ -186,17 +203,29 @@ def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
 # NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
 # *Source:* baseLat and hwLat in NCCL's src/graph/tuning.cc.
 _NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
+_NVLINK_USABLE = 370 / 450  # of its line rate, after protocol. *Source:* NVIDIA/nccl-tests issue 212 (H100).
+# Of a network card's line rate. *Source:* 46 of 50 GB/s for a 400 Gb/s card, NVIDIA/nccl-tests issue 290; 75 of
+# 100 GB/s for the eight 100 Gb/s cards of an A100 node, NVIDIA/nccl issue 495.
+_CARD_USABLE, _A100_CARD_USABLE = 46 / 50, 75 / 100
 
 
-def _gpu(name: str, tflops_16: float, tflops_32: float, memory_gb: float, nvlink_gb: float, nic_gb: float) -> Cluster:
+def _gpu(
+    name: str,
+    tflops_16: float,
+    tflops_32: float,
+    memory_gb: float,
+    nvlink_gb: float,
+    card_gb: float,
+    card_usable: float = _CARD_USABLE,
+) -> Cluster:
     return Cluster(
         name=name,
         flops_16bit=tflops_16 * 1e12,
         flops_32bit=tflops_32 * 1e12,
         memory_bytes_per_s=memory_gb * 1e9,
         kernel_us=7.0,  # *Source:* AutoParallel's launch floor.
-        intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, nvlink_gb * 1e9),
-        inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, nic_gb * 1e9),
+        intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, _NVLINK_USABLE * nvlink_gb * 1e9),
+        inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, card_usable * card_gb * 1e9),
         piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
     )
 
@@ -206,7 +235,7 @@ CLUSTERS: Mapping[str, Cluster] = {
     # bandwidth; one network card for each GPU as in NVIDIA's DGX systems; PCIe 5.0, for the A100 4.0.
     "H100": _gpu("H100", 989, 67, 3350, 450, 50),
     "H200": _gpu("H200", 989, 67, 4800, 450, 50),
-    "A100": replace(_gpu("A100", 312, 19.5, 2039, 300, 25), host_bytes_per_s=32e9),
+    "A100": replace(_gpu("A100", 312, 19.5, 2039, 300, 25, _A100_CARD_USABLE), host_bytes_per_s=32e9),
     "B200": _gpu("B200", 2250, 75, 8000, 900, 50),
     # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
     # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
@@ -254,8 +283,8 @@ def detect(device: torch.device) -> Cluster:
     return replace(known, ranks_per_node=ranks_per_node)
 
 
-def group_places() -> tuple[tuple[str, int, int], ...]:
-    """Return name, lowest and highest rank of each process group, which compile-cache keys must hold.
+def group_places() -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return name and ranks of each process group, which compile-cache keys must hold.
 
     They are all that :meth:`Cluster.link` looks at. Groups of the first ranks, such as all ranks, are left out: there
     the world, which specs hold, tells as much, and a group for something else then leaves the keys as they are.
@@ -263,8 +292,7 @@ def group_places() -> tuple[tuple[str, int, int], ...]:
     # Checked on torch 2.11.0 and 2.13.0.
     named = distributed_c10d._world.pg_names.items()
     ranks_of = {str(name): dist.get_process_group_ranks(group) for group, name in named}
-    places = ((name, min(ranks), max(ranks)) for name, ranks in ranks_of.items() if max(ranks) >= len(ranks))
-    return tuple(sorted(places))
+    return tuple(sorted((name, tuple(ranks)) for name, ranks in ranks_of.items() if max(ranks) >= len(ranks)))
 
 
 def description(device: torch.device) -> tuple[str, int]:

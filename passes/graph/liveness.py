@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -13,7 +13,7 @@ from .nodes import region_of
 
 
 class Compute:
-    """The nodes of a graph that are not ``is_ours``, of a collective, in order; their index is their position."""
+    """The nodes of a graph that are not ``is_ours``, of a collective, in order, each with a position: its index."""
 
     def __init__(self, graph: fx.Graph, is_ours: Callable[[fx.Node], bool]) -> None:
         self.nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and not is_ours(n)]
@@ -24,9 +24,9 @@ class Compute:
         """The position after the last node."""
         return len(self.nodes)
 
-    def time(self, cluster: Cluster, model: Set[int]) -> tuple[float, ...]:
-        """Return each node's estimated time in microseconds; ``model`` as in :func:`node_us`."""
-        return tuple(map(_Clock(cluster, model).us, self.nodes))
+    def time(self, cluster: Cluster) -> tuple[float, ...]:
+        """Return the estimated time at each position in microseconds, for the sizes that were traced."""
+        return tuple(map(_Clock(cluster).us, self.nodes))
 
     def after(self, source: fx.Node) -> int:
         """Return the first position at which ``source`` exists."""
@@ -54,14 +54,14 @@ class Compute:
 class _Clock:
     """Estimates nodes, and each region once."""
 
-    def __init__(self, cluster: Cluster, model: Set[int]) -> None:
-        self._cluster, self._model = cluster, model
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._regions: dict[fx.Graph, float] = {}
 
     def us(self, node: fx.Node) -> float:
         region = region_of(node)
         if region is None:
-            return node_us(node, self._cluster, self._model)
+            return node_us(node, self._cluster)
         if region not in self._regions:
             self._regions[region] = sum(map(self.us, region.nodes))
         return self._regions[region]

@@ -105,7 +105,7 @@ def inputs_of(launch: fx.Node) -> list[fx.Node]:
 
 def has_ours(graph: fx.Graph) -> bool:
     """Tell whether ``graph`` holds any operator of this library."""
-    return any(str(node.target).startswith(f"{NAMESPACE}.") for node in graph.nodes if node.op == "call_function")
+    return any(map(is_communication, graph.nodes))
 
 
 def spec_of(node: fx.Node) -> CommSpec:
@@ -169,13 +169,31 @@ def params_of(graph: fx.Graph) -> dict[fx.Node, ParamSpec]:
     return params
 
 
-def param_shapes(graph: fx.Graph) -> Iterator[tuple[int, ...]]:
-    """Yield the unsharded shapes of what a graph, opaque or lowered, all-gathers and reduces."""
+def unsharded_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
+    """Yield what a graph, opaque or lowered, all-gathers, with the unsharded shapes."""
     for node in graph.nodes:
-        if is_unshard(node) or is_reduce_grad(node):
-            yield spec_of(node).layout.shape
-        elif is_launch(node):
-            yield from (layout.shape for layout in bucket_of(node).layouts)
+        if is_unshard(node):
+            yield node, spec_of(node).layout.shape
+        elif is_wait(node) and stage_of(node) == "all_gather":
+            layouts = bucket_of(node).layouts
+            yield from ((item, layouts[index_of(item)].shape) for item in getitems_of(node) if not is_part(item))
+
+
+def gradients_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
+    """Yield the unsharded gradients that a graph, opaque or lowered, reduces, with their shapes."""
+    for node in graph.nodes:
+        if is_reduce_grad(node):
+            yield source_of(node), spec_of(node).layout.shape
+        elif is_launch(node) and stage_of(node) != "all_gather" and is_first_stage(node):
+            layouts = bucket_of(node).layouts
+            yield from ((grad, layout.shape) for grad, layout in zip(inputs_of(node), layouts, strict=True))
+
+
+def is_communication(node: fx.Node) -> bool:
+    """Tell whether ``node`` is an operator of ours, or takes a result out of one."""
+    if is_getitem(node):
+        return is_communication(list_of(node))
+    return node.op == "call_function" and str(node.target).startswith(f"{NAMESPACE}.")
 
 
 def is_parameter(node: fx.Node) -> bool:

@@ -12,10 +12,10 @@ from torch import fx
 
 from ...sharding.spec import AllGatherBucket, AllGatherSpec, ParamSpec, ReductionBucket, ReductionSpec
 from ..cost import Cluster
-from ..cost.extents import model_extents
 from ..planning.requests import AllGatherRequest, Buckets, ReductionRequest, Requests
 from ..planning.tasks import Action, AllGatherTask, Kind, ReductionTask
 from . import nodes
+from .anchors import AnchoredCompute
 from .liveness import Compute, is_returned
 from .nodes import Half
 
@@ -64,9 +64,9 @@ class _Reader:
         )
 
 
-def opaque_requests(graph: fx.Graph, opaque: Sequence[fx.Node], cluster: Cluster) -> Requests:
+def opaque_requests(graph: fx.Graph, opaque: Sequence[fx.Node], cluster: Cluster, tokens: int) -> Requests:
     """Return what the opaque nodes of ``graph`` ask for; a request's index is its node's."""
-    read = _Reader(Compute(graph, set(opaque).__contains__), cluster)
+    read = _Reader(AnchoredCompute(graph, set(opaque).__contains__, tokens), cluster)
     params, all_gathers, reductions = nodes.params_of(graph), [], []
     for node in opaque:
         spec, source = nodes.spec_of(node), nodes.source_of(node)
@@ -74,13 +74,10 @@ def opaque_requests(graph: fx.Graph, opaque: Sequence[fx.Node], cluster: Cluster
             all_gathers.append(read.all_gather(params[node], spec.all_gather, source, node))
         else:
             reductions.append(read.reduction(params[node], spec.reduction, source, node))
-    all_gathers.sort(key=lambda request: request.task.first)
-    reductions.sort(key=lambda request: request.task.ready)
-    return Requests(_compute_us(read.compute, graph, cluster), tuple(all_gathers), tuple(reductions), cluster)
-
-
-def _compute_us(compute: Compute, graph: fx.Graph, cluster: Cluster) -> tuple[float, ...]:
-    return compute.time(cluster, model_extents(nodes.param_shapes(graph), graph))
+    # By position, then by name: the order of nodes within a position may differ by rank.
+    all_gathers.sort(key=lambda request: (request.task.first, request.param.name))
+    reductions.sort(key=lambda request: (request.task.ready, request.param.name))
+    return Requests(read.compute.time(cluster), tuple(all_gathers), tuple(reductions), cluster)
 
 
 # ---- lowered buckets ----
@@ -133,9 +130,9 @@ def _stages(launch: fx.Node | None) -> Iterator[Stage]:
         launch = next((reader for reader in readers if not nodes.is_first_stage(reader)), None)
 
 
-def lowered_requests(graph: fx.Graph, found: Sequence[LoweredBucket], cluster: Cluster) -> tuple[Requests, Buckets]:
+def lowered_requests(compute: Compute, found: Sequence[LoweredBucket], cluster: Cluster) -> tuple[Requests, Buckets]:
     """Return the requests of a lowered graph, whose buckets are ``found``, and which share a bucket."""
-    read = _Reader(Compute(graph, is_ours), cluster)
+    read = _Reader(compute, cluster)
     all_gathers, reductions = list[tuple[AllGatherRequest, ...]](), list[tuple[ReductionRequest, ...]]()
     for lowered in found:
         bucket, results = lowered.bucket, (lowered.to_host or lowered.collectives[-1]).results
@@ -145,9 +142,8 @@ def lowered_requests(graph: fx.Graph, found: Sequence[LoweredBucket], cluster: C
             all_gathers.append(tuple(read.all_gather(p, bucket.spec, shard, out) for p, shard, out in parts))
         else:
             reductions.append(tuple(read.reduction(p, bucket.spec, grad, out) for p, grad, out in parts))
-    compute_us = _compute_us(read.compute, graph, cluster)
     return (
-        Requests(compute_us, tuple(chain(*all_gathers)), tuple(chain(*reductions)), cluster),
+        Requests(compute.time(cluster), tuple(chain(*all_gathers)), tuple(chain(*reductions)), cluster),
         Buckets(tuple(all_gathers), tuple(reductions)),
     )
 

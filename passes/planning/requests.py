@@ -124,12 +124,13 @@ def _reduction_task(requests: Sequence[ReductionRequest], cluster: Cluster) -> R
     scattered = size // first.spec.shards.world
     lane, last = first.lanes[0], first.lanes[-1]  # one, or those of a reduce-scatter and an all-reduce
     all_reduces = len(first.lanes) > 1
+    passes = 2 if first.spec.shards.world == 1 else 1  # over replicas alone
     return ReductionTask(
         parts=parts,
-        us=lane.link.collective_us(size, lane.world, reduces=True),
+        us=lane.link.collective_us(size, lane.world, reduces=True, passes=passes),
         needed=min(request.task.needed for request in requests),
         lane=lane.name,
-        all_reduce_us=last.link.collective_us(scattered, last.world, reduces=True) if all_reduces else 0.0,
+        all_reduce_us=last.link.collective_us(scattered, last.world, True, passes=2) if all_reduces else 0.0,
         all_reduce_lane=last.name,
         pack_us=cluster.packing_us(size),
         host_us=cluster.host_us(scattered) if first.spec.to_host and first.device.type != "cpu" else 0.0,

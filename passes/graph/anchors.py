@@ -1,0 +1,215 @@
+"""A graph's compute as every rank has it, whatever the sizes of its inputs: what schedules are decided from.
+
+Ranks decide alike and cannot ask each other while they compile, though one may see 128 tokens and another 4096, one a
+fixed size and another one that varies. So nothing here reads a size that is not a parameter's. It puts no guard on
+sizes that vary, and must not know collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from ..cost import EFFICIENCY, Cluster
+from . import nodes
+from .liveness import Compute
+
+SEQUENCE = 4096  # nominal length of a sequence, in tokens, unless there are fewer tokens
+PARAMETER = "fsdp_compiled_parameter"  # key in the meta of a parameter's value: its :class:`Weight`
+_BACKWARD_OF_ATTENTION = (
+    2.5  # times the FLOPs of forward. *Source:* torch.utils.flop_counter: five products, not two.
+)
+_ATTENTION = ("attention", "attn")
+
+
+class Weight(NamedTuple):
+    """A parameter that compute reads, or whose gradient it makes, by its unsharded shape."""
+
+    numel: int
+    width: int  # of the last dimension
+
+    @staticmethod
+    def of(shape: torch.Size | tuple[int, ...]) -> Weight:
+        numel = torch.Size(shape).numel()
+        return Weight(numel, shape[-1] if shape else 1)
+
+
+class AnchoredCompute(Compute):
+    """Compute whose positions are its anchors, and what lies between two of them.
+
+    An *anchor* reads a parameter, makes the gradient of one as a product, is an attention, or is a region with such
+    nodes. Anchor ``k`` has position ``2 k + 1``; everything between it and the anchor before, position ``2 k``. So
+    positions do not change with nodes that only some ranks have: those that follow from a fixed size, or from what
+    AOTAutograd saves. What is computed from parameters alone has no position: it belongs to what reads it.
+
+    Args:
+        graph: with parameters all-gathered by operators of ours, opaque or lowered.
+        is_ours: as for :class:`Compute`.
+        tokens: nominal number of them, that a rank's batch holds.
+    """
+
+    def __init__(self, graph: fx.Graph, is_ours: Callable[[fx.Node], bool], tokens: int) -> None:
+        known = {node: Weight.of(shape) for node, shape in nodes.unsharded_of(graph)}
+        known |= {n: n.meta[PARAMETER] for n in graph.nodes if n.op == "placeholder" and PARAMETER in n.meta}
+        values = _with_derived(graph, known)
+        super().__init__(graph, lambda node: node in values or is_ours(node))
+        self._tokens, self._values = tokens, values
+        makers = _makers([(source, Weight.of(shape)) for source, shape in nodes.gradients_of(graph)])
+        self._anchors = list(_anchors(graph, values, makers))
+        anchors, count = {node for node, _ in self._anchors}, 0
+        for node in self.nodes:
+            self.position[node] = 2 * count + (node in anchors)
+            count += node in anchors
+
+    @property
+    def end(self) -> int:
+        """The position after the last node."""
+        return 2 * len(self._anchors) + 1
+
+    def after(self, source: fx.Node) -> int:
+        """Return the first position at which ``source`` exists; the end if parameters alone give it."""
+        return self.end if source in self._values else super().after(source)
+
+    def time(self, cluster: Cluster) -> tuple[float, ...]:
+        """Return the estimated time at each position in microseconds, for the nominal number of tokens."""
+        known: dict[Any, float] = {}
+        times = [0.0] * self.end
+        for node, weight in self._anchors:
+            times[self.position[node]] = _anchor_us(node, weight, cluster, self._tokens, known)
+        return tuple(times)
+
+
+def mark_parameters(graph: fx.Graph) -> None:
+    """Note beside what is computed from parameters alone that it is; what forward keeps for backward stays noted."""
+    known = {node: Weight.of(shape) for node, shape in nodes.unsharded_of(graph)}
+    for node, weight in _with_derived(graph, known).items():
+        node.meta[PARAMETER] = weight
+
+
+Read = tuple[Mapping[int, Weight], Mapping[int, Weight]]  # of a region: parameters by operand, gradients by result
+_Weights = dict[fx.Node, Weight]
+
+
+def _with_derived(graph: fx.Graph, known: _Weights) -> _Weights:
+    """Add to values of parameters what is computed from them alone, such as a transposed or a cast one."""
+    found = dict(known)
+    for node in graph.nodes:
+        sources = node.all_input_nodes
+        if sources and node not in found and all(each in found for each in sources) and _is_pure(node):
+            weights = [found[source] for source in sources]
+            found[node] = Weight(sum(each.numel for each in weights), max(each.width for each in weights))
+    return found
+
+
+def _is_pure(node: fx.Node) -> bool:
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    is_compute = node.op == "call_function" and not nodes.is_communication(node)
+    return is_compute and not is_random and nodes.region_of(node) is None
+
+
+def _makers(gradients: list[tuple[fx.Node, Weight]]) -> _Weights:
+    """Return the nodes that make gradients, seen through sums, casts and views."""
+    makers: _Weights = {}
+    for source, weight in gradients:
+        stack = [source]
+        while stack:
+            node = stack.pop()
+            is_sum = getattr(node.target, "overloadpacket", None) is torch.ops.aten.add
+            if node.op != "call_function" or node in makers:
+                continue
+            region = nodes.region_of(nodes.source_of(node) if nodes.is_getitem(node) else node)
+            if _is_product(node) or region is not None:
+                makers[node] = weight
+            elif is_sum or len(node.all_input_nodes) == 1:
+                stack += node.all_input_nodes
+    return makers
+
+
+def _is_product(node: fx.Node) -> bool:
+    return getattr(node.target, "overloadpacket", None) in flop_registry
+
+
+def _is_attention(node: fx.Node) -> bool:
+    return node.op == "call_function" and any(word in str(node.target) for word in _ATTENTION)
+
+
+def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[fx.Node, Weight | Read]]:
+    """Yield the anchors in order, each with the parameter that it computes with, or those of the region."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node in read or nodes.is_communication(node):
+            continue
+        if nodes.region_of(node) is not None:
+            yield node, _of_region(node, read, made)
+            continue
+        weights = [read[source] for source in node.all_input_nodes if source in read]
+        if weights or (node in made and _is_product(node)) or _is_attention(node):
+            yield node, max(weights, default=made.get(node, Weight(0, 0)))
+
+
+def _of_region(call: fx.Node, read: _Weights, made: _Weights) -> Read:
+    operands = {at: read[each] for at, each in enumerate(nodes.operands_of(call)) if each in read}
+    items = {nodes.index_of(item): made[item] for item in nodes.getitems_of(call) if item in made}
+    return operands, items
+
+
+def _anchor_us(node: fx.Node, read: Weight | Read, cluster: Cluster, tokens: int, known: dict[Any, float]) -> float:
+    if isinstance(read, Weight):
+        return _product_us(node, read, cluster, tokens)
+    region = nodes.region_of(node)
+    assert region is not None
+    key = region, tuple(read[0].items()), tuple(read[1].items())
+    if key not in known:
+        inputs = [each for each in region.nodes if each.op == "placeholder"]
+        results = nodes.results_of(region)
+        values = _with_derived(region, {inputs[at]: weight for at, weight in read[0].items()})
+        makers = _makers([(result, w) for at, w in read[1].items() if (result := results[at]) is not None])
+        inner = _anchors(region, values, makers)
+        known[key] = sum(_anchor_us(each, weight, cluster, tokens, known) for each, weight in inner)
+    return known[key]
+
+
+def _product_us(node: fx.Node, weight: Weight, cluster: Cluster, tokens: int) -> float:
+    """Return the longer of FLOPs and memory traffic: every token meets every element of a parameter once.
+
+    Attention is quadratic in the length of a sequence, and counts no causal mask, as torch's formulas do not.
+    What is no product reads and writes a token's worth of the parameter's last dimension.
+    """
+    tensors = [value for value in _values(node) if isinstance(value, torch.Tensor)]
+    itemsize = min((tensor.element_size() for tensor in tensors), default=4)
+    traffic, flops = 2 * tokens * weight.width, 0.0
+    if _is_attention(node):
+        width = _width_of_attention(node)
+        factor = _BACKWARD_OF_ATTENTION if "backward" in str(node.target) else 1.0
+        flops, traffic = factor * 4 * tokens * min(tokens, SEQUENCE) * width, int(factor * 4 * tokens * width)
+    elif _is_product(node):
+        flops = 2.0 * weight.numel * tokens * _products(node)
+        traffic = weight.numel + tokens * (weight.width + weight.numel // max(weight.width, 1))
+    peak = cluster.flops_16bit if itemsize <= 2 else cluster.flops_32bit
+    seconds = max(flops / peak, traffic * itemsize / cluster.memory_bytes_per_s) / EFFICIENCY
+    return max(seconds * 1e6, cluster.kernel_us if flops else 0.0)
+
+
+def _values(node: fx.Node) -> list[Any]:
+    value = node.meta.get("val")
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _products(node: fx.Node) -> int:
+    """Return how many products a node is: the backward of a convolution makes up to two gradients by one each."""
+    mask = node.args[-1] if "convolution_backward" in str(node.target) else None
+    return sum(map(bool, mask[:2])) if isinstance(mask, (list, tuple)) else 1
+
+
+def _width_of_attention(node: fx.Node) -> int:
+    """Return heads times features: operators take ``[batch, heads, length, features]`` or heads before features."""
+    query = next((each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)), None)
+    shape = nodes.value_of(query).shape if query is not None else ()
+    if len(shape) < 3:
+        return 0
+    heads_first = len(shape) == 4 and not any(word in str(node.target) for word in ("aten._flash", "aten._efficient"))
+    heads, features = shape[1 if heads_first else -2], shape[-1]
+    return heads * features if isinstance(heads, int) and isinstance(features, int) else 0
