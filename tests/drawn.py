@@ -57,6 +57,7 @@ class Case:
     last_dim: bool = False  # shard the last dimension of what it divides
     micro: int = 1  # batches that a step accumulates
     evaluates: bool = False  # without gradients, between steps
+    lengths: tuple[int, ...] = (4, 4, 4)  # of the first rank's batch in each step; the others share the rest of 8
     bucket: str | int = "auto"
     prefetch: str | int = "auto"
     in_flight_bytes: str | int = "auto"
@@ -127,6 +128,7 @@ CASES = st.builds(
     last_dim=st.booleans(),
     micro=st.sampled_from([1, 1, 2]),
     evaluates=st.booleans(),
+    lengths=st.sampled_from([(4, 4, 4), (4, 4, 4), (3, 3, 3), (1, 6, 2), (5, 2, 5)]),
     bucket=st.sampled_from(["auto", "unit", "none", 1, 100, 1000]),
     prefetch=st.sampled_from(["auto", 0, 1, 3]),
     in_flight_bytes=st.sampled_from(["auto", "auto", 300, 1000, 3000]),

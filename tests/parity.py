@@ -42,6 +42,7 @@ class Row:
 
 ROWS = (
     Row("training", "SGD and AdamW against one process and against torch's FSDP2"),
+    Row("lengths that differ", "batches of another length on every rank, also where only one rank compiles again"),
     Row(
         "reshard",
         "`reshard_after_forward` True / False / int (smaller group) / None (auto root), `set_reshard_after_forward`, "

@@ -72,12 +72,57 @@ def test_a_small_copy_costs_a_kernel():
 
 def test_the_link_follows_the_groups_ranks():
     assert TOY.link("unknown", 4) is TOY.intra
-    assert TOY.link("unknown", 5) is TOY.inter
     dist.init_process_group("fake", rank=0, world_size=8)
     try:
         mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         assert TOY.link(mesh.get_group("shard").group_name, 4) is TOY.intra
-        assert TOY.link(mesh.get_group("replicate").group_name, 2) is TOY.inter
+        assert TOY.link(mesh.get_group("replicate").group_name, 2) == TOY.inter  # of one rank in each node
+    finally:
+        dist.destroy_process_group()
+
+
+def test_between_nodes_a_group_has_the_cards_of_its_ranks_as_far_as_a_node_takes_them():
+    cluster = replace(TOY, intra=replace(LINK, bytes_per_s=3.5e8))
+    assert cluster.link("unknown", 8) == replace(TOY.inter, hop_us=(2 * 5.0 + 5 * 2.0) / 7, bytes_per_s=3.5e8)
+    assert cluster.link("unknown", 7).bytes_per_s == 3e8  # three ranks are in the second node
+    assert cluster.link("unknown", 5) == replace(TOY.inter, hop_us=(2 * 5.0 + 2 * 2.0) / 4, bytes_per_s=1e8)
+
+
+def test_an_all_reduce_goes_around_twice():
+    assert LINK.collective_us(4000, world=4, reduces=True, passes=2) == pytest.approx(10 + 2 * (3 * 2 + 4.5))
+
+
+# ranks, ranks in a node, passes, GB/s that each rank receives in the end (NCCL's bus bandwidth), and who measured it
+CARDS_100GBIT = replace(CLUSTERS["A100"], inter=replace(CLUSTERS["A100"].inter, bytes_per_s=0.75 * 100e9 / 8))
+MEASURED = [
+    ("H100", 8, 8, 1, 350, "all-gather in a node, NVIDIA/nccl issue 1281"),
+    ("H100", 8, 8, 1, 360, "reduce-scatter in a node, NVIDIA/nccl issue 1281"),
+    ("H100", 8, 8, 1, 370, "what NVLink carries of 450 after protocol, NVIDIA/nccl-tests issue 212"),
+    ("H100", 2, 1, 2, 46, "one 400 Gb/s card in each node, NVIDIA/nccl-tests issue 290"),
+    ("H100", 16, 1, 1, 48, "the same, the higher of the two figures"),
+    ("H100", 16, 8, 1, 368, "all cards of two nodes, 8 x 46, NVIDIA/nccl-tests issue 290"),
+    ("H100", 256, 8, 2, 340, "all-reduce on 32 nodes, NVIDIA/nccl issue 1218"),
+    ("A100, 100 Gb/s", 16, 8, 2, 75, "two nodes with eight 100 Gb/s cards each, NVIDIA/nccl issue 495"),
+]
+
+
+@pytest.mark.parametrize("name, ranks, in_node, passes, measured, source", MEASURED)
+def test_links_are_as_fast_as_others_have_measured(name, ranks, in_node, passes, measured, source):
+    """Within 15%, at the sizes of 4 GiB where bus bandwidth is quoted."""
+    cluster = replace(CLUSTERS.get(name, CARDS_100GBIT), ranks_per_node=in_node)
+    size = 4 * 2**30
+    us = cluster.link("unknown", ranks).collective_us(size, ranks, passes=passes)
+    assert passes * size * (ranks - 1) / ranks / us / 1e3 == pytest.approx(measured, rel=0.15), source
+
+
+def test_replicas_with_one_card_each_reduce_at_half_its_speed():
+    """Hybrid sharding over 8 nodes: 46 GB/s of bus bandwidth, so that a byte takes as long as at 23."""
+    dist.init_process_group("fake", rank=0, world_size=64)
+    try:
+        mesh = dist.init_device_mesh("cpu", (8, 8), mesh_dim_names=("replicate", "shard"))
+        link = CLUSTERS["H100"].link(mesh.get_group("replicate").group_name, 8)
+        assert link.bytes_per_s == pytest.approx(46e9)
+        assert link.collective_us(2**30, 8, True, passes=2) == pytest.approx(2**30 * 7 / 8 / 23e9 * 1e6, rel=0.01)
     finally:
         dist.destroy_process_group()
 

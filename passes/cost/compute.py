@@ -6,6 +6,7 @@ and puts no guard on sizes that vary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -33,8 +34,10 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     if formula is None:
         return 1e6 * _bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
     traffic = sum(map(_bytes, [node, *node.all_input_nodes]))
-    args, kwargs = map_aggregate(node.args, _stand_in), map_aggregate(node.kwargs, _stand_in)
-    flops = formula(*args, **kwargs, out_val=_stand_in(node))
+    is_attention = any(word in str(packet) for word in ("attention", "attn"))
+    stand_in = _with_equal_heads(node) if is_attention else _stand_in
+    args, kwargs = map_aggregate(node.args, stand_in), map_aggregate(node.kwargs, stand_in)
+    flops = formula(*args, **kwargs, out_val=stand_in(node))
     is_16bit = any(tensor.element_size() <= 2 for tensor in _tensors(node))
     peak = cluster.flops_16bit if is_16bit else cluster.flops_32bit
     seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
@@ -53,6 +56,24 @@ def _stand_in(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return torch.empty([_counted(size) for size in value.shape], dtype=value.dtype, device="meta")
     return _counted(value) if isinstance(value, torch.SymInt) else value
+
+
+def _with_equal_heads(node: fx.Node) -> Callable[[Any], Any]:
+    """Return what gives attention's arguments with as many heads in all, as the formulas of torch 2.11 want them.
+
+    Queries, keys, values and their gradients are ``[batch, heads, length, features]`` or ``[length, heads, features]``.
+    """
+
+    def is_heads(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.dim() in (3, 4)
+
+    heads = max((found.shape[1] for n in node.all_input_nodes if is_heads(found := _stand_in(n))), default=0)
+
+    def given(argument: Any) -> Any:
+        found = _stand_in(argument)
+        return found.new_empty(found.shape[0], heads, *found.shape[2:]) if is_heads(found) else found
+
+    return given
 
 
 def _counted(size: int | torch.SymInt) -> int:

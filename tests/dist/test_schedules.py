@@ -16,13 +16,13 @@ from torch._inductor import config
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
 from fsdp_compiled.inspect import capture
-from fsdp_compiled.inspect.reading import Scheduled
 from fsdp_compiled.passes.graph import nodes
-from tests.graphs import after_inductors_passes, record, without_code
+from tests.graphs import after_inductors_passes, without_code
 from tests.parity import row
 from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MLP,
+    WITH_REGIONS,
     assert_close,
     assert_sizes_may_vary,
     assert_trains_like_one_process,
@@ -154,26 +154,39 @@ def test_hooks_and_graphs_over_replicas_agree_bit_by_bit_in_fp32():
     _check_that_no_bit_changes(mesh=mesh)
 
 
-@on_ranks(2)
-def test_ranks_with_sequences_of_somewhat_different_lengths():
-    """14 and 15 tokens in static graphs: equal estimates, and gradients that are means over ranks."""
+def _check_lengths(mode, lengths):
+    """Sequences of other lengths on every rank; gradients are means over ranks."""
     alone, model = llama(), llama()
-    shard(model, "eager")
-    call, recorder = record(model)
-    length = (14, 15)[dist.get_rank()]
+    call = shard(model, mode)
+    mine = lengths[dist.get_rank()]
 
-    def loss_of(call, tokens):
-        return llama_loss(call, tokens[:, : length + 1])
-
-    data = token_batches(3)
-    want = train_replicas(alone, alone, data, loss_of)
-    torch.testing.assert_close(torch.tensor(train(model, call, data, loss_of)), torch.tensor(want), rtol=1e-5, atol=0)
+    for step, tokens in enumerate(token_batches(4)):
+        data = tokens[None, :, : mine[step % len(mine)] + 1]
+        want = train_replicas(alone, alone, data, llama_loss)
+        got = train(model, call, data, llama_loss)
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
     assert_close(full_params(model), full_params(alone))
-    assert [kind for kind, _ in recorder.after] == ["forward", "backward"]
-    scheduled = [Scheduled(graph, SchedulePolicy()) for _, graph in recorder.after]
-    same_on_ranks([[lowered.bucket for lowered in each.buckets] for each in scheduled])
-    same_on_ranks([each.actions for each in scheduled])
-    same_on_ranks([each.timeline for each in scheduled])
+
+
+@row("lengths that differ")
+@pytest.mark.parametrize("mode", WITH_REGIONS)
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(2,), (16,)],
+        [(5,), (7, 7, 9, 16)],  # the second rank compiles again, alone
+        [(16, 3, 11), (4, 12, 4, 8)],
+    ],
+)
+@on_ranks(2)
+def test_ranks_whose_batches_differ_in_length(mode, lengths):
+    _check_lengths(mode, lengths)
+
+
+@row("lengths that differ", mode="full")
+@on_ranks(4)
+def test_4_ranks_whose_batches_differ_in_length():
+    _check_lengths("full", [(16,), (2, 3), (9, 9, 4), (8,)])
 
 
 class Uneven(nn.Module):
