@@ -4,9 +4,9 @@
     python examples/bench_tokens.py --cluster A100 --card 9.375
 
 Ranks whose batches differ in length must decide alike, so schedules are decided for one number of tokens
-(``SchedulePolicy.tokens``). A Llama of 8 billion parameters on 64 simulated ranks is traced at an eighth to eight times
-of it. At each size every policy's schedule is simulated with the times of that size: the nominal one, one for each of
-the other numbers, a bucket for each unit, and buckets of fixed sizes. All times are estimates. Takes 10 minutes.
+(``SchedulePolicy.tokens``). A Llama of 8 billion parameters on 64 simulated ranks is traced at an eighth to eight
+times of it. At each size every policy's schedule is simulated with the times of that size: the default one, one for
+each of the other numbers, a bucket for each unit, and buckets of fixed sizes. All times are estimates.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from inspect_8b import build
+from inspect_8b import add_cluster, build, cluster_of
 from model import PRESETS
 from train import positive
 
 from fsdp_compiled import SchedulePolicy, compile
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.inspect.reading import Scheduled
-from fsdp_compiled.passes import CLUSTERS, Cluster, post_grad
+from fsdp_compiled.passes import Cluster, post_grad
 
 SEQ = 8192
 CAPS_MIB = (64, 128, 256, 512, 1024)
@@ -75,13 +75,10 @@ def policies_for(cluster: Cluster, sizes: list[int]) -> dict[str, SchedulePolicy
 def main() -> None:
     args = parse()
     dist.init_process_group("fake", rank=0, world_size=args.world)
-    cluster = CLUSTERS[args.cluster]
-    if args.card:
-        cluster = replace(cluster, inter=replace(cluster.inter, bytes_per_s=args.card * 1e9))
+    cluster = cluster_of(args)
     policies = policies_for(cluster, args.tokens)
-    print(
-        f"{args.layers} layers of Llama 8B on {args.world} {args.cluster}, {cluster.inter.bytes_per_s / 1e9:g} GB/s per card"
-    )
+    card = f"{cluster.inter.bytes_per_s / 1e9:g} GB/s per network card"
+    print(f"{args.layers} layers of Llama 8B on {args.world} {args.cluster}, {card}")
     print(f"{'tokens':>8}{'default, ms':>13}{'best, ms':>11}{'lost':>8}  best policy")
     sizes = []
     for tokens in args.tokens:
@@ -98,10 +95,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=positive, default=PRESETS["8b"].layers)
     parser.add_argument("--world", type=positive, default=64, help="ranks to shard over")
-    parser.add_argument("--cluster", choices=list(CLUSTERS), default="H100", help="that times are estimated for")
-    parser.add_argument(
-        "--card", type=float, metavar="GB/S", help="what one GPU's network card carries, if not as there"
-    )
+    add_cluster(parser)
     parser.add_argument(
         "--tokens", type=positive, nargs="+", default=[2**k for k in range(10, 17)], help="per rank, to look at"
     )
