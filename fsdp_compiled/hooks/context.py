@@ -17,7 +17,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from ..param.param import FSDPParam
-from .autograd import outside_functorch
+from .autograd import outside_functorch, without_grad
 
 
 class TrainingState(Enum):
@@ -119,15 +119,17 @@ class GradientReductionHandle(_TorchHandle):
         Raises:
             RuntimeError: ``reset_iter_state``, or an exception, has dropped them.
         """
-        context, self._context = self._context, None
+        context = self._context
         if context is None:
             return
         if context.finalizing is not self:
+            self._context = None
             raise RuntimeError(
                 "GradientReductionHandle.wait: expected a reduction under way, got one that a reset has dropped; "
                 "run the step again"
             )
         context.finish_finalizing()
+        self._context = None
 
 
 @dataclass(eq=False)
@@ -258,7 +260,7 @@ class FSDPStateContext:
             self.mirror_leaves(False)
         self.callback_queued = False
 
-    @torch.no_grad()
+    @without_grad
     def _accumulate_compiled(self) -> None:
         for state in self.states:
             if state.unit.has_compiled_gradients:
@@ -302,7 +304,11 @@ class FSDPStateContext:
                 group.wait_on_host()
 
     def reset(self, drop_accumulated: bool) -> None:
-        """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
+        """Return to the state between two steps after an exception; gradients accumulated without sync may stay.
+
+        It may be cut off itself, and is then done again before the next forward.
+        """
+        self.states[0].is_cut_off = True
         for state in (*self.comm.reducing, *self.states):
             for group in state.groups:
                 group.drop_reduce()
@@ -311,10 +317,19 @@ class FSDPStateContext:
             state.reset(drop_accumulated)
         self.post_forward_order.clear()
         self.forward_order, self.ahead = ForwardOrder(), None
-        self.callback_queued = self.leaves_mirror_in_backward = False
+        self.mirror_leaves(False)
+        self.callback_queued = self.leaves_mirror_in_backward = self.looked = False
         self.finalizing = None
+        self.states[0].is_cut_off = False
 
-    def recover(self) -> None:
-        """Reset if the last backward died: its callback never came, and no backward is under way."""
-        if self.callback_queued and not is_in_backward():
+    def recover(self, begins_step: bool = False) -> None:
+        """Reset if the last backward died, as its callback never came, or if an exception has cut off anything else.
+
+        Args:
+            begins_step: the outermost unit is called and its last call has ended, so that no unit is in forward.
+        """
+        if is_in_backward():
+            return
+        is_left = self.callback_queued or self.states[0].is_cut_off
+        if is_left or (begins_step and any(state.has_leftovers for state in self.states)):
             self.reset(drop_accumulated=False)

@@ -18,7 +18,7 @@ from ..collectives import Comm, Hook, streams
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
-from .autograd import after_backward, before_backward, hook
+from .autograd import after_backward, before_backward, hook, or_reset
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
@@ -45,6 +45,7 @@ class FSDPState(TorchNames):
         self.unit = unit  # what the parameters read
         self.device = default.device  # where compute runs
         self.outermost = self  # until an outer fully_shard adopts this unit
+        self.is_cut_off = False  # of the outermost unit: an exception has cut off an unshard or a reshard
         self.pre_forward, self.post_forward = PreForward(self, self.device), PostForward(self)
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
@@ -91,13 +92,13 @@ class FSDPState(TorchNames):
 
     def adopt(self, outer: FSDPState, name: str, param_names: dict[FSDPParam, str]) -> None:
         """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
-        self.outermost = outer
         self.pre_forward.device = None
         self._context = None
         for param, param_name in param_names.items():
             param.name = param_name
         reshard = self.unit.config.reshards_by_default or self.unit.config.reshard_after_forward
         self.configure(name=f"{outer.unit.config.name}.{name}", reshard_after_forward=reshard)
+        self.outermost = outer  # at last: by it, an adoption that an exception cut off is taken up again
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Reshard (True) or keep (False) after forward, whether or not this is the root."""
@@ -138,6 +139,7 @@ class FSDPState(TorchNames):
 
     # ---- unshard and reshard ----
 
+    @or_reset
     def launch_unshard(self) -> None:
         """Start the unit's all-gathers."""
         if self._context is None:
@@ -145,6 +147,7 @@ class FSDPState(TorchNames):
         for group in self.groups:
             group.launch_unshard()
 
+    @or_reset
     def wait_unshard(self) -> None:
         """Finish them and register the unsharded parameters."""
         for group in self.groups:
@@ -160,6 +163,7 @@ class FSDPState(TorchNames):
         for group in self.groups:
             group.drop_unshard()
 
+    @or_reset
     def reshard(self) -> None:
         """Free the unsharded parameters; the hooks no longer hold them."""
         self._hold(False)
@@ -170,8 +174,13 @@ class FSDPState(TorchNames):
         """Note whether the hooks hold the unsharded parameters."""
         if self.unit.hooked is not hooked:
             self.unit.hooked = hooked
-            for param in (*self.params, *(param for _, param in self.shared)):
+            for param in self._held:
                 param.follow_hooks()
+
+    @property
+    def _held(self) -> list[FSDPParam]:
+        """The unit's parameters and those that it shares."""
+        return [*self.params, *(param for _, param in self.shared)]
 
     # ---- forward ----
 
@@ -302,6 +311,12 @@ class FSDPState(TorchNames):
             self.reshard()  # what an eager forward left is stale after the next optimizer step
         self.unit.has_compiled_gradients = False
 
+    @property
+    def has_leftovers(self) -> bool:
+        """Whether, between two steps, a forward is under way or a gradient that no backward has announced is left."""
+        is_idle = self.training_state is TrainingState.IDLE
+        return not is_idle or any(param.leaf.grad is not None for param in self.params)
+
     def _on_compiled_gradient(self) -> None:
         self._lazy_init().queue_finish()
 
@@ -313,7 +328,11 @@ class FSDPState(TorchNames):
             if drop_accumulated:
                 param.unsharded_grad.take()
                 param.partial_grad.take()
-        self.reshard()
+        self.unit.hooked = False
+        for param in self._held:
+            param.follow_hooks()
+        for group in self.groups:
+            group.reset()
         self.training_state = TrainingState.IDLE
         self._to_run.clear()
         self.unit.has_compiled_gradients = False
@@ -332,6 +351,9 @@ class FSDPState(TorchNames):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_call(self) -> None:
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
+        context = self._lazy_init()
+        context.enter_thread()
+        context.recover(begins_step=not context.leaves_mirror)
         context = self.follow_tree()
         context.look()
         context.mirror_leaves(True)
@@ -354,9 +376,9 @@ class FSDPState(TorchNames):
             left.pre_forward.device = left.device
         context.states = states
         context.tree = ModuleTree(self.modules, [param for state in states for param in state.params])
-        for state in states:
-            state._context = context
         context.comm.max_reducing = max(state.max_reducing for state in states)
+        for state in reversed(states):  # this one at last: while it has none, the next step collects again
+            state._context = context
         return context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else an error here would hide the one that led here

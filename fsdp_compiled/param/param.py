@@ -334,9 +334,9 @@ class FSDPParam:
             raise FSDPError(f"{self.name}: unsharded before it was all-gathered")
         self._unsharded.complete()
         self._unsharded.param.requires_grad = self.sharded_param.requires_grad
+        self.state = ShardedState.UNSHARDED  # before it is true: a reset must see what an exception has cut off
         self.register(self._unsharded.param)
         self._post_forward = None
-        self.state = ShardedState.UNSHARDED
 
     def free_unsharded(self) -> None:
         """Free what was allocated for an all-gather that nobody needs, unless the parameter is unsharded."""
@@ -349,6 +349,14 @@ class FSDPParam:
         self._free()
         self._post_forward = None
         self.state = ShardedState.SHARDED
+
+    def abandon_unsharded(self) -> None:
+        """Leave the unsharded memory to what may still write to it; the next all-gather gets memory of its own."""
+        unsharded, self._unsharded = self.unsharded_param, None
+        if unsharded is not None:
+            torch.autograd.graph.increment_version(unsharded)  # so that graphs which have saved it raise
+            if unsharded.device.type != "cpu":
+                torch.accelerator.synchronize()  # the allocator knows no side stream
 
     def _free(self) -> None:
         if self._unsharded is not None and not self.unit.config.keep_unsharded_storage:
@@ -371,8 +379,8 @@ class FSDPParam:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = param
                 continue
-            self.is_registering = True
             try:
+                self.is_registering = True
                 setattr(module, name, param)
             finally:
                 self.is_registering = False
