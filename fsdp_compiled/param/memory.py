@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 from .extension import is_extended
 
 
@@ -14,10 +17,12 @@ def without_memory(like: Tensor) -> Tensor:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are the same view of the same memory; of an all-gather extension, the same object."""
+    """Tell whether two tensors are the same view of the same memory; of a subclass, the same object."""
     if a is b:
         return True
-    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if is_extended(a) or is_traceable_wrapper_subclass(a):
         return False
     return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
 

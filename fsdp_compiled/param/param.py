@@ -85,7 +85,7 @@ class FSDPParam:
     def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded
-        self.shard = padded if self._inner is None else self._inner.extend(padded)
+        self.shard = padded if self._inner is None else self._inner.extend(padded.detach())  # and not the user's tensor
         self._local = identifiable(local_of(sharded), padded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
         self._storage = storage_of(sharded)
@@ -162,7 +162,8 @@ class FSDPParam:
             self.check_replacement(others[0])
             self.register(others[0])
             self.relink()
-        is_extended_now = self.extension is None and is_extended(self._local)
+        known = self.extension is not None and self.extension.is_of(self._local)
+        is_extended_now = is_extended(self._local) and not known
         if is_extended_now:
             check_extension(self.name, self._local)
             check_smaller_group(self.name, self._local, self.spec.post_forward.world)
