@@ -292,8 +292,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
             raise RuntimeError("finalize_backward: expected no backward under way; call it afterwards")
         if context.finalizing is not None:
             raise RuntimeError(
-                "finalize_backward: wait for the handle of the last finalization first, or call reset_iter_state() if an "
-                "exception came instead of it"
+                "finalize_backward: wait for the handle of the last finalization first; if an exception came instead "
+                "of it, call reset_iter_state()"
             )
         handle = context.finalize()
         if not async_op:

@@ -61,25 +61,10 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def or_reset(method: Callable[P, R]) -> Callable[P, R]:
-    """Have the next forward reset the model if an exception cuts off this method of ``FSDPState``."""
-
-    @functools.wraps(method)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return method(*args, **kwargs)
-        except BaseException:
-            args[0].outermost.is_cut_off = True  # type: ignore[attr-defined]
-            raise
-
-    return run
-
-
 def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a unit's method a hook: outside of transforms, and in the profiler's range ``FSDP::what (unit)``."""
 
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
-        @or_reset
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             with ranges.of_unit(what, args[0].unit.config.name):  # type: ignore[attr-defined]

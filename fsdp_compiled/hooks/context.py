@@ -151,6 +151,7 @@ class FSDPStateContext:
     is_last_backward: bool = True  # that call waits for all reductions, or leaves them to a later backward
     finalizes_manually: bool = False  # it leaves that to finalize in any case
     finalizing: GradientReductionHandle | None = None  # of a finalization that was started and not waited for
+    is_resetting: bool = False  # a reset is under way, or was when an exception came
     thread: int | None = None  # that began the last forward
     backward_thread: int | None = None  # that began the last backward
     post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
@@ -304,11 +305,8 @@ class FSDPStateContext:
                 group.wait_on_host()
 
     def reset(self, drop_accumulated: bool) -> None:
-        """Return to the state between two steps after an exception; gradients accumulated without sync may stay.
-
-        It may be cut off itself, and is then done again before the next forward.
-        """
-        self.states[0].is_cut_off = True
+        """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
+        self.is_resetting = True  # an exception may cut this off, too
         for state in (*self.comm.reducing, *self.states):
             for group in state.groups:
                 group.drop_reduce()
@@ -320,16 +318,13 @@ class FSDPStateContext:
         self.mirror_leaves(False)
         self.callback_queued = self.leaves_mirror_in_backward = self.looked = False
         self.finalizing = None
-        self.states[0].is_cut_off = False
+        self.is_resetting = False
 
     def recover(self, begins_step: bool = False) -> None:
-        """Reset if the last backward died, as its callback never came, or if an exception has cut off anything else.
-
-        Args:
-            begins_step: the outermost unit is called and its last call has ended, so that no unit is in forward.
-        """
-        if is_in_backward():
-            return
-        is_left = self.callback_queued or self.states[0].is_cut_off
-        if is_left or (begins_step and any(state.has_leftovers for state in self.states)):
+        """Reset what an exception has cut off, unless backward is under way; forward is not if this begins a step."""
+        is_left = self.callback_queued or self.is_resetting  # a backward that died never calls back
+        if begins_step:
+            is_left |= any(state.training_state is not TrainingState.IDLE for state in self.states)
+            is_left |= any(param.leaf.grad is not None for state in self.states for param in state.params)
+        if is_left and not is_in_backward():
             self.reset(drop_accumulated=False)

@@ -35,12 +35,11 @@ class _AllGather:
     members: list[_Member]
     inputs: list[Tensor]
     pending: Pending[Sequence[Tensor]] | None = None
-    is_lost: bool = False  # an exception has cut off its launch or its wait, and nobody can wait for it any more
+    is_lost: bool = True  # until its launch has ended, and from then on if an exception cuts off the wait
 
     def launch(self, outputs: Callable[[], dict[FSDPParam, Sequence[Tensor]]]) -> None:
         inputs, self.inputs = self.inputs, []
         agree(self.contract)
-        self.is_lost = True
         self.pending = launch_all_gather(
             inputs, self.bucket, lambda: [outputs()[param][number] for param, number in self.members]
         )
@@ -106,6 +105,8 @@ class FSDPParamGroup:
     @without_grad
     def launch_unshard(self) -> None:
         """Start the group's all-gathers unless it is unsharded or they are under way."""
+        if any(all_gather.is_lost for all_gather in self._all_gathers):
+            self.drop_unshard()
         if self.is_unsharded or self._all_gathers:
             return
         inputs = {param: param.all_gather_inputs() for param in self.params}
@@ -137,25 +138,23 @@ class FSDPParamGroup:
     @without_grad
     def wait_unshard(self) -> None:
         """Finish the all-gathers and register the unsharded parameters."""
-        if self._finish_all_gathers():
+        for all_gather in self._all_gathers:
+            all_gather.wait()
+        if self._all_gathers:
             for param in self.params:
                 param.to_unsharded()
+            self._all_gathers = []
 
     @without_grad
     def drop_unshard(self) -> None:
-        """Wait for an all-gather under way and free its results."""
-        if self._finish_all_gathers():
-            for param in self.params:
-                param.free_unsharded()
-
-    def _finish_all_gathers(self) -> bool:
-        """Wait for the all-gathers under way and tell whether there were any."""
-        if not self._all_gathers:
-            return False
+        """Wait for the all-gathers under way and free their results, or leave them to one that is lost."""
+        is_lost = any(all_gather.is_lost for all_gather in self._all_gathers)
         for all_gather in self._all_gathers:
             all_gather.wait()
-        self._all_gathers = []
-        return True
+        if self._all_gathers:
+            for param in self.params:
+                param.abandon_unsharded() if is_lost else param.free_unsharded()
+            self._all_gathers = []
 
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
@@ -165,15 +164,6 @@ class FSDPParamGroup:
         for param in self.params:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
-
-    def reset(self) -> None:
-        """Reshard after an exception, and leave memory that an all-gather which is lost may still write to."""
-        if any(all_gather.is_lost for all_gather in self._all_gathers):
-            for param in self.params:
-                param.abandon_unsharded()
-        self.reshard()
-        for param in self.params:
-            param.free_unsharded()
 
     @without_grad
     def reshard_post_forward(self) -> None:

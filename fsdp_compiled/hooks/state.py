@@ -18,7 +18,7 @@ from ..collectives import Comm, Hook, streams
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
-from .autograd import after_backward, before_backward, hook, or_reset
+from .autograd import after_backward, before_backward, hook
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
@@ -45,7 +45,6 @@ class FSDPState(TorchNames):
         self.unit = unit  # what the parameters read
         self.device = default.device  # where compute runs
         self.outermost = self  # until an outer fully_shard adopts this unit
-        self.is_cut_off = False  # of the outermost unit: an exception has cut off an unshard or a reshard
         self.pre_forward, self.post_forward = PreForward(self, self.device), PostForward(self)
         self.training_state = TrainingState.IDLE
         self.forward_prefetch: list[FSDPState] = []
@@ -139,7 +138,6 @@ class FSDPState(TorchNames):
 
     # ---- unshard and reshard ----
 
-    @or_reset
     def launch_unshard(self) -> None:
         """Start the unit's all-gathers."""
         if self._context is None:
@@ -147,7 +145,6 @@ class FSDPState(TorchNames):
         for group in self.groups:
             group.launch_unshard()
 
-    @or_reset
     def wait_unshard(self) -> None:
         """Finish them and register the unsharded parameters."""
         for group in self.groups:
@@ -163,7 +160,6 @@ class FSDPState(TorchNames):
         for group in self.groups:
             group.drop_unshard()
 
-    @or_reset
     def reshard(self) -> None:
         """Free the unsharded parameters; the hooks no longer hold them."""
         self._hold(False)
@@ -174,13 +170,8 @@ class FSDPState(TorchNames):
         """Note whether the hooks hold the unsharded parameters."""
         if self.unit.hooked is not hooked:
             self.unit.hooked = hooked
-            for param in self._held:
+            for param in (*self.params, *(param for _, param in self.shared)):
                 param.follow_hooks()
-
-    @property
-    def _held(self) -> list[FSDPParam]:
-        """The unit's parameters and those that it shares."""
-        return [*self.params, *(param for _, param in self.shared)]
 
     # ---- forward ----
 
@@ -311,12 +302,6 @@ class FSDPState(TorchNames):
             self.reshard()  # what an eager forward left is stale after the next optimizer step
         self.unit.has_compiled_gradients = False
 
-    @property
-    def has_leftovers(self) -> bool:
-        """Whether, between two steps, a forward is under way or a gradient that no backward has announced is left."""
-        is_idle = self.training_state is TrainingState.IDLE
-        return not is_idle or any(param.leaf.grad is not None for param in self.params)
-
     def _on_compiled_gradient(self) -> None:
         self._lazy_init().queue_finish()
 
@@ -328,11 +313,8 @@ class FSDPState(TorchNames):
             if drop_accumulated:
                 param.unsharded_grad.take()
                 param.partial_grad.take()
-        self.unit.hooked = False
-        for param in self._held:
-            param.follow_hooks()
-        for group in self.groups:
-            group.reset()
+        self._hold(not self.unit.hooked)  # so that no parameter is left out
+        self.reshard()
         self.training_state = TrainingState.IDLE
         self._to_run.clear()
         self.unit.has_compiled_gradients = False

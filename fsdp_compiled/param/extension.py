@@ -63,7 +63,7 @@ def _function(method: Any) -> Callable[..., Any]:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor as it is, or what a wrapper subclass copies into a plain one, as process groups know no other."""
+    """Return a tensor as it is, or what a wrapper subclass copies into a plain one: process groups know no other."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor
     plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)

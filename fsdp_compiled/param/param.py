@@ -85,7 +85,9 @@ class FSDPParam:
     def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded
-        self.shard = padded if self._inner is None else self._inner.extend(padded.detach())  # and not the user's tensor
+        self.shard = (
+            padded if self._inner is None else self._inner.extend(padded.detach())
+        )  # and not the user's tensor
         self._local = identifiable(local_of(sharded), padded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
         self._storage = storage_of(sharded)

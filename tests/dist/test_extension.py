@@ -7,8 +7,8 @@ import torch
 from quantised_all_gather import QuantisedGathered, gather_quantised, quantise
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -248,11 +248,11 @@ def _send_as_bfloat16(model, asked, plain=False):
 
     @torch.no_grad()
     def post(self, outputs, metadata, dtype, *, out=None):
-        if out is None:
-            unsharded = outputs[0].to(dtype)
-            return unsharded, (outputs[0], unsharded)
-        with torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(outputs[0])
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                return out.copy_(outputs[0])
+        unsharded = outputs[0].to(dtype)
+        return unsharded, (outputs[0], unsharded)
 
     for param in model.parameters():
         local = param._local_tensor
@@ -294,7 +294,9 @@ def test_methods_on_the_local_tensor_of_a_wrapper_subclass(mode, device):
 def test_a_graph_sends_no_wrapper_subclass(fake_group):
     model = fully_shard(nn.Sequential(_wrapped_blocks("cpu")[0][0]))
     _send_as_bfloat16(model, [])
-    with pytest.raises(Exception, match="fsdp_pre_all_gather to return plain tensors where it is compiled, got .*TwoTensor"):
+    with pytest.raises(
+        Exception, match="fsdp_pre_all_gather to return plain tensors where it is compiled, got .*TwoTensor"
+    ):
         compiled(model)(torch.ones(1, 6))
 
 
