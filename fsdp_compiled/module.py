@@ -291,7 +291,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
         if is_in_backward():
             raise RuntimeError("finalize_backward: expected no backward under way; call it afterwards")
         if context.finalizing is not None:
-            raise RuntimeError("finalize_backward: wait for the handle of the last finalization first")
+            raise RuntimeError(
+                "finalize_backward: wait for the handle of the last finalization first; if an exception came instead "
+                "of it, call reset_iter_state()"
+            )
         handle = context.finalize()
         if not async_op:
             handle.wait()

@@ -142,18 +142,19 @@ def go_on() -> None:
     """Withdraw what this rank has reported: it comes after all."""
     store = _world_store() if _reported else None
     while _reported:
-        key = _reported.pop()
         if store is not None:
-            store.set(key, "")
+            store.set(_reported[-1], "")
+        _reported.pop()  # at last, or a report that an interrupt leaves would stay for good
 
 
 class _Backward:
     """Queued as a callback of the backward under way: the engine calls it at the end, or drops it after an error."""
 
     task = -1  # the engine's number of the last backward that was watched
+    _is_complete = False
 
     def __init__(self, task: int) -> None:
-        _Backward.task, self._is_complete = task, False
+        _Backward.task = task
 
     def __call__(self) -> None:
         self._is_complete = True

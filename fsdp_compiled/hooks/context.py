@@ -17,7 +17,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 from ..param.param import FSDPParam
-from .autograd import outside_functorch
+from .autograd import outside_functorch, without_grad
 
 
 class TrainingState(Enum):
@@ -119,15 +119,17 @@ class GradientReductionHandle(_TorchHandle):
         Raises:
             RuntimeError: ``reset_iter_state``, or an exception, has dropped them.
         """
-        context, self._context = self._context, None
+        context = self._context
         if context is None:
             return
         if context.finalizing is not self:
+            self._context = None
             raise RuntimeError(
                 "GradientReductionHandle.wait: expected a reduction under way, got one that a reset has dropped; "
                 "run the step again"
             )
         context.finish_finalizing()
+        self._context = None
 
 
 @dataclass(eq=False)
@@ -149,6 +151,7 @@ class FSDPStateContext:
     is_last_backward: bool = True  # that call waits for all reductions, or leaves them to a later backward
     finalizes_manually: bool = False  # it leaves that to finalize in any case
     finalizing: GradientReductionHandle | None = None  # of a finalization that was started and not waited for
+    is_resetting: bool = False  # a reset is under way, or was when an exception came
     thread: int | None = None  # that began the last forward
     backward_thread: int | None = None  # that began the last backward
     post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
@@ -258,7 +261,7 @@ class FSDPStateContext:
             self.mirror_leaves(False)
         self.callback_queued = False
 
-    @torch.no_grad()
+    @without_grad
     def _accumulate_compiled(self) -> None:
         for state in self.states:
             if state.unit.has_compiled_gradients:
@@ -303,6 +306,7 @@ class FSDPStateContext:
 
     def reset(self, drop_accumulated: bool) -> None:
         """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
+        self.is_resetting = True  # an exception may cut this off, too
         for state in (*self.comm.reducing, *self.states):
             for group in state.groups:
                 group.drop_reduce()
@@ -311,10 +315,16 @@ class FSDPStateContext:
             state.reset(drop_accumulated)
         self.post_forward_order.clear()
         self.forward_order, self.ahead = ForwardOrder(), None
-        self.callback_queued = self.leaves_mirror_in_backward = False
+        self.mirror_leaves(False)
+        self.callback_queued = self.leaves_mirror_in_backward = self.looked = False
         self.finalizing = None
+        self.is_resetting = False
 
-    def recover(self) -> None:
-        """Reset if the last backward died: its callback never came, and no backward is under way."""
-        if self.callback_queued and not is_in_backward():
+    def recover(self, begins_step: bool = False) -> None:
+        """Reset what an exception has cut off, unless backward is under way; forward is not if this begins a step."""
+        is_left = self.callback_queued or self.is_resetting  # a backward that died never calls back
+        if begins_step:
+            is_left |= any(state.training_state is not TrainingState.IDLE for state in self.states)
+            is_left |= any(param.leaf.grad is not None for state in self.states for param in state.params)
+        if is_left and not is_in_backward():
             self.reset(drop_accumulated=False)

@@ -20,6 +20,7 @@ from ..param.unit import Unit
 from ..passes.cost.cluster import gathers_into_place
 from ..sharding.contract import Contract, contract_of
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
+from .autograd import without_grad
 
 Bucket = TypeVar("Bucket", AllGatherBucket, ReductionBucket)
 _Member = tuple[FSDPParam, int]  # a parameter, and which of its all-gather inputs
@@ -34,6 +35,7 @@ class _AllGather:
     members: list[_Member]
     inputs: list[Tensor]
     pending: Pending[Sequence[Tensor]] | None = None
+    is_lost: bool = True  # until its launch has ended, and from then on if an exception cuts off the wait
 
     def launch(self, outputs: Callable[[], dict[FSDPParam, Sequence[Tensor]]]) -> None:
         inputs, self.inputs = self.inputs, []
@@ -41,10 +43,13 @@ class _AllGather:
         self.pending = launch_all_gather(
             inputs, self.bucket, lambda: [outputs()[param][number] for param, number in self.members]
         )
+        self.is_lost = False
 
     def wait(self) -> None:
         if self.pending is not None:
-            self.pending.wait()
+            pending, self.pending, self.is_lost = self.pending, None, True
+            pending.wait()
+            self.is_lost = False
 
 
 @dataclass(frozen=True)
@@ -97,17 +102,18 @@ class FSDPParamGroup:
 
     # ---- unshard and reshard ----
 
+    @without_grad
     def launch_unshard(self) -> None:
         """Start the group's all-gathers unless it is unsharded or they are under way."""
+        if any(all_gather.is_lost for all_gather in self._all_gathers):
+            self.drop_unshard()
         if self.is_unsharded or self._all_gathers:
             return
-        # Memory first allocated under inference_mode could never take part in training.
-        with torch.inference_mode(False), torch.no_grad():
-            inputs = {param: param.all_gather_inputs() for param in self.params}
-            self._all_gathers = self._new_all_gathers(inputs)
-            outputs = cache(lambda: {param: param.allocate(specs) for param, (_, specs) in inputs.items()})
-            for all_gather in self._all_gathers:
-                all_gather.launch(outputs)
+        inputs = {param: param.all_gather_inputs() for param in self.params}
+        self._all_gathers = self._new_all_gathers(inputs)
+        outputs = cache(lambda: {param: param.allocate(specs) for param, (_, specs) in inputs.items()})
+        for all_gather in self._all_gathers:
+            all_gather.launch(outputs)
 
     def _new_all_gathers(self, inputs: dict[FSDPParam, tuple[list[Tensor], list[CommSpec]]]) -> list[_AllGather]:
         """Return one all-gather per dtype that is sent; only all-gather extensions send several."""
@@ -129,28 +135,26 @@ class FSDPParamGroup:
         dims, device = [spec.param.dim for spec in specs], self.params[0].placement.device
         return replace(bucket, into_place=gathers_into_place(bucket.spec, dims, bucket.sizes, device))
 
+    @without_grad
     def wait_unshard(self) -> None:
         """Finish the all-gathers and register the unsharded parameters."""
-        if self._finish_all_gathers():
-            with torch.inference_mode(False), torch.no_grad():
-                for param in self.params:
-                    param.to_unsharded()
-
-    def drop_unshard(self) -> None:
-        """Wait for an all-gather under way and free its results."""
-        if self._finish_all_gathers():
+        for all_gather in self._all_gathers:
+            all_gather.wait()
+        if self._all_gathers:
             for param in self.params:
-                param.free_unsharded()
+                param.to_unsharded()
+            self._all_gathers = []
 
-    def _finish_all_gathers(self) -> bool:
-        """Wait for the all-gathers under way and tell whether there were any."""
-        all_gathers, self._all_gathers = self._all_gathers, []
-        if not all_gathers:
-            return False
-        with torch.inference_mode(False), torch.no_grad():
-            for all_gather in all_gathers:
-                all_gather.wait()
-        return True
+    @without_grad
+    def drop_unshard(self) -> None:
+        """Wait for the all-gathers under way and free their results, or leave them to one that is lost."""
+        is_lost = any(all_gather.is_lost for all_gather in self._all_gathers)
+        for all_gather in self._all_gathers:
+            all_gather.wait()
+        if self._all_gathers:
+            for param in self.params:
+                param.abandon_unsharded() if is_lost else param.free_unsharded()
+            self._all_gathers = []
 
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
@@ -161,7 +165,7 @@ class FSDPParamGroup:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()
 
-    @torch.no_grad()
+    @without_grad
     def reshard_post_forward(self) -> None:
         """As :meth:`reshard`, but keep shards over the smaller group if there is one."""
         if self.params[0].spec.post_forward.world == 1 or not self.is_unsharded:
@@ -177,7 +181,7 @@ class FSDPParamGroup:
         """Whether unsharded gradients wait to be reduced."""
         return any(param.has_unreduced_grad for param in self.params)
 
-    @torch.no_grad()
+    @without_grad
     def launch_reduce(self) -> None:
         """Start reducing the gradients that backward left, or accumulate them while sync is off."""
         if not self.unit.config.reduce_grads:
@@ -197,6 +201,7 @@ class FSDPParamGroup:
         earlier = [] if is_partial else [param.partial_grad.take() for param in params]
         self._reductions.append(_Reduction(params, launch_reduction(grads, bucket, earlier), is_partial))
 
+    @without_grad
     def launch_replica_reduce(self) -> None:
         """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
         if not self.unit.config.all_reduce_grads:
@@ -207,10 +212,9 @@ class FSDPParamGroup:
         params = [param for param, _ in parts]
         bucket, contract = self._bucket(_complete_bucket, [param.spec for param in params])
         agree(contract.by_group[bucket.spec.replicas.name])
-        with torch.no_grad():
-            pending = launch_replica_reduction([part for _, part in parts], bucket)
-        self._reductions.append(_Reduction(params, pending))
+        self._reductions.append(_Reduction(params, launch_replica_reduction([part for _, part in parts], bucket)))
 
+    @without_grad
     def wait_reduce(self) -> None:
         """Let compute wait for the reductions and add the results to the sharded parameters' gradients.
 
@@ -218,21 +222,21 @@ class FSDPParamGroup:
         """
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
-            with torch.no_grad():
-                results = reduction.pending.wait()
-                if reduction.is_partial or reduction.params[0].placement.offload is None:
-                    reduction.accumulate(results)
-                else:
-                    self._to_host.append((reduction, results))
+            results = reduction.pending.wait()
+            if reduction.is_partial or reduction.params[0].placement.offload is None:
+                reduction.accumulate(results)
+            else:
+                self._to_host.append((reduction, results))
 
+    @without_grad
     def wait_on_host(self) -> None:
         """Add the gradients that were copied to the host to those of the sharded parameters."""
         to_host, self._to_host = self._to_host, []
         for reduction, results in to_host:
-            with torch.no_grad():
-                reduction.pending.wait_on_host()
-                reduction.accumulate(results)
+            reduction.pending.wait_on_host()
+            reduction.accumulate(results)
 
+    @without_grad
     def drop_reduce(self) -> None:
         """Wait for the reductions under way and drop their results."""
         reductions, self._reductions = self._reductions, []

@@ -91,13 +91,13 @@ class FSDPState(TorchNames):
 
     def adopt(self, outer: FSDPState, name: str, param_names: dict[FSDPParam, str]) -> None:
         """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
-        self.outermost = outer
         self.pre_forward.device = None
         self._context = None
         for param, param_name in param_names.items():
             param.name = param_name
         reshard = self.unit.config.reshards_by_default or self.unit.config.reshard_after_forward
         self.configure(name=f"{outer.unit.config.name}.{name}", reshard_after_forward=reshard)
+        self.outermost = outer  # at last: by it, an adoption that an exception cut off is taken up again
 
     def set_reshard_after_forward(self, reshard: bool) -> None:
         """Reshard (True) or keep (False) after forward, whether or not this is the root."""
@@ -313,6 +313,7 @@ class FSDPState(TorchNames):
             if drop_accumulated:
                 param.unsharded_grad.take()
                 param.partial_grad.take()
+        self._hold(not self.unit.hooked)  # so that no parameter is left out
         self.reshard()
         self.training_state = TrainingState.IDLE
         self._to_run.clear()
@@ -332,6 +333,9 @@ class FSDPState(TorchNames):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_call(self) -> None:
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
+        context = self._lazy_init()
+        context.enter_thread()
+        context.recover(begins_step=not context.leaves_mirror)
         context = self.follow_tree()
         context.look()
         context.mirror_leaves(True)
@@ -354,9 +358,9 @@ class FSDPState(TorchNames):
             left.pre_forward.device = left.device
         context.states = states
         context.tree = ModuleTree(self.modules, [param for state in states for param in state.params])
-        for state in states:
-            state._context = context
         context.comm.max_reducing = max(state.max_reducing for state in states)
+        for state in reversed(states):  # this one at last: while it has none, the next step collects again
+            state._context = context
         return context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # else an error here would hide the one that led here

@@ -27,9 +27,9 @@ def adopt_units_below(state: UnitState) -> None:
     for below in states_below(state.modules):
         if below is not state and below.outermost is not state:
             params = {param: f"{names[param.info.module]}.{param.info.name}" for param in below.params}
-            below.adopt(state, names[below.modules[0]], params)
             for module in below.modules:
                 rebase(module, drop=TracedCall)
+            below.adopt(state, names[below.modules[0]], params)
 
 
 def _names(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:

@@ -18,7 +18,8 @@ from dataclasses import InitVar, dataclass
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -55,11 +56,19 @@ def _pre_arguments(tensor: Tensor) -> int:
     return len(inspect.signature(getattr(tensor, PRE)).parameters)
 
 
-def _function(tensor: Tensor, method: str) -> Callable[..., Any]:
+def _function(method: Any) -> Callable[..., Any]:
     """Return a method as a function of the tensor: bound methods are not traced by Dynamo."""
-    found: Any = getattr(tensor, method)
-    function: Callable[..., Any] | None = getattr(found, "__func__", None)
-    return function if function is not None else lambda _, *args, **kwargs: found(*args, **kwargs)
+    function: Callable[..., Any] | None = getattr(method, "__func__", None)
+    return function if function is not None else lambda _, *args, **kwargs: method(*args, **kwargs)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor as it is, or what a wrapper subclass copies into a plain one: process groups know no other."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor
+    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    plain.copy_(tensor)
+    return plain
 
 
 @dataclass(eq=False)
@@ -75,9 +84,14 @@ class AllGatherExtension:
     name: str = ""  # full name
 
     def __post_init__(self, extended: Tensor, arguments: tuple[Any, ...]) -> None:
-        self._pre, self._post = _function(extended, PRE), _function(extended, POST)
+        self._methods = getattr(extended, PRE), getattr(extended, POST)
+        self._pre, self._post = map(_function, self._methods)
         self._arguments = arguments[: _pre_arguments(extended)]
         self._metadata: Any = None
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Tell whether these are the methods that ``tensor`` has now."""
+        return self._methods == (getattr(tensor, PRE, None), getattr(tensor, POST, None))
 
     def split(self) -> tuple[Sequence[Tensor], Any]:
         """Return (what this rank sends, metadata for :meth:`join`); Dynamo traces this."""
@@ -88,6 +102,9 @@ class AllGatherExtension:
             sent = self._pre(shard, *self._arguments)
             if not (_is_pair(sent) and _are_tensors(sent[0])):
                 self._refuse(PRE, "(a tuple of tensors, metadata)", sent)
+            wrapped = [each for each in sent[0] if type(each) not in (Tensor, nn.Parameter)]
+            if wrapped and torch.compiler.is_compiling():
+                self._refuse(PRE, "plain tensors where it is compiled", wrapped[0])
             return sent
 
     def join(self, outputs: Sequence[Tensor], metadata: Any) -> tuple[Tensor, Sequence[Tensor]]:
@@ -117,7 +134,7 @@ class AllGatherExtension:
     def launch(self) -> Sequence[Tensor]:
         """Return what this rank sends, and keep the metadata until :meth:`finish`."""
         sent, self._metadata = self.split()
-        return sent
+        return list(map(_plain, sent))
 
     def finish(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Do what :meth:`join` does for the last launch."""

@@ -24,8 +24,8 @@ def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
     def run(leaf: Tensor) -> None:
         unit = found()
         if unit is not None and not unit.has_compiled_gradients:
-            unit.has_compiled_gradients = True
             unit.on_compiled_gradient()
+            unit.has_compiled_gradients = True
 
     leaf.register_post_accumulate_grad_hook(run)
 

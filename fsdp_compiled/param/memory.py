@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 from .extension import is_extended
 
@@ -14,10 +15,11 @@ def without_memory(like: Tensor) -> Tensor:
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
-    """Tell whether two tensors are the same view of the same memory; of an all-gather extension, the same object."""
+    """Tell whether two tensors are the same view of the same memory; of a subclass, the same object."""
     if a is b:
         return True
-    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_extended(a):
+    is_subclass = is_extended(a) or is_traceable_wrapper_subclass(a)
+    if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_subclass:
         return False
     return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
 

@@ -85,7 +85,9 @@ class FSDPParam:
     def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded
-        self.shard = padded if self._inner is None else self._inner.extend(padded)
+        self.shard = (
+            padded if self._inner is None else self._inner.extend(padded.detach())
+        )  # and not the user's tensor
         self._local = identifiable(local_of(sharded), padded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
         self._storage = storage_of(sharded)
@@ -162,7 +164,8 @@ class FSDPParam:
             self.check_replacement(others[0])
             self.register(others[0])
             self.relink()
-        is_extended_now = self.extension is None and is_extended(self._local)
+        known = self.extension is not None and self.extension.is_of(self._local)
+        is_extended_now = is_extended(self._local) and not known
         if is_extended_now:
             check_extension(self.name, self._local)
             check_smaller_group(self.name, self._local, self.spec.post_forward.world)
@@ -334,9 +337,9 @@ class FSDPParam:
             raise FSDPError(f"{self.name}: unsharded before it was all-gathered")
         self._unsharded.complete()
         self._unsharded.param.requires_grad = self.sharded_param.requires_grad
+        self.state = ShardedState.UNSHARDED  # before it is true: a reset must see what an exception has cut off
         self.register(self._unsharded.param)
         self._post_forward = None
-        self.state = ShardedState.UNSHARDED
 
     def free_unsharded(self) -> None:
         """Free what was allocated for an all-gather that nobody needs, unless the parameter is unsharded."""
@@ -349,6 +352,14 @@ class FSDPParam:
         self._free()
         self._post_forward = None
         self.state = ShardedState.SHARDED
+
+    def abandon_unsharded(self) -> None:
+        """Leave the unsharded memory to what may still write to it; the next all-gather gets memory of its own."""
+        unsharded, self._unsharded = self.unsharded_param, None
+        if unsharded is not None:
+            torch.autograd.graph.increment_version(unsharded)  # so that graphs which have saved it raise
+            if unsharded.device.type != "cpu":
+                torch.accelerator.synchronize()  # the allocator knows no side stream
 
     def _free(self) -> None:
         if self._unsharded is not None and not self.unit.config.keep_unsharded_storage:
@@ -371,8 +382,8 @@ class FSDPParam:
             if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[name] = param
                 continue
-            self.is_registering = True
             try:
+                self.is_registering = True
                 setattr(module, name, param)
             finally:
                 self.is_registering = False

@@ -103,8 +103,8 @@ def _call(module: ShardedModule, call: Callable[..., Any], args: Any, kwargs: An
     """Make the call of a module; a read of its parameters all-gathers them if no hook has done that."""
     if module._fsdp_calling:
         return call(*args, **kwargs)
-    module.__dict__["_fsdp_calling"] = True
     try:
+        module.__dict__["_fsdp_calling"] = True
         return call(*args, **kwargs)
     finally:
         module.__dict__["_fsdp_calling"] = False

@@ -81,5 +81,5 @@ def not_registered(name: str, found: str) -> str:
     return (
         f"{name}: expected the parameter that fully_shard registered, got a {found} in its place, as "
         "torch.func.functional_call and torch.nn.utils.parametrize put there; call the model with its own parameters "
-        "and copy values into them, or parametrize it before fully_shard"
+        "and copy values into them, or parametrize it before fully_shard; after an exception call reset_iter_state()"
     )

@@ -45,10 +45,12 @@ class TracedCall:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         attend()
+        grad_mode = torch.is_grad_enabled()
         self._fsdp_state.begin_call()
         try:
             return without_failing_regions(self, self._fsdp_call, *args, **kwargs)  # type: ignore[arg-type]
         except BaseException as error:
+            torch._C._set_grad_enabled(grad_mode)  # an interrupt of torch's own code may have left another
             report_failure(error)
             self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise

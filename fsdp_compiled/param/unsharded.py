@@ -87,9 +87,10 @@ class ExtendedUnsharded(Unsharded):
         """Make the parameter at first, and fill it afterwards."""
         outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
         if self._made is None:
-            self._made, inner = self._extension.finish(outputs)
-            self.param = self._parameter(self._extension.without_padding(self._made))
+            made, inner = self._extension.finish(outputs)
+            self.param = self._parameter(self._extension.without_padding(made))
             self._hold(inner)
+            self._made = made
             return
         # A subclass may keep more than memory, such as a scale, on the very object that compute reads.
         out = self._made if type(self._made) is Tensor else local_of(self.param)

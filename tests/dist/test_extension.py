@@ -7,8 +7,10 @@ import torch
 from quantised_all_gather import QuantisedGathered, gather_quantised, quantise
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.passes.graph import nodes
@@ -223,6 +225,91 @@ def test_an_extended_all_gather_of_uneven_shards(mode, put):
     put(model, lambda: shard(model, mode))
     call = compiled(model) if mode == "full" else model
     _assert_trains_like(alone, model, call)
+
+
+def _wrapped_blocks(device: str) -> nn.Module:
+    """Blocks whose weights are of a wrapper subclass that defines no all-gather."""
+    torch.manual_seed(5)
+    blocks = [nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6, bias=False)) for _ in range(2)]
+    for block in blocks:
+        for linear in (block[0], block[2]):
+            weight = linear.weight.detach().to(device)
+            linear.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    return nn.Sequential(*blocks)
+
+
+def _send_as_bfloat16(model, asked, plain=False):
+    """Put both methods on every local tensor; ``asked`` gets what the first was called with."""
+
+    def pre(self, mesh, outer_size, outer_stride, module, mp_policy):
+        if not torch.compiler.is_compiling():
+            asked.append((mesh.ndim, mesh.size(), tuple(outer_size)))
+        return ((self.a if plain else self).to(torch.bfloat16),), None
+
+    @torch.no_grad()
+    def post(self, outputs, metadata, dtype, *, out=None):
+        if out is not None:
+            with torch.autograd._unsafe_preserve_version_counter(out):
+                return out.copy_(outputs[0])
+        unsharded = outputs[0].to(dtype)
+        return unsharded, (outputs[0], unsharded)
+
+    for param in model.parameters():
+        local = param._local_tensor
+        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = pre.__get__(local), post.__get__(local)
+
+
+@row("tensor-subclass extensions")
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@each_mode
+@on_ranks(2)
+def test_methods_on_the_local_tensor_of_a_wrapper_subclass(mode, device):
+    asked, losses = {True: [], False: []}, []
+    for ours in (True, False):
+        model = _wrapped_blocks(device)
+        for module in (*model, model):
+            (fully_shard if ours else torch_fully_shard)(module, reshard_after_forward=True)
+        if device == "meta":
+            model.to_empty(device="cpu")
+            for number, param in enumerate(model.parameters()):
+                values = torch.randn(param.shape, generator=torch.Generator().manual_seed(number)).chunk(2)
+                for inner in (param._local_tensor.a, param._local_tensor.b):
+                    inner.copy_(values[torch.distributed.get_rank()])
+        _send_as_bfloat16(model, asked[ours], plain=mode != "eager")
+        call = _compiled(model, mode, model)[0] if ours else model
+        losses.append([])
+        for batch in batches(3, 8, 6):
+            loss = square_loss(call, my_part(batch))
+            loss.backward()
+            losses[-1].append(loss.item())
+            for param in model.parameters():
+                for inner in (param._local_tensor.a, param._local_tensor.b):
+                    inner.sub_(0.1 * param.grad._local_tensor)
+            model.zero_grad()
+    assert asked[False]
+    assert asked[True] == asked[False] or mode != "eager"
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_graph_sends_no_wrapper_subclass(fake_group):
+    model = fully_shard(nn.Sequential(_wrapped_blocks("cpu")[0][0]))
+    _send_as_bfloat16(model, [])
+    with pytest.raises(
+        Exception, match="fsdp_pre_all_gather to return plain tensors where it is compiled, got .*TwoTensor"
+    ):
+        compiled(model)(torch.ones(1, 6))
+
+
+@row("tensor-subclass extensions", mode="eager")
+@on_ranks(4)
+def test_methods_on_the_local_tensor_get_the_mesh_of_the_shards():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard_of_wrapped"))  # see test_placement
+    model, asked = _wrapped_blocks("cpu"), []
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+    _send_as_bfloat16(model, asked)
+    model(torch.ones(1, 6))
+    assert asked == [(1, 2, (8, 6)), (1, 2, (6, 8))] * 2
 
 
 def _shard(model, mode, **kwargs):
