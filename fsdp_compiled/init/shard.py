@@ -67,5 +67,5 @@ def _install(
         own(module, by_name, state)
     for module in modules:
         module.__dict__["_fsdp_state"] = state
-        note_sharded(module, state)
+        note_sharded(module, state, state.unit)
         rebase(module, add=(FSDPModule, TracedCall))
