@@ -61,7 +61,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         return cls._fsdp_user_class(*args, **kwargs)  # type: ignore[attr-defined]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copied_units(self, memo)
+        return copied_units(self, memo)  # type: ignore[arg-type]  # a mixin of modules
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]

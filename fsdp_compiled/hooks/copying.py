@@ -22,22 +22,15 @@ from .state import FSDPState
 def copied_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a module given to ``fully_shard``, with the units below it.
 
-    It is sharded, whatever the state of the original, and between two steps. Gradients and the parameters' own hooks
-    are not copied, nor are torch.compile's results; what the user has set on units is.
-
-    Args:
-        module: the module.
-        memo: of ``deepcopy``.
-
-    Raises:
-        ValueError: a unit has modules elsewhere that are not copied.
+    Whatever the original's state, it is sharded and between two steps. Gradients, the parameters' own hooks and
+    torch.compile's results are not copied; what was set on units is. Raises as :func:`copied_module`.
     """
     states = [state for state in states_below([module]) if id(state) not in memo]
     for state in states:  # all of them first: what is copied next refers to any of them
         memo[id(state)], memo[id(state.unit)] = copy(state), Unit(state.unit.config)
         for param in state.params:
             param.start_copy(memo)
-    copied = copied_module(module, memo)
+    copied: nn.Module = copied_module(module, memo)
     for state in states:
         _finish(memo[id(state)], memo)
     return copied
@@ -45,15 +38,14 @@ def copied_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def _finish(state: FSDPState, memo: dict[int, Any]) -> None:
     """Complete a unit's copy, once ``memo`` has those of modules; units that are not copied are forgotten."""
-    for name in ("modules", "params", "shared", "unit", "pre_forward", "post_forward"):
-        setattr(state, name, deepcopy(getattr(state, name), memo))
-    state.outermost = memo.get(id(state.outermost), state)
+    names = ("modules", "params", "shared", "unit", "pre_forward", "post_forward")
+    vars(state).update({name: deepcopy(vars(state)[name], memo) for name in names})
+    for name in ("forward_prefetch", "backward_prefetch"):
+        others = getattr(state, name)
+        setattr(state, name, others and [memo[id(other)] for other in others if id(other) in memo])
     state.ignored = WeakKeyDictionary({deepcopy(module, memo): names for module, names in state.ignored.items()})
+    state.outermost, state.custom = memo.get(id(state.outermost), state), dict(state.custom)
     state.training_state, state._to_run, state._context = TrainingState.IDLE, set(), None
-    state.forward_prefetch = [memo[id(other)] for other in state.forward_prefetch if id(other) in memo]
-    if state.backward_prefetch is not None:
-        state.backward_prefetch = [memo[id(other)] for other in state.backward_prefetch if id(other) in memo]
-    state.custom = dict(state.custom)
     state.unit.on_compiled_gradient = state._on_compiled_gradient
     for param in state.params:
         param.finish_copy(memo)

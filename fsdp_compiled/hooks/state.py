@@ -70,7 +70,7 @@ class FSDPState(TorchNames):
 
     @property
     def is_used_elsewhere(self) -> bool:
-        """Whether another thread than this one called the model last."""
+        """Whether another thread called the model last."""
         return self._context is not None and self._context.thread not in (None, get_ident())
 
     def regroup(self) -> None:

@@ -41,13 +41,12 @@ def applied(module: nn.Module) -> dict[str, RegistryItem]:
     return dict(module.__dict__.get(REGISTRY_KEY, {}))
 
 
-def note_unit(module: nn.Module, unit: Unit) -> None:
-    """Let PyTorch's ``fully_shard`` refuse ``module``, whose parameters ``unit`` has taken."""
-    module.__dict__.setdefault(REGISTRY_KEY, _Registry(unit))
+def note_unit(module: nn.Module, unit: Unit, state: object = None) -> None:
+    """Let PyTorch's ``fully_shard`` refuse a module with parameters of ``unit``.
 
-
-def note_sharded(module: nn.Module, state: object, unit: Unit) -> None:
-    """Let PyTorch's composable functions see that ``fully_shard`` was applied to ``module``, with what state."""
-    note_unit(module, unit)
-    module.__dict__[REGISTRY_KEY]["fully_shard"] = RegistryItem()
-    module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+    If it was given to ours, its composable functions see that from ``state`` too.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, _Registry(unit))
+    if state is not None:
+        registry["fully_shard"] = RegistryItem()
+        module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state

@@ -191,15 +191,12 @@ class FSDPParam:
         self.users.append(user)
         self.register(self.sharded_param)
 
-    # ---- copies ----
-
     def start_copy(self, memo: dict[int, Any]) -> None:
         """Put a copy into ``memo`` of ``deepcopy``: sharded, in memory of its own, without gradients and hooks."""
         copied = memo[id(self)] = copy(self)
         copied.shard = self.placement.pinned(self.shard.detach().clone())
         local = memo[id(self._local)] = copied._unpadded(copied.shard)
-        for method in {PRE, POST}.intersection(vars(self._local)):
-            setattr(local, method, deepcopy(vars(self._local)[method], memo))
+        vars(local).update(deepcopy({m: f for m, f in vars(self._local).items() if m in (PRE, POST)}, memo))
         sharded = nn.Parameter(DTensor(local, self._spec, requires_grad=False), self.sharded_param.requires_grad)
         copied.sharded_param = memo[id(self.sharded_param)] = sharded
         if self.unsharded_param is not None:
@@ -207,8 +204,9 @@ class FSDPParam:
 
     def finish_copy(self, memo: dict[int, Any]) -> None:
         """Complete this copy, once ``memo`` has those of modules and units."""
-        for name in ("info", "unit", "users", "original", "_inner"):
-            setattr(self, name, deepcopy(getattr(self, name), memo))
+        vars(self).update({name: deepcopy(vars(self)[name], memo) for name in ("info", "unit", "users", "_inner")})
+        if (original := self.original()) is not None:  # a module outside of units may still share it
+            self.original = TakenOriginal(deepcopy(original, memo), self)
         self.state, self._post_forward = ShardedState.SHARDED, None
         self.is_hooked = self.leaf_mirrors = self.is_registering = False
         self._link(self.sharded_param, self.shard)

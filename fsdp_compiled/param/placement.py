@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -44,11 +43,6 @@ class TakenOriginal(weakref.ref[nn.Parameter]):
 
     def __new__(cls, original: nn.Parameter, taken_by: Any) -> TakenOriginal:
         return super().__new__(cls, original)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TakenOriginal:
-        original = self()
-        copied = nn.Parameter(torch.empty(0)) if original is None else deepcopy(original, memo)
-        return TakenOriginal(copied, memo[id(self.taken_by)])
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,9 @@ class UnitState(Protocol):
     """What a module asks of ``FSDPState``, which this package may not import."""
 
     unit: Unit
-    is_used_elsewhere: bool
 
+    @property
+    def is_used_elsewhere(self) -> bool: ...
     def reshard(self) -> None: ...
     def regroup(self) -> None: ...
 
@@ -98,10 +99,10 @@ class ShardedModule:
         super().__delattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save sharded parameters, even if another thread is in a step, where they are unsharded."""
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         for name, param in self._fsdp_params.items():
             registered, sharded = self._parameters.get(name), param.sharded_param  # type: ignore[attr-defined]
-            # Where another thread is in a step, an unsharded one has been saved, or may have been.
             if prefix + name in destination and (registered is sharded or registered is param.unsharded_param):
                 destination[prefix + name] = sharded if keep_vars else sharded.detach()
 
@@ -227,27 +228,28 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copied_module(module: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a module; ``memo`` must have the copies of its units.
+    """Return a deep copy of a module whose units' copies are in ``memo``.
 
     Raises:
-        ValueError: it lacks one, because the unit is not copied as a whole.
+        ValueError: one is not, because the unit is not copied as a whole.
+        TypeError: the module has a function that would refer to the original in the copy.
     """
+    cls = _user_class(module).__name__
     for unit in module.__dict__.get("_fsdp_units", ()):
         if id(unit) not in memo:
             raise ValueError(
-                f"{_user_class(module).__name__}: expected every module with parameters of unit "
-                f"{unit.unit.config.name} to be deep-copied, got this one alone; deep-copy the module that was given "
-                "to fully_shard, or one around all of them"
+                f"{cls}: expected all modules with parameters of unit {unit.unit.config.name} to be deep-copied, got "
+                "this one alone; deep-copy the module that was given to fully_shard, or one around it"
             )
     copied, state = object.__new__(type(module)), dict(module.__getstate__())
     for name, value in state.items():
-        method = unwrap(value) if hasattr(value, "_torchdynamo_orig_callable") else None
-        if getattr(method, "__self__", None) is module:
-            state[name] = method  # what torch.compile made of it would be the original's in a copy
-        elif _refers_to(value, module):
+        if hasattr(value, "_torchdynamo_orig_callable") and getattr(unwrap(value), "__self__", None) is module:
+            value = state[name] = unwrap(value)  # the method of which torch.compile made it
+        cells = getattr(getattr(value, "__func__", value), "__closure__", None) or ()
+        if any(getattr(cell.cell_contents, "__self__", cell.cell_contents) is module for cell in cells):
             raise TypeError(
-                f"{_user_class(module).__name__}.{name}: expected no function that refers to the module, got "
-                f"{value!r}, which would still refer to it in a copy; put it there after deep-copying"
+                f"{cls}.{name}: expected no function that refers to the module, got a {type(value).__name__}, which "
+                "would still refer to it in a copy; put it there after deep-copying"
             )
     memo[id(module)] = copied
     copied.__setstate__(deepcopy(state, memo))
@@ -255,17 +257,10 @@ def copied_module(module: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def _refers_to(value: Any, module: nn.Module) -> bool:
-    """Tell whether a function or method closes over ``module`` or one of its methods."""
-    cells = getattr(getattr(value, "__func__", value), "__closure__", None) or ()
-    return any(getattr(cell.cell_contents, "__self__", cell.cell_contents) is module for cell in cells)
-
-
 def _refuse_pickle(module: nn.Module, protocol: object) -> None:
     raise TypeError(
         f"{type(module).__name__}: a sharded module cannot be pickled or copied, because it refers to process "
-        "groups; save state_dict(), for example by torch.distributed.checkpoint, and load it into another such model, "
-        "or make one by copy.deepcopy"
+        "groups; save state_dict(), for example by torch.distributed.checkpoint, and load it into another such model"
     )
 
 

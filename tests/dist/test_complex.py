@@ -80,7 +80,9 @@ def test_a_policy_leaves_complex_parameters_alone(mode):
     alone, model = Filters(torch.complex64), Filters(torch.complex64)
     for block in model.blocks:
         block.computes_in = (torch.bfloat16, torch.complex64)
-    call = shard(model, mode, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
+    call = shard(
+        model, mode, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    )
     (x,) = batches(1, 8, 10)
     square_loss(alone, x).backward()
     square_loss(call, my_part(x)).backward()

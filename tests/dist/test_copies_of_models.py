@@ -23,7 +23,6 @@ from tests.training import (
     assert_trains_like_one_process,
     batches,
     compiled,
-    full,
     full_grads,
     full_params,
     my_part,
@@ -130,7 +129,9 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 7), nn.BatchNorm1d(7), nn.Linear(7, 10)) for _ in "12")
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, 7), nn.BatchNorm1d(7), nn.Linear(7, 10)) for _ in "12"
+        )
 
     def forward(self, x):
         for block in self.blocks:
