@@ -60,8 +60,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         # Code such as nn.Sequential.__getitem__ makes type(self)(...): that is a plain module again.
         return cls._fsdp_user_class(*args, **kwargs)  # type: ignore[attr-defined]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return copied_units(self, memo)  # type: ignore[arg-type]  # a mixin of modules
+    __deepcopy__ = copied_units
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]

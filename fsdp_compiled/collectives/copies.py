@@ -1,7 +1,4 @@
-"""Packing and unpacking on any device: plain torch on a CPU, one Triton kernel a bucket on a GPU.
-
-Triton knows no complex numbers, so plain torch copies those on a GPU, too.
-"""
+"""Packing and unpacking: one Triton kernel a bucket on a GPU; plain torch on a CPU, and for complex numbers."""
 
 from __future__ import annotations
 
