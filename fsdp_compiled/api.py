@@ -6,6 +6,7 @@ Every argument is checked before anything is changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -167,13 +168,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None)
     if not callable(method):
         raise ValueError(f"{type(module).__name__}: expected a method {method_name!r}, found none")
-    state = module._get_fsdp_state()
+    module.__dict__[method_name] = partial(_call_with_hooks, module, method)  # deepcopy would not copy a closure
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state.pre_forward.hook(module, args, kwargs)
-        return state.post_forward.hook(module, args, method(*args, **kwargs))
 
-    module.__dict__[method_name] = call
+def _call_with_hooks(module: FSDPModule, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    state = unit_state(module)
+    args, kwargs = state.pre_forward.hook(module, args, kwargs)  # type: ignore[arg-type]
+    return state.post_forward.hook(module, args, method(*args, **kwargs))  # type: ignore[arg-type]
 
 
 def options(schedule: SchedulePolicy | None = None) -> dict[str, Any]:

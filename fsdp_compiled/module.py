@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .collectives import AllGather, ReduceScatter
 from .hooks import comms
 from .hooks.context import GradientReductionHandle, is_in_backward, states_below
+from .hooks.copying import copied_units
 from .hooks.state import FSDPState
 from .param.properties import with_code_of_its_own
 from .policy import require_bool
@@ -58,6 +59,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Code such as nn.Sequential.__getitem__ makes type(self)(...): that is a plain module again.
         return cls._fsdp_user_class(*args, **kwargs)  # type: ignore[attr-defined]
+
+    __deepcopy__ = copied_units
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return super(torch_fsdp.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]

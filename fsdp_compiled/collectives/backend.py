@@ -52,7 +52,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: 
     options.reduceOp = op  # type: ignore[assignment]
     options.asyncOp = True
     start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base  # see above
-    return start(output, input, options)
+    return start(_real(output), _real(input), options)
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> dist.Work:
@@ -60,7 +60,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
     options = AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
     options.asyncOp = True
-    return group.allreduce([tensor], options)
+    return group.allreduce([_real(tensor)], options)
 
 
 def wait(work: dist.Work | None, device: torch.device) -> None:
@@ -109,4 +109,9 @@ def _has_ended(work: dist.Work) -> bool:
 
 def _known(tensor: Tensor) -> Tensor:
     """Return the same memory in a dtype that every backend knows; gloo knows no 8-bit floating point."""
-    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else tensor
+    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else _real(tensor)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return the same memory as real numbers, which add up as complex ones do; gloo knows no complex ones."""
+    return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""Packing and unpacking on any device: plain torch on a CPU, one Triton kernel a bucket on a GPU."""
+"""Packing and unpacking: one Triton kernel a bucket on a GPU; plain torch on a CPU, and for complex numbers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from . import reference
 
 def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
     """See :func:`reference.pack_shards`."""
-    _for(packed.device).pack_shards(shards, packed)
+    _for(packed).pack_shards(shards, packed)
 
 
 def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
     """See :func:`reference.unpack_parameters`."""
-    _for(output.device).unpack_parameters(output, outs, dims)
+    _for(output).unpack_parameters(output, outs, dims)
 
 
 def pack_gradients(
     grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
 ) -> Tensor:
     """See :func:`reference.pack_gradients`."""
-    return _for(grads[0].device).pack_gradients(grads, dims, world, dtype, divisor)
+    return _for(grads[0]).pack_gradients(grads, dims, world, dtype, divisor)
 
 
 def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
     """See :func:`reference.unpack_gradients`."""
-    _for(packed.device).unpack_gradients(packed, outs, divisor)
+    _for(packed).unpack_gradients(packed, outs, divisor)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ def to_host(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", non_blocking=True)
 
 
-def _for(device: torch.device) -> ModuleType:
-    if device.type != "cuda":
+def _for(tensor: Tensor) -> ModuleType:
+    if tensor.device.type != "cuda" or tensor.is_complex():
         return reference
     try:
         from . import kernels

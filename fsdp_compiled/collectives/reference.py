@@ -100,7 +100,10 @@ def pack_gradients(
     if len({chunk.dtype for chunk in chunks}) > 1:
         chunks = [chunk.to(dtype) for chunk in chunks]
     packed = packed_layout(tuple(layout.shard_numel for layout in layouts))
-    input = torch._chunk_cat(_with_gaps(chunks, packed, world), 0, world).to(dtype)
+    pieces = [piece for piece in _with_gaps(chunks, packed, world) if piece.numel()]  # torch refuses empty ones
+    if not pieces:
+        return grads[0].new_empty(world, 0, dtype=dtype)
+    input = torch._chunk_cat(pieces, 0, world).to(dtype)
     return input if divisor == 1.0 else input.div_(divisor)
 
 

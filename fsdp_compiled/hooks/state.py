@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,6 +67,11 @@ class FSDPState(TorchNames):
     def is_root(self) -> bool:
         """Whether no outer ``fully_shard`` has adopted this unit."""
         return self.outermost is self
+
+    @property
+    def is_used_elsewhere(self) -> bool:
+        """Whether another thread called the model last."""
+        return self._context is not None and self._context.thread not in (None, get_ident())
 
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""

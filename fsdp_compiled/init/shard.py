@@ -9,7 +9,7 @@ from torch import nn
 from ..hooks.state import FSDPState
 from ..hooks.tree import adopt_units_below
 from ..module import FSDPModule
-from ..param.composable import note_sharded
+from ..param.composable import note_unit
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.properties import own, rebase
@@ -67,5 +67,5 @@ def _install(
         own(module, by_name, state)
     for module in modules:
         module.__dict__["_fsdp_state"] = state
-        note_sharded(module, state)
+        note_unit(module, state.unit, state)
         rebase(module, add=(FSDPModule, TracedCall))

@@ -6,22 +6,47 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
+
+from .unit import Unit
 
 _FULLY_SHARD = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # what states are noted under
 
 
+class _Registry(dict[str, RegistryItem]):
+    """What was applied to a module with parameters of a unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __contains__(self, name: object) -> bool:
+        # FSDP1 and checkpoints ask for the same. There is no other place to refuse from without changing PyTorch.
+        if sys._getframe(1).f_code is _is_composable_with_fsdp.__code__:
+            raise ValueError(
+                f"{self._unit.config.name}: expected units of fsdp_compiled.fully_shard alone, got "
+                "torch.distributed.fsdp.fully_shard around or inside this one; use one of the two for the whole model"
+            )
+        return super().__contains__(name)
+
+
 def applied(module: nn.Module) -> dict[str, RegistryItem]:
     """Return what was applied to ``module``, by the name of the function."""
-    found: dict[str, RegistryItem] = module.__dict__.get(REGISTRY_KEY, {})
-    return found
+    return dict(module.__dict__.get(REGISTRY_KEY, {}))
 
 
-def note_sharded(module: nn.Module, state: object) -> None:
-    """Let PyTorch's composable functions see that ``fully_shard`` was applied to ``module``, with what state."""
-    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
-    module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+def note_unit(module: nn.Module, unit: Unit, state: object = None) -> None:
+    """Let PyTorch's ``fully_shard`` refuse a module with parameters of ``unit``.
+
+    If it was given to ours, its composable functions see that from ``state`` too.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, _Registry(unit))
+    if state is not None:
+        registry["fully_shard"] = RegistryItem()
+        module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state

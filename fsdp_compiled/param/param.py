@@ -7,6 +7,7 @@ streams.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy, deepcopy
 from dataclasses import InitVar, dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..policy import resolved
 from ..sharding.layout import ShardLayout
 from ..sharding.placement import local_of, outer_parallelism, sharded_spec
 from ..sharding.spec import CommSpec
-from .extension import AllGatherExtension, check_extension, check_smaller_group, is_extended
+from .extension import POST, PRE, AllGatherExtension, check_extension, check_smaller_group, is_extended
 from .gradients import AccumulatedGrad, after_user_hooks, tell_unit
 from .memory import identifiable, same_memory, without_memory
 from .placement import ParamModuleInfo, ParamPlacement, ShardedState, TakenOriginal, check_replacement, comm_spec
@@ -192,6 +193,26 @@ class FSDPParam:
         self.info = replace(self.info, shared=(*self.info.shared, *places))
         self.users.append(user)
         self.register(self.sharded_param)
+
+    def start_copy(self, memo: dict[int, Any]) -> None:
+        """Put a copy into ``memo`` of ``deepcopy``: sharded, in memory of its own, without gradients and hooks."""
+        copied = memo[id(self)] = copy(self)
+        copied.shard = self.placement.pinned(self.shard.detach().clone())
+        local = memo[id(self._local)] = copied._unpadded(copied.shard)
+        vars(local).update(deepcopy({m: f for m, f in vars(self._local).items() if m in (PRE, POST)}, memo))
+        sharded = nn.Parameter(DTensor(local, self._spec, requires_grad=False), self.sharded_param.requires_grad)
+        copied.sharded_param = memo[id(self.sharded_param)] = sharded
+        if self.unsharded_param is not None:
+            memo[id(self.unsharded_param)] = sharded  # which may be registered
+
+    def finish_copy(self, memo: dict[int, Any]) -> None:
+        """Complete this copy, once ``memo`` has those of modules and units."""
+        vars(self).update({name: deepcopy(vars(self)[name], memo) for name in ("info", "unit", "users", "_inner")})
+        if (original := self.original()) is not None:  # a module outside of units may still share it
+            self.original = TakenOriginal(deepcopy(original, memo), self)
+        self.state, self._post_forward = ShardedState.SHARDED, None
+        self.is_hooked = self.leaf_mirrors = self.is_registering = False
+        self._link(self.sharded_param, self.shard)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, torch.dtype]:

@@ -6,7 +6,9 @@ It knows modules and their parameters one by one; it must not know which of them
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import cache
+from inspect import unwrap
 from itertools import count
 from types import FunctionType
 from typing import Any, Protocol
@@ -20,8 +22,10 @@ from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import skip_code
 
 from . import reads, substitutes
+from .composable import note_unit
 from .param import FSDPParam
 from .placement import ShardedState
+from .unit import Unit
 
 _copies = count()  # of functions, to tell their code apart
 
@@ -29,6 +33,10 @@ _copies = count()  # of functions, to tell their code apart
 class UnitState(Protocol):
     """What a module asks of ``FSDPState``, which this package may not import."""
 
+    unit: Unit
+
+    @property
+    def is_used_elsewhere(self) -> bool: ...
     def reshard(self) -> None: ...
     def regroup(self) -> None: ...
 
@@ -89,6 +97,17 @@ class ShardedModule:
                 "delete it before"
             )
         super().__delattr__(name)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save sharded parameters, even if another thread is in a step, where they are unsharded."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for name, param in self._fsdp_params.items():
+            registered, sharded = self._parameters.get(name), param.sharded_param  # type: ignore[attr-defined]
+            if prefix + name in destination and (registered is sharded or registered is param.unsharded_param):
+                destination[prefix + name] = sharded if keep_vars else sharded.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copied_module(self, memo)
 
 
 class ShardedModuleWithCall(ShardedModule):
@@ -157,7 +176,8 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> Non
     else:
         module.__dict__["_fsdp_params"] = dict(params)
         module.__dict__["_fsdp_units"] = (unit,)
-        module.register_state_dict_pre_hook(_reshard_units)
+        note_unit(module, unit.unit)
+        module.register_state_dict_pre_hook(_before_save)
         module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_relink)
         has_call = _user_class(module).__call__ is not nn.Module.__call__
@@ -188,7 +208,7 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
     prefix, *_ = mixins[0].__name__.split("Module")
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
-    body |= {"__module__": user_cls.__module__, "__deepcopy__": _refuse_deepcopy, "__reduce_ex__": _refuse_pickle}
+    body |= {"__module__": user_cls.__module__, "__reduce_ex__": _refuse_pickle}
     for mixin in mixins:
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
@@ -207,11 +227,34 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
-def _refuse_deepcopy(module: nn.Module, memo: object) -> None:
-    raise TypeError(
-        f"{type(module).__name__}: a sharded module cannot be deep-copied, because its copy would share no "
-        "process group state; use state_dict() and load_state_dict() on a second sharded model"
-    )
+def copied_module(module: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a module whose units' copies are in ``memo``.
+
+    Raises:
+        ValueError: one is not, because the unit is not copied as a whole.
+        TypeError: the module has a function that would refer to the original in the copy.
+    """
+    cls = _user_class(module).__name__
+    for unit in module.__dict__.get("_fsdp_units", ()):
+        if id(unit) not in memo:
+            raise ValueError(
+                f"{cls}: expected all modules with parameters of unit {unit.unit.config.name} to be deep-copied, got "
+                "this one alone; deep-copy the module that was given to fully_shard, or one around it"
+            )
+    copied, state = object.__new__(type(module)), dict(module.__getstate__())
+    for name, value in state.items():
+        if hasattr(value, "_torchdynamo_orig_callable") and getattr(unwrap(value), "__self__", None) is module:
+            value = state[name] = unwrap(value)  # the method of which torch.compile made it
+        cells = getattr(getattr(value, "__func__", value), "__closure__", None) or ()
+        if any(getattr(cell.cell_contents, "__self__", cell.cell_contents) is module for cell in cells):
+            raise TypeError(
+                f"{cls}.{name}: expected no function that refers to the module, got a {type(value).__name__}, which "
+                "would still refer to it in a copy; put it there after deep-copying"
+            )
+    memo[id(module)] = copied
+    copied.__setstate__(deepcopy(state, memo))
+    copied.__dict__.pop("_fsdp_calling", None)
+    return copied
 
 
 def _refuse_pickle(module: nn.Module, protocol: object) -> None:
@@ -224,6 +267,12 @@ def _refuse_pickle(module: nn.Module, protocol: object) -> None:
 def _reshard_units(module: ShardedModule, *_: object) -> None:
     for unit in module._fsdp_units:
         unit.reshard()
+
+
+def _before_save(module: ShardedModule, *_: object) -> None:
+    for unit in module._fsdp_units:
+        if not unit.is_used_elsewhere:
+            unit.reshard()
 
 
 def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, metadata: Any, *_: object) -> None:

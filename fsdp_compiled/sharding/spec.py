@@ -91,7 +91,7 @@ def scaling_for(
     divisor = world if divide_factor is None else divide_factor
     if world == 1:
         return Scaling(divisor, "sum", 1.0)
-    if dtype in (torch.float32, torch.bfloat16, torch.float64):
+    if dtype.to_real() in (torch.float32, torch.bfloat16, torch.float64):
         if divisor == world and not sum_only:
             return Scaling(1.0, "avg", 1.0)
         return Scaling(1.0, "sum", divisor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import pytest
@@ -14,7 +15,9 @@ from tests.ranks import on_ranks
 from tests.training import (
     MLP,
     MODES,
+    WITH_REGIONS,
     assert_close,
+    assert_trains_like_one_process,
     batches,
     compiled,
     full,
@@ -332,3 +335,47 @@ def test_a_stored_gradient_survives_a_conversion(mode):
     square_loss(call, my_part(second).double()).backward()
     (square_loss(alone, first.double()) + square_loss(alone, second.double())).backward()
     assert_close(full_grads(model), full_grads(alone))
+
+
+class Empty(nn.Module):
+    """Parameters without elements, beside others and as a unit of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there is nothing to initialise
+            self.inputs = nn.Linear(0, 10)
+            self.alone = nn.Linear(0, 10, bias=False)
+        self.linear = nn.Linear(10, 10)
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return self.linear(x) + self.inputs(x[:, :0]) + self.alone(x[:, :0]) + self.none.sum()
+
+
+class Empties(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Empty() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", WITH_REGIONS)
+@pytest.mark.parametrize("sync", [True, False])
+@on_ranks(2)
+def test_parameters_without_elements(mode, sync):
+    alone, model = Empties(), Empties()
+    for block in model.blocks:
+        fully_shard(block.alone)
+    call = shard(model, mode)
+    if not sync:
+        model.set_requires_gradient_sync(False)
+        for each, x in ((alone, batches(1, 8, 10)[0]), (call, my_part(batches(1, 8, 10)[0]))):
+            square_loss(each, x).backward()
+        model.set_requires_gradient_sync(True)
+    assert_trains_like_one_process(model, call, alone)

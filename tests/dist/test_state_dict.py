@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 
@@ -28,10 +31,12 @@ from tests.ranks import on_ranks, same_on_ranks
 from tests.training import (
     MLP,
     MODES,
+    WITH_REGIONS,
     assert_close,
     assert_trains_like_one_process,
     batches,
     full,
+    full_grads,
     full_params,
     mean_over_ranks,
     my_part,
@@ -360,3 +365,60 @@ def test_parameters_tied_after_they_were_sharded(mode):
     for each in (alone, model):
         each.blocks[1][0].weight = each.blocks[0][0].weight
     assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
+
+
+class Slow(MLP):
+    """Gives another thread time to look at each block's parameters while they are unsharded, in eager mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.register_forward_pre_hook(self._pause)
+
+    @staticmethod
+    def _pause(*_) -> None:
+        if not torch.compiler.is_compiling():
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("mode", WITH_REGIONS)
+@pytest.mark.parametrize("keep_vars", [True, False])
+@on_ranks(2)
+def test_another_thread_takes_state_dicts_while_the_model_trains(mode, keep_vars):
+    alone, model = Slow(), Slow()
+    call = shard(model, mode)
+    params, seen, ends = dict(model.named_parameters()), [], threading.Event()
+
+    def look() -> None:
+        while not ends.is_set():
+            seen.append(model.state_dict(keep_vars=keep_vars))
+
+    with ThreadPoolExecutor(1) as threads:
+        looking = threads.submit(look)
+        try:
+            assert_trains_like_one_process(model, call, alone)
+        finally:
+            ends.set()
+    looking.result()
+    assert seen
+    for state in seen:
+        assert state.keys() == params.keys()
+        for name, value in state.items():
+            assert isinstance(value, DTensor) and value.placements == params[name].placements, name
+            assert value.to_local().data_ptr() == params[name].to_local().data_ptr(), name
+            assert (value is params[name]) is keep_vars
+
+
+@each_mode
+@on_ranks(2)
+def test_another_threads_state_dict_between_forward_and_backward(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    (x,) = batches(1, 8, 10)
+    square_loss(alone, x).backward()
+    loss = square_loss(call, my_part(x))
+    with ThreadPoolExecutor(1) as threads:
+        state = threads.submit(model.state_dict).result()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    loss.backward()
+    assert_close(full_grads(model), full_grads(alone))

@@ -300,6 +300,16 @@ def test_modules_that_something_else_distributes():
 def test_torchs_fully_shard_on_one_of_ours():
     with pytest.raises(AssertionError, match="fully_shard has already been applied"):
         torch_fsdp.fully_shard(fully_shard(Model()))
+    message = (
+        "expected units of fsdp_compiled.fully_shard alone, got torch.distributed.fsdp.fully_shard around or ins"
+    )
+    model = Model()
+    fully_shard(model.layers[1])
+    with pytest.raises(ValueError, match=f"Linear: {message}"):
+        torch_fsdp.fully_shard(model)
+    model = fully_shard(Model())
+    with pytest.raises(ValueError, match=f"Model: {message}"):
+        torch_fsdp.fully_shard(model.layers[1])
 
 
 @pytest.mark.parametrize(

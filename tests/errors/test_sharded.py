@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -13,16 +16,36 @@ from tests.errors.models import Model, sharded_model
 pytestmark = pytest.mark.usefixtures("fake_group")
 
 
-def test_deepcopy():
-    import copy
+def test_deepcopy_of_a_part_of_a_unit():
+    model = Model()
+    fully_shard(model.layers[0])
+    fully_shard(model)
+    message = (
+        "Linear: expected all modules with parameters of unit Model to be deep-copied, got this one alone; "
+        "deep-copy the module that was given to fully_shard, or one around it"
+    )
+    with pytest.raises(ValueError, match=message):
+        copy.deepcopy(model.layers[1])
+    with pytest.raises(ValueError, match=message):
+        copy.deepcopy(model.layers)
+    copied = copy.deepcopy(model.layers[0])
+    assert isinstance(copied, FSDPModule) and copied.weight is not model.layers[0].weight
 
-    model = fully_shard(Model())
-    with pytest.raises(TypeError, match="FSDPModel: a sharded module cannot be deep-copied"):
+
+def test_deepcopy_of_a_function_that_refers_to_the_module():
+    model = sharded_model()
+    model.eval_forward = lambda x: model(x)
+    with pytest.raises(
+        TypeError, match=r"Model\.eval_forward: expected no function that refers to the module, got a fu"
+    ):
         copy.deepcopy(model)
+    del model.eval_forward
+    torch_fsdp.register_fsdp_forward_method(model, "forward")
+    with pytest.raises(TypeError, match=r"Model\.forward: .* got a method, .*; put it there after deep-copying"):
+        copy.deepcopy(nn.Sequential(model))
 
 
 def test_pickling_and_copying():
-    import copy
     import io
     import pickle
 
