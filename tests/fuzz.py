@@ -25,7 +25,7 @@ from hypothesis.errors import NoSuchExample
 from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 from tests.drawn import CASES, parse
-from tests.drawn_regions import check_program, programs
+from tests.drawn_regions import calls, check_calls, check_program, programs
 from tests.drawn_training import train_drawn
 from tests.test_bucket import PASSES_POLICIES, chains, check_graph
 from tests.test_schedule import PREFETCHES, ROOMS, check_schedule, loads
@@ -99,9 +99,12 @@ class _Ranks:
         self.pool = RankProcesses(WORLD)
 
     def train(self, case):
+        self.run(train_drawn, case)
+
+    def run(self, check, drawn):
         if not self.pool.alive:
             self.pool = RankProcesses(WORLD)
-        self.pool.run(WORLD, functools.partial(train_drawn, case), SETTING)
+        self.pool.run(WORLD, functools.partial(check, drawn), SETTING)
 
 
 @pytest.fixture
@@ -120,7 +123,11 @@ def test_models(search, ranks, pytestconfig):
 
 
 def test_regions(search):
-    search(programs(), lambda drawn: check_program(*drawn), part=0.2)
+    search(programs(), lambda drawn: check_program(*drawn), part=0.1)
+
+
+def test_calls_of_regions(search, ranks):
+    search(calls(), functools.partial(ranks.run, check_calls), part=0.1)
 
 
 def test_schedules(search):

@@ -36,6 +36,10 @@ def _gemma() -> nn.Module:
     return transformers.GemmaForCausalLM(transformers.GemmaConfig(**DECODER, head_dim=8))
 
 
+def _mistral() -> nn.Module:
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, head_dim=8, sliding_window=8))
+
+
 def _bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT))
 
@@ -52,6 +56,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "qwen3": _qwen3,
     "gemma": _gemma,
+    "mistral": _mistral,
     "bert": _bert,
     "lora": _llama_with_lora,
 }

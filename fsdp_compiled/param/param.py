@@ -242,15 +242,16 @@ class FSDPParam:
         self._follow_config()
 
     def _follow_config(self) -> None:
-        config = self.unit.config
-        reduces = config.reduce_grads and config.all_reduce_grads
-        self.is_plain = reduces and self.extension is None and self.outer is None
+        self.reduces_grads = self.unit.config.reduce_grads and self.unit.config.all_reduce_grads
+        self.is_plain = self.extension is None and self.outer is None
         self._choose_read()
 
     def _choose_read(self) -> None:
-        # In one attribute of each parameter, because every traced read guards what it asks for, in every step.
+        # In one attribute of each parameter, because every traced read guards what it asks for, in every step; and in
+        # another one without gradients, where a graph does not depend on how they are reduced.
         is_ready = self.is_plain and self.leaf_mirrors and not self.is_hooked
-        self.plain_spec = self.spec_text if is_ready else None
+        self.plain_spec_without_grad = self.spec_text if is_ready else None
+        self.plain_spec = self.plain_spec_without_grad if self.reduces_grads else None
 
     def use_separate_reduce_scatter_group(self, separate: bool) -> None:
         """Reduce gradients over a process group of its own, or over that of the all-gathers."""

@@ -141,7 +141,7 @@ def _reader(name: str) -> property:
             operands = reads.region.unsharded
             if operands is not None and param in operands:
                 return operands[param] if param.outer is None else param.outer.wrap(operands[param])
-            if param.plain_spec is not None or not param.is_hooked:
+            if reads.plain_spec(param) is not None or not param.is_hooked:
                 return reads.unsharded(param)
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return reads.unsharded(param)

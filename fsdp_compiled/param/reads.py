@@ -6,6 +6,7 @@ case reads few.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .. import collectives
@@ -23,9 +24,14 @@ class TracedRegion:
 region = TracedRegion()  # one for all: for each object that a trace changes, Dynamo writes code and a message
 
 
+def plain_spec(param: FSDPParam) -> str | None:
+    """Return the spec of a read for which nothing else counts, or None."""
+    return param.plain_spec if torch.is_grad_enabled() else param.plain_spec_without_grad
+
+
 def unsharded(param: FSDPParam) -> Tensor:
     """Return the unsharded parameter."""
-    if param.plain_spec is not None or param.is_plain:
+    if plain_spec(param) is not None or param.is_plain:
         return collectives.unshard(*unshard_arguments(param))
     local = unsharded_local(param)
     return local if param.outer is None else param.outer.wrap(local)
@@ -40,8 +46,9 @@ def unsharded_local(param: FSDPParam) -> Tensor:
 
 def unshard_arguments(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
     """Return the arguments of :func:`collectives.unshard` for a parameter without an extension."""
-    if param.plain_spec is not None and param.leaf.requires_grad:
-        return param.leaf, None, None, param.plain_spec
+    spec = plain_spec(param)
+    if spec is not None and param.leaf.requires_grad:
+        return param.leaf, None, None, spec
     return *_leaves(param), param.spec_text
 
 
@@ -49,7 +56,7 @@ def _leaves(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the leaf, and the one that takes its gradient instead: unsharded, or partially reduced."""
     if not param.requires_grad:
         return param.leaf.detach(), None, None
-    if param.is_plain:
+    if not torch.is_grad_enabled() or param.reduces_grads:
         return param.leaf, None, None
     config = param.unit.config
     if not config.reduce_grads and param.unsharded_grad.leaf is not None:

@@ -28,7 +28,7 @@ from . import reads, substitutes
 from .param import FSDPParam
 from .properties import rebase
 from .schemas import derive_once
-from .stamped import guard_as
+from .stamped import describe, guard_as
 from .unit import Unit
 
 T = TypeVar("T")
@@ -51,10 +51,11 @@ class RegionModule:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         comptime(_enter)
         params, unsharded = self._fsdp_region, _unsharded_together(self._fsdp_region)
-        if not self._fsdp_region_reused:
+        call = _described_call() if self._fsdp_region_reused else None
+        if call is None:
             return _region_of_its_own(self, *unsharded, *args, **kwargs)
         around, reads.region.unsharded = reads.region.unsharded, dict(zip(params, unsharded, strict=True))
-        output = _region(self, self._fsdp_region_names, *unsharded, *args, **kwargs)
+        output = _region(self, self._fsdp_region_names + call, *unsharded, *args, **kwargs)
         reads.region.unsharded = around
         comptime(_guard)
         return output
@@ -101,8 +102,8 @@ def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
 def _body(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
     """Run the module's own forward; what it reads of ``operands``, it finds in ``reads.region``.
 
-    They are operands all the same: torch stamps a trace again only if all that it reads are, or have a source. It
-    compares ``names``, too, so that each operand is read under the same names in both blocks.
+    They are operands all the same: torch reuses a trace only if all that it reads are, or have a source. It compares
+    ``names``, too: under which names each operand is read, and what the call is like.
     """
     return module._fsdp_body(*operands[len(module._fsdp_region) :], **kwargs)
 
@@ -154,12 +155,19 @@ def _is_as_the_first(cls: type) -> bool:
 
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
 _entered: list[type] = []  # the class of the region that Dynamo traced last, if any
+_calls: list[str | None] = []  # how it was called, see describe()
 
 
 def _enter(context: Any) -> None:
     """Remember which region Dynamo is about to trace; ``torch._dynamo.comptime`` calls it then."""
     _entered[:] = [context.get_local("self").python_type()]
+    _calls[:] = [describe(context) if _LIMIT else None]
     substitutes.check_below(context)
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def _described_call() -> str | None:
+    return _calls[0]
 
 
 def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -210,7 +218,11 @@ def _failing(model: nn.Module) -> list[Any]:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _warn(modules: Sequence[nn.Module], why: Exception) -> None:
     classes = sorted({type(module)._fsdp_user_class.__name__ for module in modules})  # type: ignore[attr-defined]
-    reason = next((line.strip() for line in str(why).splitlines() if line.strip()), type(why).__name__)
+    first = re.split(r"(?<![:\n])\n", str(why).strip())[0]  # the first line, and what a colon at its end announces
+    reason = " ".join(first.split()) or type(why).__name__
+    configs = (getattr(below, "config", None) for module in modules for below in module.modules())
+    if any(getattr(config, "use_cache", False) for config in configs):  # Hugging Face's
+        reason += "; in training set config.use_cache = False, so that they keep no tensors in a cache"
     warnings.warn(
         f"regions: {len(modules)} blocks ({', '.join(classes)}) are compiled as a part of the graph, because torch "
         f"cannot compile them as regions: {reason}",

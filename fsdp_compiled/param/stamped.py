@@ -1,28 +1,60 @@
-"""Guards of blocks for which torch has reused the trace of an equal block.
+"""When torch may reuse the trace of an equal block, and the guards of a block for which it has.
 
-Torch compares such a block with the one that it traced, and installs no guards for it: what changes in the block
-later, such as its training mode, would go unnoticed. So what was compared is guarded here, by Dynamo's internals,
-checked on torch 2.13.0 and 2.15.0; torch 2.11 traces every block. It knows a block and its traces only.
+Torch compares such a block with the one that it traced, but its arguments in part only; so a text that describes the
+call is compared, too. And it installs no guards for the block: what changes in it later, such as its training mode,
+would go unnoticed. So what was compared is guarded here. Both use Dynamo's internals, checked on torch 2.13.0 and
+2.15.0; torch 2.11 traces every block. This module knows a block and its traces only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import CodeType
 from typing import Any
 
 import torch
 from torch._dynamo.guards import install_guard
+from torch._dynamo.source import LocalSource
+from torch._dynamo.variables import ConstantVariable
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+
+
+def describe(context: Any) -> str | None:
+    """Return a text that is equal for two calls of equal blocks, the caller's ``self``, if their arguments are alike.
+
+    These are alike in number, names, kinds, values but for tensors, and in which tensors are the same. It is None for
+    other arguments, such as objects and functions: torch does not compare what a trace reads of them.
+    """
+    local = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().symbolic_locals
+    seen: dict[Any, int] = {}
+    with suppress(Exception):  # Dynamo's internals are others in this version, too
+        return "".join(_described(local[name], local["self"].source, seen) for name in ("args", "kwargs"))
+    return None
+
+
+def _described(variable: Any, block: Any, seen: dict[Any, int]) -> str:
+    variable = variable.realize()
+    kind = variable.python_type()
+    # Of an attribute, torch takes whatever the trace reads there from the other call's argument.
+    where = str(variable.source and _of_block(variable.source, block, LocalSource("self")))
+    text = f"{kind.__name__} {where if 'member=' in where or 'global_name=' in where else ''} "
+    if isinstance(variable, ConstantVariable):
+        return text + repr(variable.value)
+    if isinstance(variable, (TensorVariable, SymNodeVariable)):
+        return text + str(seen.setdefault(variable.as_proxy().node, len(seen)))
+    if kind is dict:
+        text += str([key.vt.as_python_constant() for key in variable.items])
+    elif kind not in (tuple, list):
+        raise NotImplementedError(text)
+    items = variable.items.values() if kind is dict else variable.items
+    return text + str([_described(each, block, seen) for each in items])
 
 
 def guard_as(code: CodeType) -> Callable[[Any], None]:
-    """Return what ``torch._dynamo.comptime`` is to call after a region of the caller's ``self``.
+    """Return what ``torch._dynamo.comptime`` is to call after a region of the caller's ``self``; ``code`` is its own.
 
-    Args:
-        code: of the region's function.
-
-    Raises:
-        RuntimeError: (when called) no trace is found that fits; the region must be traced by itself.
+    If no trace fits, that raises RuntimeError: the region must be traced by itself.
     """
 
     def guard(context: Any) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from functorch.compile import make_boxed_func
@@ -10,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("transformers")
 
+from fsdp_compiled.init.regions import set_regions
+from fsdp_compiled.param.regions import RegionModule
 from fsdp_compiled.passes.graph import nodes
 from tests import huggingface
 from tests.parity import row
@@ -60,6 +64,29 @@ def test_trains_like_one_process(name, mode):
     model = _assert_trains_like_one_process(name, mode)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == (name in ("gemma", "bert"))
+
+
+@row("Hugging Face models", mode="regions")
+@on_ranks(2)
+def test_a_sliding_window_trains_in_regions_without_a_cache():
+    """With one, which its config asks for, blocks keep views of what they compute; torch refuses such regions."""
+    alone, model = (huggingface.build("mistral", sharded) for sharded in (False, True))
+    (tokens,) = huggingface.token_batches(1)
+    for use_cache in (True, False):
+        torch._dynamo.reset()
+        model.config.use_cache = alone.config.use_cache = use_cache
+        set_regions(model, units_inside(model))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = huggingface.loss(compiled(model, regions=True), my_part(tokens))
+        texts = [str(each.message) for each in caught if "regions:" in str(each.message)]
+        assert len(texts) == use_cache and all("in training set config.use_cache = False" in text for text in texts)
+        assert all(isinstance(unit, RegionModule) is not use_cache for unit in units_inside(model))
+        for each in (loss, huggingface.loss(alone, tokens)):
+            each.backward()
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (model, alone):
+            each.zero_grad()
 
 
 @row("Hugging Face models", "frozen and LoRA")

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import AllGather, ReduceScatter, fully_shard
@@ -201,6 +202,28 @@ def test_several_reductions_under_way():
     square_loss(alone, data).backward()
     assert_close(_grads(model, call, data), full_grads(alone))
     assert model._get_fsdp_state()._context.comm.max_reducing == 3
+
+
+@row("accumulation")
+@pytest.mark.parametrize("mode", ["full", "regions"])
+@on_ranks(2)
+def test_gradient_sync_has_a_graph_for_either_setting_and_evaluation_does_not_depend_on_it(mode):
+    """An unsharded model has a graph for one size, one to evaluate and one for all sizes."""
+    counts = {}
+    for kind in ("unsharded", mode):
+        torch._dynamo.reset()
+        counters.clear()
+        model = MLP()
+        call = compiled(model) if kind == "unsharded" else shard(model, mode)
+        for size in (8, 12, 16):
+            for sync in (False, False, True):
+                if kind != "unsharded":
+                    model.set_requires_gradient_sync(sync)
+                square_loss(call, batches(1, size, 10)[0]).backward()
+                with torch.no_grad():
+                    torch.testing.assert_close(call(batches(1, 20, 10)[0]), MLP()(batches(1, 20, 10)[0]))
+        counts[kind] = counters["stats"]["unique_graphs"]
+    assert counts["unsharded"] == 3 and counts[mode] == 4
 
 
 @row("accumulation", mode="eager")
