@@ -60,6 +60,7 @@ class Tripwire:
     is_raised: bool = False
     pending: dict[int, int] = field(default_factory=dict)  # this rank's shares of sums that others may lack in
     process: int = field(default_factory=os.getpid)  # a forked child does not report for its parent
+    world: int = field(default_factory=lambda: id(dist.group.WORLD))
     notes: dict[str, str] = field(default_factory=dict)  # by kind, of the next entry
     _entries: list[Entry] = field(default_factory=list)  # of the window that has not ended
     _seen: set[str] = field(default_factory=set)  # digests of those that must not come twice
@@ -87,7 +88,7 @@ class Tripwire:
         self._seen.add(key)
         entry = Entry(key, contract, noted)
         self._entries.append(entry)
-        _reporter.last, _reporter.count = entry, _reporter.count + 1
+        _reporter.last, _reporter.world, _reporter.count = entry, self.world, _reporter.count + 1
         self._state = hash((self._state, key))
         if self._state in self._known:
             self._end()
@@ -180,6 +181,7 @@ class _Reporter:
     """A thread that reports the windows of all groups of this process."""
 
     last: Entry  # what ran last on any group
+    world = 0  # the default group then
     count = 0  # how much ran before and with it
     _process = 0  # that the thread runs in; a forked child has none, and must not use these locks
     _wires: tuple[ref[Tripwire], ...] = ()  # replaced, not changed: both threads read it
@@ -228,7 +230,7 @@ class _Reporter:
         wires = self.alive()
         for wire in wires:
             wire.follow(windows.get(wire, ()))
-        if not windows and pause == _IDLE_S and self.count != self._told:
+        if not windows and pause == _IDLE_S and self.count != self._told and self.world == id(dist.group.WORLD):
             self.tell()
         shortest = max(_PAUSE_S, _PAUSE_PER_RANK_S * max((len(wire.ranks) for wire in wires), default=0))
         if windows:
