@@ -60,7 +60,7 @@ def _place(ours: Sequence[str], theirs: Sequence[str]) -> int | None:
 
 
 def last_runs(texts: Sequence[str]) -> str:
-    """Return what each rank has said that it ran last; "" if it has said nothing."""
+    """Tell what each rank has said that it ran last; "" if it has said nothing."""
     sides: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         sides.setdefault(text or "nothing that others know of", []).append(rank)

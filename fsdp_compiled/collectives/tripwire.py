@@ -36,6 +36,7 @@ _PAUSE_S = 0.002  # between two reports, at least
 _PAUSE_PER_RANK_S = 1e-4  # or so much per rank of the group, which limits the load of the store's host
 _IDLE_S = 1.0
 _SETTLE_S = 5.0  # how long a rank that has found a difference waits for the records of the others
+_LOOKED_AT = 64  # ranks, after a collective has failed: all would be too many for the store's host
 _KNOWN = 1024  # different windows that are recognized
 _KEPT = 256  # windows that a rank remembers, and that the store keeps
 _BITS = 62  # of a sum: the upper ones count ranks
@@ -64,13 +65,14 @@ class Tripwire:
     notes: dict[str, str] = field(default_factory=dict)  # by kind, of the next entry
     _entries: list[Entry] = field(default_factory=list)  # of the window that has not ended
     _seen: set[str] = field(default_factory=set)  # digests of those that must not come twice
+    _count: int = 0  # of all entries so far
     _state: int = 0  # equal for windows that are equal so far, in this process
     _known: set[int] = field(default_factory=set)  # states at which windows have ended
     _chain: str = ""  # the digest of the last window and all before it
     _number: int = 0  # of the last window
     _kept: deque[list[Entry]] = field(default_factory=deque)  # the last windows that may differ
     _base: int = 0  # how many entries came before them
-    _text: str = ""
+    _text: str = "ranks have run different collectives"
     _settled: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
@@ -88,7 +90,8 @@ class Tripwire:
         self._seen.add(key)
         entry = Entry(key, contract, noted)
         self._entries.append(entry)
-        _reporter.last, _reporter.world, _reporter.count = entry, self.world, _reporter.count + 1
+        self._count += 1
+        _reporter.last, _reporter.count, _reporter.world = entry, self._count, self.world
         self._state = hash((self._state, key))
         if self._state in self._known:
             self._end()
@@ -114,16 +117,14 @@ class Tripwire:
 
     def follow(self, windows: Sequence[list[Entry]]) -> None:
         """Look whether others have reported an earlier window; report new ones, or of many at once one at most."""
-        try:
+        with suppress(RuntimeError):  # the store's host has ended
             if self.pending:
                 number = next(iter(self.pending))
                 self._compare(number, self.pending.pop(number), 0)
             if not self.differs:
                 self._report(windows)
-        except RuntimeError:  # the store's host has ended
-            self.pending.clear()
-            self._text = self._text or "ranks have run different collectives, and the store's host has ended"
-            self._settled.set()
+            return
+        self.pending.clear()
 
     def _report(self, windows: Sequence[list[Entry]]) -> None:
         stride = 1 << (len(windows) - 1).bit_length()  # a rank that is behind skips numbers, and alike in any case
@@ -149,6 +150,7 @@ class Tripwire:
             self._forget(len(self._kept) - (self._number - number))
         else:
             self.differs = True
+            self.pending.clear()
             self._text = self._settle()
             self._settled.set()
 
@@ -180,9 +182,9 @@ class Tripwire:
 class _Reporter:
     """A thread that reports the windows of all groups of this process."""
 
-    last: Entry  # what ran last on any group
+    last: Entry | None = None  # what ran last on any group
+    count = 0  # how much ran on that group before and with it
     world = 0  # the default group then
-    count = 0  # how much ran before and with it
     _process = 0  # that the thread runs in; a forked child has none, and must not use these locks
     _wires: tuple[ref[Tripwire], ...] = ()  # replaced, not changed: both threads read it
 
@@ -193,9 +195,9 @@ class _Reporter:
         self._wires = (*map(ref, self.alive()), ref(wire))
 
     def _start(self) -> None:
-        self._queue: SimpleQueue[tuple[Tripwire, list[Entry]]] = SimpleQueue()
-        self._wires, self._process, self.count, self._told = (), os.getpid(), 0, 0
-        self._stop = threading.Event()
+        self._queue: SimpleQueue[tuple[Tripwire, list[Entry]] | None] = SimpleQueue()
+        self._wires, self._process, self.last = (), os.getpid(), None
+        self._told: Entry | None = None
         self._thread = threading.Thread(target=self._run, name="fsdp_compiled windows", daemon=True)
         self._thread.start()
         atexit.register(self.stop)
@@ -210,39 +212,40 @@ class _Reporter:
     def stop(self) -> None:
         """End the thread, before the interpreter ends what it uses."""
         if self._process == os.getpid():
-            self._stop.set()
-            self._thread.join(_PAUSE_S)
+            self._queue.put(None)
+            self._thread.join(_SETTLE_S)  # else it might die inside the store, which ends the process
 
     def _run(self) -> None:
-        pause = _IDLE_S
-        while not self._stop.is_set():
+        pause: float | None = _IDLE_S
+        while pause is not None:
             pause = self._follow(pause)
 
-    def _follow(self, pause: float) -> float:
+    def _follow(self, pause: float) -> float | None:
         """Wait for windows, report them and look at earlier ones; return how long to wait for the next."""
         windows: dict[Tripwire, list[list[Entry]]] = {}
         with suppress(Empty):
-            wire, entries = self._queue.get(timeout=pause)
-            windows[wire] = [entries]
-            while True:
-                wire, entries = self._queue.get_nowait()
-                windows.setdefault(wire, []).append(entries)
+            item = self._queue.get(timeout=pause)
+            while item is not None:
+                windows.setdefault(item[0], []).append(item[1])
+                item = self._queue.get_nowait()
+            return None
         wires = self.alive()
         for wire in wires:
             wire.follow(windows.get(wire, ()))
-        if not windows and pause == _IDLE_S and self.count != self._told and self.world == id(dist.group.WORLD):
+        if not windows and pause == _IDLE_S and self.last is not self._told:
             self.tell()
-        shortest = max(_PAUSE_S, _PAUSE_PER_RANK_S * max((len(wire.ranks) for wire in wires), default=0))
+        shortest = max([_PAUSE_S, *(_PAUSE_PER_RANK_S * len(wire.ranks) for wire in wires)])
         if windows:
-            self._stop.wait(shortest)
+            time.sleep(shortest)
         if not any(wire.pending for wire in wires):
             return _IDLE_S
         return shortest if windows else min(2 * pause, _IDLE_S)
 
     def tell(self) -> None:
         """Let others know what ran last here, should a collective not end."""
-        self._told = self.count
-        peers.publish(_LAST, f"{mismatch.described(self.last.contract)} as number {self.count}")
+        self._told = last = self.last
+        if last is not None and self.world == id(dist.group.WORLD):
+            peers.publish(_LAST, f"{mismatch.described(last.contract)}, number {self.count} on its group")
 
 
 _reporter = _Reporter()
@@ -256,23 +259,14 @@ def check() -> None:
 
 
 def last_runs() -> str:
-    """Return what the ranks of the default group have run last, as far as they have said; "" if that is unknown."""
-    try:
-        store = peers.world_store() if _reporter.count else None
-        if store is None:
-            return ""
-        _reporter.tell()
-        if store.add(f"{_LAST}/asked", 1) == 1:  # one reads what all have said: all would be too many for the host
-            texts = _present(store, [f"{_LAST}/{rank}" for rank in range(dist.get_world_size())])
-            store.set(f"{_LAST}/all", mismatch.last_runs(texts))
-        deadline = time.monotonic() + _SETTLE_S
-        while not store.check([f"{_LAST}/all"]):
-            if time.monotonic() > deadline:
-                return ""
-            time.sleep(_PAUSE_S)
-        return store.get(f"{_LAST}/all").decode()
-    except (RuntimeError, ValueError):
-        return ""  # the store's host has ended
+    """Return what the first ranks of the default group have run last, as far as they have said; "" if unknown."""
+    with suppress(RuntimeError, ValueError):  # the store's host has ended
+        store = peers.world_store() if _reporter.last else None
+        if store is not None:
+            _reporter.tell()
+            ranks = range(min(dist.get_world_size(), _LOOKED_AT))
+            return mismatch.last_runs(_present(store, [f"{_LAST}/{rank}" for rank in ranks]))
+    return ""
 
 
 def _present(store: Store, keys: list[str]) -> list[str]:

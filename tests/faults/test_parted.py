@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.errors import RankMismatchError
+from fsdp_compiled.collectives import peers
+from fsdp_compiled.errors import RankFailureError, RankMismatchError
 from tests.faults.steps import WIDTH, Model
 from tests.ranks import on_ranks
 from tests.training import shard
@@ -108,3 +114,50 @@ def test_a_call_skipped_and_made_later(mode):
 @on_ranks(4, timeout_s=30)
 def test_a_call_skipped_and_made_later_on_4_ranks(mode):
     _a_call_skipped_and_made_later(mode)
+
+
+# ---- a rank that does not come ----
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2, timeout_s=5)
+def test_a_collective_that_times_out_names_what_each_rank_ran_last(mode):
+    training = _Training(mode)
+    for _ in range(PARTS_IN):
+        training.backward(0)
+        training.update(0)
+    store = dist.group.WORLD.get_group_store()
+    if _is_odd():
+        store.wait(["ended"])  # it does something else, and its training thread cannot answer
+        return
+    with pytest.raises(RankFailureError) as caught:
+        training.backward(0)
+    store.set("ended", "")
+    said = str(caught.value)
+    assert said.startswith("a collective failed: ") and "imed out" in said, said
+    told = r"\. What ran last: rank 0: all-gather of blocks.0.*, number (\d+) on .*; rank 1: .*, number (\d+) "
+    ours, theirs = map(int, re.search(told, said).groups())
+    assert ours == theirs + 1, said
+
+
+# ---- a forked child ----
+
+
+@on_ranks(2, timeout_s=30)
+def test_a_forked_child_that_dies_says_nothing_for_its_parent():
+    training = _Training("eager")
+    training.backward(0)
+    if _is_odd():
+        child = os.fork()
+        if not child:
+            peers.attend()  # as a forward does
+            sys.excepthook(ValueError, ValueError("of a child"), None)
+            peers._report("raised an error in backward")
+            os._exit(threading.active_count() > 1 or peers.is_attending())
+        assert os.waitpid(child, 0)[1] == 0
+    dist.barrier()
+    assert peers.failure() == ""
+    for _ in range(PARTS_IN):
+        training.backward(0)
+        training.update(0)
+    assert peers.is_attending()
