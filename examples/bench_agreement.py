@@ -5,9 +5,9 @@
 
 The first trains a small model with agreement and without it, one step each in turn, and prints the medians of both;
 in the steady state a thread sends a hash per window. The second connects that many clients, threads of one process,
-to one TCPStore and lets them agree on a graph with as many parameters as a model of 8 billion has: seconds until all know the
-verdict, the first time and a second time. Then they compare windows of 100 collectives, one every 25 ms: CPU time of
-the training thread and of the reporting thread for a window, and requests to the store per rank.
+to one TCPStore and lets them agree on a graph with as many parameters as a model of 8 billion has: seconds until all
+know the verdict, the first time and a second time. Then they compare windows of 100 collectives, one every 25 ms: CPU
+time of the training thread and of the reporting thread for a window, and requests to the store per rank.
 ``--json FILE`` keeps the figures.
 """
 
