@@ -4,9 +4,11 @@
     python examples/bench_agreement.py --clients 64
 
 The first trains a small model with agreement and without it, one step each in turn, and prints the medians of both;
-in the steady state nothing is sent. The second connects that many clients, threads of one process, to one TCPStore
-and lets them agree on a graph with as many parameters as a model of 8 billion has: seconds until all know the
-verdict, the first time and a second time. ``--json FILE`` keeps the figures.
+in the steady state a thread sends a hash per window. The second connects that many clients, threads of one process,
+to one TCPStore and lets them agree on a graph with as many parameters as a model of 8 billion has: seconds until all
+know the verdict, the first time and a second time. Then they compare windows of 100 collectives, one every 25 ms: CPU
+time of the training thread and of the reporting thread for a window, and requests to the store per rank.
+``--json FILE`` keeps the figures.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +30,9 @@ from compare import full_graph, ours_eager
 from model import Config, Llama
 
 from fsdp_compiled import SchedulePolicy, set_rank_agreement, step_on_shards
+from fsdp_compiled.collectives import tripwire
 from fsdp_compiled.collectives.agreement import Ledger, agree
+from fsdp_compiled.collectives.tripwire import Entry, Tripwire
 from fsdp_compiled.sharding.contract import Collective, Contract
 
 PARAMETERS = 291  # of Llama 3 8B
@@ -78,12 +85,62 @@ def graph_contract(group: str) -> Contract:
 
 def first_time(clients: int) -> dict[str, float]:
     """Return the seconds in which clients of one store agree."""
+    tripwire._reporter.watch = lambda wire: None  # each rank's windows are reported by a thread below
+    tripwire._reporter.put = lambda wire, entries: None
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(clients)]
     contract, ranks = graph_contract("0"), tuple(range(clients))
     ledgers = [Ledger(store, rank, ranks, timedelta(minutes=1)) for rank, store in enumerate(stores)]
     contract.digest  # noqa: B018  what a graph's first call computes is not the store's cost
-    return {"s the first time": all_enter(ledgers, contract), "s again": all_enter(ledgers, contract)}
+    return {
+        "s the first time": all_enter(ledgers, contract),
+        "s again": all_enter(ledgers, contract),
+        **windows([Tripwire(_Counting(store), rank, ranks) for rank, store in enumerate(stores)]),
+    }
+
+
+class _Counting:
+    """A client of a store that counts its requests."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.count = store, 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        self.count += 1
+        return getattr(self.store, name)
+
+
+def windows(wires: list[Tripwire], count: int = 100, every_s: float = 0.025) -> dict[str, float]:
+    """Return what it costs to compare windows, each rank's reported by a thread of its own."""
+    names = [Contract((Collective("0", "all-gather", "", (f"{number}",)),)) for number in range(100)]
+    entries = [Entry(contract.digest, contract, "") for contract in names]
+
+    def report(wire: Tripwire) -> float:
+        start = time.thread_time()
+        for _ in range(count):
+            wire.follow([entries])
+            time.sleep(every_s)
+        while wire.pending:
+            wire.follow(())
+            time.sleep(0.002)
+        return time.thread_time() - start
+
+    with ThreadPoolExecutor(len(wires)) as pool:
+        seconds = list(pool.map(report, wires))
+    assert not any(wire.differs for wire in wires)
+    training = []
+    for _ in range(count):
+        start = time.thread_time()
+        for contract in names:
+            wires[0].check()
+            wires[0].add(contract)
+        training.append(time.thread_time() - start)
+        time.sleep(every_s)
+    return {
+        "us a window, thread": 1e6 * statistics.median(seconds) / count,
+        "us a window, training": 1e6 * statistics.median(training),
+        "requests a window": statistics.mean(wire.store.count for wire in wires) / count,
+    }
 
 
 def all_enter(ledgers: list[Ledger], contract: Contract) -> float:

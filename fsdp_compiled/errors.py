@@ -6,7 +6,10 @@ class FSDPError(RuntimeError):
 
 
 class RankMismatchError(FSDPError):
-    """Ranks were about to start different collectives, or one did not come to any; nothing was started."""
+    """Ranks were about to start different collectives, or one did not come to any; nothing was started.
+
+    Or they have run different ones, each known to all ranks, in this step or the one before.
+    """
 
 
 class RankFailureError(FSDPError):

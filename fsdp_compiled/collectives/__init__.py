@@ -4,7 +4,7 @@ It knows tensors and what travels (:mod:`sharding`). It must not know modules, u
 """
 
 from . import bucket_operators as bucket_operators
-from .agreement import agree, attend, report_failure, set_rank_agreement
+from .agreement import agree, attend, note, number_in, report_failure, set_rank_agreement
 from .all_gather import launch_all_gather
 from .interfaces import AllGather, Comm, Hook, ReduceScatter, register
 from .operators import reduce_grad, unshard, unshard_all, with_gradient
@@ -23,6 +23,8 @@ __all__ = [
     "launch_all_gather",
     "launch_reduction",
     "launch_replica_reduction",
+    "note",
+    "number_in",
     "padded_shard",
     "reduce_grad",
     "register",

@@ -3,7 +3,8 @@
 Whatever follows something else on a group for the first time, a graph or a single collective of a hook, is compared
 by all ranks of that group first: each posts a digest, the last to arrive compares and posts the verdict. A collective
 would do for that only if ranks agreed already. What ranks have agreed on may follow again without asking: the steady
-state looks one pair up. It knows process groups and contracts; it must not know units, or graphs.
+state looks one pair up, and a thread compares afterwards what ran (see :mod:`tripwire`). It knows process groups and
+contracts; it must not know units, or graphs.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # see peers.py
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import RankFailureError, RankMismatchError
 from ..passes.inductor import source_hash
 from ..passes.progress import watch
 from ..sharding.contract import Contract
-from . import mismatch, peers
+from . import mismatch, peers, tripwire
 from .backend import process_group
 
 _LONGEST_PAUSE_S = 0.1  # between two looks at the store
@@ -51,7 +53,8 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
 
     Whatever runs for the first time is compared through the process group's store: every collective of an uncompiled
     model, and all collectives of a compiled graph together. Ranks that differ raise :class:`RankMismatchError`, which
-    names the first difference, before anything is started. Afterwards nothing is sent. Call it alike on all ranks.
+    names the first difference, before anything is started. What has followed before is started at once and
+    compared meanwhile: ranks that differ raise by the end of the following step. Call it alike on all ranks.
 
     Args:
         enabled: False never compares.
@@ -96,11 +99,25 @@ def agree(contract: Contract) -> None:
     """
     if not _setting.enabled:
         return
-    peers.watch_backward()
+    peers.watch_backward(tripwire.check)
     for name, part in contract.by_group.items():
         ledger = _ledger(process_group(name))
         if ledger is not None:
             ledger.enter(part)
+
+
+def note(mesh: DeviceMesh, kind: str, what: str) -> None:
+    """Note what comes before the next collective of a mesh's groups: alike on all ranks that run the same."""
+    for ledger in map(_ledgers.get, mesh.get_all_groups() if _setting.enabled else ()):
+        if ledger is not None:
+            ledger.wire.notes[kind] = what
+
+
+def number_in(mesh: DeviceMesh) -> int:
+    """Return how often this was called for the mesh's last group: the same on all ranks that run the same."""
+    group = mesh.get_all_groups()[-1]
+    _numbers[group] = _numbers.get(group, 0) + 1
+    return _numbers[group]
 
 
 @dataclass(eq=False)
@@ -115,12 +132,17 @@ class Ledger:
     previous: str = ""  # the digest of what ran last
     exchanged: int = 0
 
+    def __post_init__(self) -> None:
+        self.wire = tripwire.Tripwire(self.store, self.rank, self.ranks)
+
     def enter(self, contract: Contract) -> None:
         """Note that ``contract`` runs next; ask the other ranks if it has not followed the previous one before."""
+        self.wire.check()
         if (self.previous, contract.digest) not in self.agreed:
             self._ask(contract)
             self.agreed.add((self.previous, contract.digest))
         self.previous = contract.digest
+        self.wire.add(contract)
 
     def _ask(self, contract: Contract) -> None:
         peers.go_on()
@@ -244,6 +266,7 @@ class _Awaited:
 
 
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger | None] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def _ledger(group: dist.ProcessGroup) -> Ledger | None:

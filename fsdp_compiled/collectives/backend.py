@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 
-from ..errors import RankFailureError
-from . import peers
+from ..errors import FSDPError, RankFailureError
+from . import peers, tripwire
 
 _ATTENTION = timedelta(seconds=2)  # how often a rank that waits looks whether others have failed
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -67,24 +67,28 @@ def wait(work: dist.Work | None, device: torch.device) -> None:
     """Let the current stream of ``device``, or on the CPU the host, wait for ``work``.
 
     Raises:
-        RankFailureError: it failed or, on the CPU, takes long, and another rank has reported an error.
+        RankFailureError: it failed, with what each rank ran last, or, on the CPU, it takes long, and another rank has
+            reported an error.
+        RankMismatchError: on the CPU, it takes long, and ranks have run different collectives.
     """
     if work is None:
         return
     try:
         if device.type == "cpu" and type(work) is dist.Work and peers.is_attending():
             while not _has_ended(work):
+                tripwire.check()
                 if failure := peers.failure(()):
                     raise RankFailureError(_because(failure))
         else:
             work.wait()
-    except RankFailureError:
+    except FSDPError:
         raise
     except RuntimeError as error:
-        failure = peers.failure()
-        if not failure:
-            raise
-        raise RankFailureError(_because(failure)) from error
+        if failure := peers.failure():
+            raise RankFailureError(_because(failure)) from error
+        if last := tripwire.last_runs():
+            raise RankFailureError(f"a collective failed: {str(error).splitlines()[0]}. {last}") from error
+        raise
 
 
 def _because(failure: str) -> str:

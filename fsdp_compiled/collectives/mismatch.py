@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
+from typing import TypedDict
 
 from ..sharding.contract import Collective, Contract
 
@@ -19,16 +20,59 @@ def difference(sides: Sequence[Sequence[int]], posts: Sequence[dict[str, str]]) 
             f"{who[0]} and {who[1]} came to {described(contracts[0])} after different collectives; "
             "an error or a branch that only some ranks took came before"
         )
-    place, pair = _first_difference(*(contract.collectives for contract in contracts))
-    shown = _beside(who, _contrast(*pair))
-    number = f"collective {place + 1}" if max(len(each.collectives) for each in contracts) > 1 else "a collective"
-    return f"ranks were about to start different collectives, in {number}: {shown}. {_cause(who, contracts)}"
+    return f"ranks were about to start different collectives: {_shown(who, contracts)}. {_cause(who, contracts)}"
 
 
-def _first_difference(
-    ours: Sequence[Collective], theirs: Sequence[Collective]
-) -> tuple[int, tuple[Collective | None, Collective | None]]:
-    return next(each for each in enumerate(zip_longest(ours, theirs)) if each[1][0] != each[1][1])
+class Record(TypedDict):
+    """What a rank has run on a group since its ranks were last found equal."""
+
+    base: int  # how much it ran before
+    keys: list[str]
+    entries: dict[str, tuple[str, str]]  # by key, a packed contract and what was noted before it
+
+
+def parted(records: dict[int, Record]) -> str:
+    """Return where ranks, by their numbers, have first run different things, each known to all of them."""
+    base = max(record["base"] for record in records.values())
+    runs = {rank: record["keys"][base - record["base"] :] for rank, record in records.items()}
+    first, *others = runs
+    places = {rank: place for rank in others if (place := _place(runs[first], runs[rank])) is not None}
+    if not places:
+        return f"{ranks(runs)} have run different collectives longer ago than they remember. {_PARTED}"
+    odd, place = min(places.items(), key=lambda each: each[1])
+    after, shown = "", {}
+    for one in (first, odd):
+        side = ranks(rank for rank, run in runs.items() if run[place : place + 1] == runs[one][place : place + 1])
+        entries, keys = records[one]["entries"], runs[one][: place + 1]
+        after = f" after {described(Contract.unpack(entries[keys[-2]][0]))}" if place else ""
+        shown[side] = entries[keys[-1]]
+    contracts, noted = zip(*((Contract.unpack(packed), noted) for packed, noted in shown.values()), strict=True)
+    if contracts[0].collectives == contracts[1].collectives:
+        how = _beside(list(shown), [f"{described(contracts[0])}{each}" for each in noted])
+    else:
+        how = _shown(list(shown), contracts)
+    return f"ranks have run different collectives{after}: {how}. {_PATHS}. {_PARTED}"
+
+
+def _place(ours: Sequence[str], theirs: Sequence[str]) -> int | None:
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((place for place, (our, their) in pairs if our != their), None)
+
+
+def last_runs(texts: Sequence[str]) -> str:
+    """Tell what each rank has said that it ran last; "" if it has said nothing."""
+    sides: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        sides.setdefault(text or "nothing that others know of", []).append(rank)
+    return f"What ran last: {_beside(list(map(ranks, sides.values())), list(sides))}"
+
+
+def _shown(who: Sequence[str], contracts: Sequence[Contract]) -> str:
+    """Return the first difference of two contracts, beside those who have them."""
+    pairs = enumerate(zip_longest(*(contract.collectives for contract in contracts)), start=1)
+    place, pair = next(each for each in pairs if each[1][0] != each[1][1])
+    is_graph = max(len(contract.collectives) for contract in contracts) > 1
+    return _beside(who, _contrast(*pair)) + (f" (collective {place} of a graph)" if is_graph else "")
 
 
 def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
@@ -38,7 +82,9 @@ def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
     pairs = zip(ours.params, theirs.params, strict=False)
     alike = next((n for n, pair in enumerate(pairs) if pair[0] != pair[1]), None)
     if alike is None:
-        return [f"{each.kind} of {len(each.params)} parameters from {each.params[0]}" for each in (ours, theirs)]
+        return [
+            f"{each.kind} of {len(each.params)} parameters, the first {each.params[0]}" for each in (ours, theirs)
+        ]
     return [_name(each, each.params[alike:]) for each in (ours, theirs)]
 
 
@@ -48,6 +94,7 @@ def _name(collective: Collective, params: Sequence[str]) -> str:
 
 
 def described(contract: Contract) -> str:
+    """Return what a contract stands for, by the first of its collectives."""
     first, more = contract.collectives[0], len(contract.collectives) - 1
     return _name(first, first.params) + (f" and {more} more collectives of a graph" if more else "")
 
@@ -60,13 +107,17 @@ _ADVICE = {
 }
 
 
+_PATHS = "Ranks took different paths through the program: look where they branch by rank or by data"
+_PARTED = "What ran since may have used wrong parameters: continue from a checkpoint"
+
+
 def _cause(who: Sequence[str], contracts: Sequence[Contract]) -> str:
     bases = [dict(fact.split(": ", 1) for fact in contract.basis) for contract in contracts]
     if not all(bases):
         compiled = [side for side, basis in zip(who, bases, strict=True) if basis]
         if compiled:
             return f"{compiled[0]} runs a compiled graph where others do not; compile on every rank or on none"
-        return "Ranks took different paths through the program: look where they branch by rank or by data"
+        return _PATHS
     for name, advice in _ADVICE.items():
         values = [basis.get(name, "") for basis in bases]
         if values[0] != values[1]:

@@ -9,9 +9,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -28,7 +29,8 @@ _FAILURES = "fsdp_compiled/failures"
 _PROCESS = "fsdp_compiled/process"
 
 _reported: list[str] = []  # the key of the failure of this rank that still stands in the store
-_introduced: WeakSet[dist.ProcessGroup] = WeakSet()  # default groups whose ranks can find this process
+# By default group, the process that is this rank and that others can find; a forked child is not.
+_introduced: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def store_of(group: dist.ProcessGroup | None) -> Store | None:
@@ -38,8 +40,18 @@ def store_of(group: dist.ProcessGroup | None) -> Store | None:
     return group.get_group_store()
 
 
-def _world_store() -> Store | None:
-    return store_of(dist.group.WORLD) if dist.is_initialized() else None
+def world_store() -> Store | None:
+    """Return the default group's store; None if there is none, or if this process is a forked child of the rank's."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    return None if group is None or _introduced.get(group, os.getpid()) != os.getpid() else store_of(group)
+
+
+def publish(prefix: str, text: str) -> None:
+    """Set this rank's text under ``prefix`` in the default group's store, if there is one."""
+    with suppress(RuntimeError, ValueError):  # the store's host has ended
+        store = world_store()
+        if store is not None:
+            store.set(f"{prefix}/{dist.get_rank()}", text)
 
 
 def attend() -> None:
@@ -53,14 +65,14 @@ def attend() -> None:
         callback_handler.register_end_callback(_beats.end)
     if not isinstance(sys.excepthook, _ReportUncaught):
         sys.excepthook = _ReportUncaught(sys.excepthook)
-    if dist.is_initialized() and not is_attending():
+    if dist.is_initialized() and dist.group.WORLD not in _introduced:
         _introduce()
     go_on()
 
 
 def is_attending() -> bool:
     """Tell whether ranks of the default group keep each other informed."""
-    return dist.is_initialized() and dist.group.WORLD in _introduced
+    return dist.is_initialized() and dist.group.WORLD is not None and _introduced.get(dist.group.WORLD) == os.getpid()
 
 
 # ---- compiling ----
@@ -73,7 +85,7 @@ class _Beats:
         self._ended: threading.Event | None = None  # set when the compilation under way ends
 
     def begin(self, _: Any = None) -> None:
-        store = _world_store()
+        store = world_store()
         if store is not None and self._ended is None:
             self._ended = threading.Event()
             args = store, _beat_key(dist.get_rank()), self._ended
@@ -102,7 +114,7 @@ _beats = _Beats()
 
 def beats(rank: int) -> int:
     """Return how often a rank, by its number in the default group, has said that it compiles."""
-    store = _world_store()
+    store = world_store()
     return 0 if store is None else store.add(_beat_key(rank), 0)
 
 
@@ -128,7 +140,7 @@ def report_failure(error: BaseException) -> None:
 
 def _report(what: str) -> None:
     try:
-        store = _world_store()
+        store = world_store()
         if store is None:
             return
         if not _reported:
@@ -140,7 +152,7 @@ def _report(what: str) -> None:
 
 def go_on() -> None:
     """Withdraw what this rank has reported: it comes after all."""
-    store = _world_store() if _reported else None
+    store = world_store() if _reported else None
     while _reported:
         if store is not None:
             store.set(_reported[-1], "")
@@ -153,23 +165,25 @@ class _Backward:
     task = -1  # the engine's number of the last backward that was watched
     _is_complete = False
 
-    def __init__(self, task: int) -> None:
+    def __init__(self, task: int, at_end: Callable[[], None]) -> None:
+        self._at_end = at_end
         _Backward.task = task
 
     def __call__(self) -> None:
         self._is_complete = True
+        self._at_end()
 
     def __del__(self) -> None:
         if not self._is_complete and not sys.is_finalizing():
             _report("raised an error in backward")  # which passes none of our frames; see _ReportUncaught
 
 
-def watch_backward() -> None:
-    """Report it if the backward under way, if any, ends with an error."""
+def watch_backward(at_end: Callable[[], None]) -> None:
+    """Report it if the backward under way, if any, ends with an error; call ``at_end`` if it ends well."""
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
     task = torch._C._current_graph_task_id()
     if task not in (-1, _Backward.task):
-        torch.autograd.Variable._execution_engine.queue_callback(_Backward(task))
+        torch.autograd.Variable._execution_engine.queue_callback(_Backward(task, at_end))
 
 
 def failure(awaited: Iterable[int] | None = None) -> str:
@@ -178,7 +192,7 @@ def failure(awaited: Iterable[int] | None = None) -> str:
     Else name one of the ``awaited`` ranks, by default of all, whose process has ended.
     """
     try:
-        store = _world_store()
+        store = world_store()
         if store is None:
             return ""
         keys = (f"{_FAILURES}/{number + 1}" for number in range(store.add(_FAILURES, 0)))
@@ -197,11 +211,11 @@ def failure(awaited: Iterable[int] | None = None) -> str:
 
 def _introduce() -> None:
     """Let other ranks find this process, where the system says enough of it; nothing tells of other machines."""
-    store, process = _world_store(), _process()
-    if store is not None and process:
-        store.set(f"{_PROCESS}/{dist.get_rank()}", process)
+    process = _process()
+    if process:
+        publish(_PROCESS, process)
     assert dist.group.WORLD is not None
-    _introduced.add(dist.group.WORLD)
+    _introduced[dist.group.WORLD] = os.getpid()
 
 
 def _is_gone(store: Store, rank: int) -> bool:

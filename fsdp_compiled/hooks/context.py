@@ -235,6 +235,7 @@ class FSDPStateContext:
                 raise RuntimeError(one_thread(self.states[0]))
         else:
             self.callback_queued, self.backward_thread = True, get_ident()
+            self.states[0].note("backward")
             # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 

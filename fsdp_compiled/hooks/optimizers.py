@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..collectives import note
 from ..param.param import FSDPParam
 
 _params: WeakSet[FSDPParam] = WeakSet()  # of all models
@@ -38,6 +41,9 @@ def _install() -> None:
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    sharded = (param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor))
+    for param in islice(sharded, 1):
+        note(param.device_mesh, "step", ", after an optimizer's step")
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return

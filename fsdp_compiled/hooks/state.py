@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..collectives import Comm, Hook, streams
+from ..collectives import Comm, Hook, note, number_in, streams
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
@@ -45,6 +45,7 @@ class FSDPState(TorchNames):
         self.mp_policy = default.mp_policy
         self.unit = unit  # what the parameters read
         self.device = default.device  # where compute runs
+        self.mesh, self.number = default.mesh_info.mesh, number_in(default.mesh_info.mesh)
         self.outermost = self  # until an outer fully_shard adopts this unit
         self.pre_forward, self.post_forward = PreForward(self, self.device), PostForward(self)
         self.training_state = TrainingState.IDLE
@@ -345,11 +346,17 @@ class FSDPState(TorchNames):
         context = self.follow_tree()
         context.look()
         context.mirror_leaves(True)
+        self.note("forward")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_call(self) -> None:
         """Undo that."""
         self._lazy_init().mirror_leaves(False)
+        note(self.mesh, "call", "")
+
+    def note(self, what: str) -> None:
+        """Note for other ranks which model the next collective is of."""
+        note(self.mesh, "call", f", in {what} of {self.unit.config.name} (unit {self.number})")
 
     def _collect(self, context: FSDPStateContext) -> FSDPStateContext:
         """Let all units below share ``context``; an error leaves them as they were."""

@@ -88,7 +88,7 @@ def _another_policy():
     training = trainer("full", schedule=schedule)
     assert_all_refuse(
         training.step,
-        "rank 1: all-gather of 1 parameters from blocks.0.weight",
+        "rank 1: all-gather of 1 parameters, the first blocks.0.weight",
         "they compile with different SchedulePolicy objects: give the same one on every rank",
         "rank 1: SchedulePolicy(bucket='none'",
     )

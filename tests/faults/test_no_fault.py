@@ -46,6 +46,9 @@ class Checkpointed(Model):
         return x
 
 
+WINDOWS = 14  # in _varied, at most
+
+
 def _exchanged():
     return sum(ledger.exchanged for ledger in agreement._ledgers.values() if ledger is not None)
 
@@ -75,7 +78,8 @@ def test_the_store_rests_once_all_is_known(mode):
         CountingStore.count.clear()
         for _ in range(2):
             _varied(training, other)
-        assert CountingStore.count == Counter()
+        assert CountingStore.count.keys() <= {"add", "delete_key"}, CountingStore.count  # of the reporting thread
+        assert CountingStore.count.total() <= WINDOWS * 2 * 6, CountingStore.count
         assert _exchanged() == before
         torch.compiler.reset()
         training.call = compiled(training.model) if mode == "full" else training.model
