@@ -61,7 +61,7 @@ def _stand_in(value: Any) -> Any:
 def _with_equal_heads(node: fx.Node) -> Callable[[Any], Any]:
     """Return what gives attention's arguments with as many heads in all, as the formulas of torch 2.11 want them.
 
-    Queries, keys, values and their gradients are ``[batch, heads, length, features]`` or ``[length, heads, features]``.
+    Queries, keys, values and gradients are ``[batch, heads, length, features]`` or ``[length, heads, features]``.
     """
 
     def is_heads(value: Any) -> bool:

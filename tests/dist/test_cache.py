@@ -48,7 +48,6 @@ def _run(caches: Sequence[Path], **environment: Any) -> list[dict]:
 def _assert_hits_both(warm: dict) -> None:
     # torch 2.11 caches these graphs too: their inputs are plain tensors, not DTensors
     assert warm["autograd"].get("autograd_cache_hit") == 1, warm
-    assert not warm["autograd"].get("autograd_cache_miss"), warm
     assert not warm["autograd"].get("autograd_cache_bypass"), warm
     assert warm["fx"].get("fxgraph_cache_hit", 0) >= 1, warm
     assert not warm["fx"].get("fxgraph_cache_miss"), warm
@@ -58,13 +57,17 @@ def test_a_second_process_hits_both_caches_on_both_ranks(tmp_path):
     first, second = _run([tmp_path] * 2), _run([tmp_path] * 2)
     for cold, warm in zip(first, second, strict=True):
         assert warm["losses"] == cold["losses"]
+        assert not warm["autograd"].get("autograd_cache_miss"), warm
         _assert_hits_both(warm)
     for colds in (first[::2], first[1::2]):
         assert sum(cold["autograd"].get("autograd_cache_miss", 0) for cold in colds) >= 1
 
 
 def test_a_restart_with_batches_of_other_lengths_hits_both_caches(tmp_path):
-    """Also where one rank's cache is warm, with other lengths, and the other's is empty."""
+    """Also where one rank's cache is warm, with other lengths, and the other's is empty.
+
+    With ``dynamic=True`` Dynamo looks into AOTAutograd's cache once more before it begins anew for a float that varies.
+    """
     _run([tmp_path / "0"] * 2, DYNAMIC=True, LENGTHS=[[128, 9], [512, 2000]])
     for warm in _run([tmp_path / "0"] * 2, DYNAMIC=True, LENGTHS=[[3000, 40], [100, 111]]):
         _assert_hits_both(warm)
