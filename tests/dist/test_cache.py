@@ -66,7 +66,7 @@ def test_a_second_process_hits_both_caches_on_both_ranks(tmp_path):
 def test_a_restart_with_batches_of_other_lengths_hits_both_caches(tmp_path):
     """Also where one rank's cache is warm, with other lengths, and the other's is empty.
 
-    With ``dynamic=True`` Dynamo looks into AOTAutograd's cache once more before it begins anew for a float that varies.
+    With ``dynamic=True`` Dynamo looks into AOTAutograd's cache twice, since it begins anew for a float that varies.
     """
     _run([tmp_path / "0"] * 2, DYNAMIC=True, LENGTHS=[[128, 9], [512, 2000]])
     for warm in _run([tmp_path / "0"] * 2, DYNAMIC=True, LENGTHS=[[3000, 40], [100, 111]]):
