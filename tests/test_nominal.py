@@ -17,9 +17,11 @@ from model import Config, Llama
 from torch import Tensor, fx, nn
 
 from fsdp_compiled import SchedulePolicy
+from fsdp_compiled.inspect import capture
 from fsdp_compiled.inspect.reading import Scheduled
 from fsdp_compiled.passes import CLUSTERS, post_grad
 from fsdp_compiled.passes.graph import nodes
+from fsdp_compiled.passes.graph.anchors import AnchoredCompute
 from tests.graphs import record
 from tests.training import shard
 
@@ -214,3 +216,14 @@ def test_reports_estimate_with_the_sizes_that_are_there():
         return Scheduled(forward, POLICIES[0]).timeline.total_us
 
     assert total_us(300) < total_us(700)
+
+
+@pytest.mark.usefixtures("ranks_64")
+def test_regions_cost_what_their_blocks_cost():
+    def nominal_us(mode):
+        model = _llama()
+        shard(model, mode, reshard_after_forward=True)
+        graphs = [each.before.graph for each in capture(model, *_tokens(2, 300), code=False).graphs]
+        return [sum(AnchoredCompute(graph, nodes.travels, 8192).time(EVEN)) for graph in graphs]
+
+    assert nominal_us("regions") == pytest.approx(nominal_us("eager"), rel=0.02)

@@ -275,8 +275,7 @@ def detect(device: torch.device) -> Cluster:
 
     The device's name chooses the constants; an unknown GPU is taken for an H100. The number of ranks on a node
     is ``torchrun``'s ``LOCAL_WORLD_SIZE``, else the number of this machine's GPUs. Ranks on machines of different
-    kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there. Inputs of somewhat different sizes
-    are no such difference: sizes that are not the model's are rounded before times are estimated from them.
+    kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there.
     """
     name, ranks_per_node = description(device)
     known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
