@@ -10,6 +10,7 @@ import time
 import bench_compile
 import bench_gpu
 import bench_passes
+import bench_tokens
 import data
 import inspect_8b
 import inspect_graphs
@@ -290,6 +291,18 @@ def test_inspect_8b_compares_schedules_without_weights_or_code(run, monkeypatch,
     assert all("by estimate" in line and "To try" in line for line in headlines)
     assert "forward: scheduled 12 all-gathers" in out and "code" not in out
     assert "Side by side" in (tmp_path / "new" / "llama_8b.html").read_text()
+
+
+def test_bench_tokens_compares_policies_at_each_size(run, monkeypatch, tmp_path):
+    monkeypatch.setitem(inspect_8b.PRESETS, "8b", TINY)
+    kept = tmp_path / "sizes.json"
+    arguments = ("--layers", 1, "--world", 16, "--cluster", "A100", "--card", 9.375, "--tokens", 8, 16)
+    out = run(bench_tokens, *arguments, "--json", kept)
+    assert "9.375 GB/s per network card" in out
+    sizes = json.loads(kept.read_text())["sizes"]
+    assert [size["tokens"] for size in sizes] == [8, 16]
+    assert all(us > 0 for size in sizes for us in size["step_us"].values())
+    assert {"default", "tokens=16", "bucket per unit"} <= sizes[0]["step_us"].keys()
 
 
 def test_no_silence_where_there_is_no_terminal(monkeypatch, capsys):
