@@ -32,7 +32,7 @@ EVEN = replace(
     flops_32bit=2e11,
     memory_bytes_per_s=1e11,
     kernel_us=0.1,
-    inter=replace(CLUSTERS["H100"].inter, latency_us=3.0, hop_us=0.1, bytes_per_s=1.3e9),
+    inter=replace(CLUSTERS["H100"].inter, latency_us=3.0, hop_us=0.1, bytes_per_s=3e7),
 )
 POLICIES = [SchedulePolicy(cluster=cluster) for cluster in (EVEN, CLUSTERS["H100"], CLUSTERS["CPU"])]
 

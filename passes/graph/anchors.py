@@ -24,6 +24,7 @@ _BACKWARD_OF_ATTENTION = (
     2.5  # times the FLOPs of forward. *Source:* torch.utils.flop_counter: five products, not two.
 )
 _ATTENTION = ("attention", "attn")
+_SIZES = (int, torch.SymInt)
 
 
 class Weight(NamedTuple):
@@ -98,7 +99,7 @@ def _with_derived(graph: fx.Graph, known: _Weights) -> _Weights:
     """Add to values of parameters what is computed from them alone, such as a transposed or a cast one."""
     found = dict(known)
     for node in graph.nodes:
-        sources = node.all_input_nodes
+        sources = [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), _SIZES)]
         if sources and node not in found and all(each in found for each in sources) and _is_pure(node):
             weights = [found[source] for source in sources]
             found[node] = Weight(sum(each.numel for each in weights), max(each.width for each in weights))
