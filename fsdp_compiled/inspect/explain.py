@@ -1,7 +1,4 @@
-"""Says what each unit of a sharded model all-gathers, keeps and reduces, and why.
-
-It reads the units' states; it must not run or compile anything, nor communicate.
-"""
+"""Says what each unit of a sharded model all-gathers, keeps and reduces, and why."""
 
 from __future__ import annotations
 
