@@ -199,6 +199,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--in-flight-bytes", type=_or(byte_size, "auto"), metavar="auto|BYTES", help=about)
     about = "of parameters that stay unsharded from forward to backward (0)"
     add("--keep-unsharded-bytes", type=_or(byte_size), metavar="BYTES", help=about)
+    add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
     about = f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)"
     add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
 
