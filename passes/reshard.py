@@ -5,12 +5,14 @@ It reads ``reshard`` in each node's spec, and sizes; it must not know units.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ..sharding.spec import CommSpec
+from .cost import Cluster
 from .graph import nodes
 from .graph.anchors import mark_parameters
 from .graph.liveness import cluster_of
@@ -39,6 +41,16 @@ def decide_kept(candidates: Iterable[Candidate], budget_bytes: int) -> set[Hasha
     return kept
 
 
+def kept_by(policy: SchedulePolicy, specs: Mapping[Hashable, CommSpec], cluster: Cluster) -> set[Hashable]:
+    """Return the keys of the parameters that ``policy`` keeps in a graph that reads all of ``specs``."""
+    candidates = []
+    for key, spec in specs.items():
+        group, size = spec.all_gather.group, spec.all_gather_bytes
+        if group.world > 1 and policy.may_keep(spec):
+            candidates.append(Candidate(key, size, cluster.lane(group).link.collective_us(size, group.world)))
+    return decide_kept(candidates, policy.kept_bytes)
+
+
 @dataclass(frozen=True)
 class Reshard:
     """Tags every unshard for AOTAutograd's partitioner. Numerics cannot change.
@@ -62,25 +74,15 @@ class Reshard:
         _drop_gradient_marks(graph)
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
         unshards = [node for node in graph.nodes if nodes.is_unshard(node)]
-        kept = self._kept(graph, unshards)
+        kept: set[Hashable] = set()
+        if self.policy.kept_bytes:
+            specs = {_key(node): nodes.spec_of(node) for node in unshards}
+            kept = kept_by(self.policy, specs, cluster_of(graph, self.policy.cluster))
         for node in unshards:
             keep = not nodes.spec_of(node).reshard or _key(node) in kept
             _tag(node, keep)
             if not keep and nodes.spec_of(node).post_forward.world > 1:
                 _keep_over_smaller_group(node)
-
-    def _kept(self, graph: fx.Graph, unshards: list[fx.Node]) -> set[Hashable]:
-        if not self.policy.kept_bytes:
-            return set()
-        cluster = cluster_of(graph, self.policy.cluster)
-        candidates = {}
-        for node in unshards:
-            spec = nodes.spec_of(node)
-            group, size = spec.all_gather.group, spec.layout.padded_numel * spec.all_gather.dtype.itemsize
-            if group.world > 1 and self.policy.may_keep(spec):
-                us = cluster.lane(group).link.collective_us(size, group.world)
-                candidates[_key(node)] = Candidate(_key(node), size, us)
-        return decide_kept(candidates.values(), self.policy.kept_bytes)
 
 
 def _drop_gradient_marks(graph: fx.Graph) -> None:

@@ -1,24 +1,68 @@
-"""Runs one command: reads arguments, calls ``inspect`` or ``doctor``, prints.
-
-It must not examine models or the machine itself.
-"""
+"""Reads the arguments of one command, calls ``inspect`` or ``doctor``, and prints what they return."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from ..passes.cost import CLUSTERS
 from ..policy import SchedulePolicy
 from . import doctor
-from .parser import WIDTH, WORLD, make_parser
 from .target import UsageError, build, find
+
+WIDTH = 118
+SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
+_SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
+
+_DESCRIPTION = "Inspect what fsdp_compiled does with a model, or check whether this machine can run it."
+
+_INSPECT = """\
+Compile a sharded model and print its schedule: every collective of every graph, when it is launched and waited
+for, how long it takes by estimate and how much of that is hidden behind compute.
+
+MODULE is a dotted module or a path to a .py file. BUILD is a function in it without arguments that returns
+(model, args) or (model, args, kwargs): a model given to fully_shard, and example inputs for its forward.
+If MODULE starts no process group when it is imported, a fake one of --world ranks is used, so that one
+process without GPUs can look at any number of ranks; nothing is communicated, and BUILD must not start another."""
+
+_INSPECT_EXAMPLES = """\
+examples:
+  fsdp-compiled inspect train.py:build
+  fsdp-compiled inspect train.py:build --world 64 --cluster H100 --save report.html timeline.png
+  fsdp-compiled inspect my.package:build --bucket 64MiB --prefetch 2 --in-flight-bytes 1GiB
+  fsdp-compiled inspect train.py:build --bucket unit --explain --save capture.json
+
+train.py:
+  def build():
+      model = Transformer()
+      for layer in model.layers:
+          fully_shard(layer)
+      fully_shard(model)
+      return model, (torch.zeros(8, 512, dtype=torch.int64),)
+
+files: .html is a page that needs nothing else, .json the data, .trace.json a trace for Perfetto or
+chrome://tracing, .png a picture of the timelines.
+
+exit status: 0, or 2 for a mistake in the command or in what BUILD returns."""
+
+_DOCTOR = """\
+Check versions, compilers, devices, torch's settings and Inductor's custom-pass slots. Each line begins with ok, with
+note for what works but is worth knowing, or with problem for what fails or hangs.
+
+exit status: 0, or 1 if there is any problem."""
+
+_MORE = "fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,3 +157,86 @@ def _doctor() -> int:
     problems = sum(found.level == "problem" for found in findings)
     print(f"\n{problems or 'no'} problem{'' if problems == 1 else 's'}")
     return 1 if problems else 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors take one line, and whose help keeps its lines."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        formatter = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32, width=WIDTH)
+        super().__init__(formatter_class=formatter, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands; ``command`` of what it returns is the one that was given."""
+    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_MORE)
+    add = parser.add_subparsers(dest="command", required=True, metavar="COMMAND").add_parser
+    about = "compile a model and print its schedule"
+    inspect = add("inspect", help=about, description=_INSPECT, epilog=_INSPECT_EXAMPLES)
+    inspect.usage = "%(prog)s MODULE:BUILD [options]"
+    _add_options(inspect)
+    add("doctor", help="check what on this machine fails or slows training down", description=_DOCTOR)
+    return parser
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
+    add("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
+    add("--rank", type=int, metavar="N", help="this process's rank in it (0)")
+    add("--explain", action="store_true", help="first say what each unit does, and why")
+    about = f"also save the capture as {_SUFFIXES}"
+    add("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=about)
+    about = "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
+    add = parser.add_argument_group("schedule", about).add_argument
+    about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"
+    add("--bucket", type=_or(byte_size, "auto", "unit", "none"), metavar="auto|unit|none|BYTES", help=about)
+    add("--prefetch", type=_or(_count, "auto"), metavar="auto|N", help="all-gathers launched ahead of use")
+    about = "bound on unsharded bytes: all-gathered and not freed, and gradients not yet reduced"
+    add("--in-flight-bytes", type=_or(byte_size, "auto"), metavar="auto|BYTES", help=about)
+    about = "of parameters that stay unsharded from forward to backward (0)"
+    add("--keep-unsharded-bytes", type=_or(byte_size), metavar="BYTES", help=about)
+    add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
+    about = f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)"
+    add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
+
+
+def byte_size(text: str) -> int:
+    """Return the bytes that ``65536``, ``64MiB``, ``1.5GiB`` or ``10 MB`` mean."""
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(?:([KMGT])(I?))?B)?\s*", text.upper())
+    if match is None:
+        raise ValueError(f"expected a number of bytes such as 65536, 64MiB or 1GiB, got {text!r}")
+    number, prefix, is_binary = match.groups(default="")
+    size = float(number) * (1024 if is_binary else 1000) ** ("", "K", "M", "G", "T").index(prefix)
+    if not size.is_integer():
+        raise ValueError(f"expected an integer number of bytes, got {text!r}, which is {size}")
+    return int(size)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"expected a number, got {text!r}")
+    return int(text)
+
+
+def _or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]:
+    def parse(text: str) -> int | str:
+        try:
+            return text if text in words else number(text)
+        except ValueError as error:
+            expected = " or ".join([*map(repr, words), ""])
+            raise argparse.ArgumentTypeError(str(error).replace("expected ", f"expected {expected}")) from None
+
+    return parse
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.name.endswith(SUFFIXES):
+        raise argparse.ArgumentTypeError(f"expected a file that ends in {_SUFFIXES}, got {text!r}")
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    return path

@@ -5,14 +5,13 @@ Each judgement is a function of what ``diagnose`` reads. It must run where the e
 
 from __future__ import annotations
 
-import importlib
 import os
 import platform
 import shutil
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from importlib import metadata
+from importlib import import_module, metadata
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -31,6 +30,7 @@ from ..passes import cost, inductor
 OLDEST, NEWEST = (2, 11), (2, 15)  # supported versions of torch
 OLDEST_PYTHON = (3, 11)
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+NO_MATPLOTLIB = "missing: a capture cannot be saved as .png; pip install 'fsdp-compiled[inspect]'"
 
 
 class Finding(NamedTuple):
@@ -42,14 +42,9 @@ class Finding(NamedTuple):
 
 
 class Gpu(NamedTuple):
-    """One GPU."""
-
     name: str
     memory_bytes: int
     cluster: str  # name of the one whose constants estimate its times
-
-
-# ---- reading ----
 
 
 def diagnose() -> list[Finding]:
@@ -59,23 +54,22 @@ def diagnose() -> list[Finding]:
     compilers = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     omp_threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    compiler = next((path for name in compilers if name and (path := shutil.which(name))), None)
     version, folder = _version("fsdp-compiled") or "not installed", Path(__file__).parents[1]
+    matplotlib = _version("matplotlib")
     slots = passes.slots(passes.SchedulePolicy())
     return [
         Finding("ok", "fsdp-compiled", f"{version} in {folder}"),
         judge_python(platform.python_version()),
         judge_torch(torch.__version__),
         judge_triton(_triton_version(), bool(gpus)),
-        judge_compiler(
-            next((path for name in compilers if name and (path := shutil.which(name))), None),
-            Path(sysconfig.get_path("include"), "Python.h").exists(),
-        ),
+        judge_compiler(compiler, Path(sysconfig.get_path("include"), "Python.h").exists()),
         *judge_gpus(gpus, torch.version.cuda),
         judge_backends(backends, bool(gpus)),
         judge_threads(torch.get_num_threads(), cpus, omp_threads, ranks or None),
         *(judge_slot(slot, pipeline, getattr(config, slot)) for slot, pipeline in slots.items()),
         *judge_settings(read_settings()),
-        judge_matplotlib(_version("matplotlib")),
+        Finding("ok" if matplotlib else "note", "matplotlib", matplotlib or NO_MATPLOTLIB),
     ]
 
 
@@ -90,7 +84,7 @@ def _version(package: str) -> str | None:
 
 def _triton_version() -> str | None:
     try:  # its package has different names
-        return importlib.import_module("triton").__version__
+        return import_module("triton").__version__
     except ImportError:
         return None
 
@@ -102,9 +96,6 @@ def read_settings() -> dict[str, Any]:
         with suppress(AttributeError):
             found[rule.setting] = attrgetter(rule.setting.removeprefix("torch."))(torch)
     return found
-
-
-# ---- judging ----
 
 
 def judge_python(version: str) -> Finding:
@@ -129,8 +120,7 @@ def _release(version: str) -> tuple[int, ...]:
 def judge_triton(version: str | None, has_gpus: bool) -> Finding:
     if version is None and has_gpus:
         return Finding("problem", "triton", "missing, and Inductor cannot compile for GPUs without it; install it")
-    text = f"{version or 'missing'}; needed to compile for GPUs only"
-    return Finding("ok" if version else "note", "triton", text)
+    return Finding("ok" if version else "note", "triton", f"{version or 'missing'}; needed to compile for GPUs only")
 
 
 def judge_compiler(path: str | None, has_python_headers: bool) -> Finding:
@@ -170,15 +160,14 @@ def judge_backends(names: Sequence[str], has_gpus: bool) -> Finding:
 def judge_threads(threads: int, cpus: int, omp_threads: str | None, ranks: int | None) -> Finding:
     """Judge whether ``ranks`` processes (None: unknown), each with ``threads``, have enough of the ``cpus``."""
     text = f"{threads} in each process on {cpus} processors (OMP_NUM_THREADS {omp_threads or 'unset'})"
-    best = max(cpus // (ranks or 1), 1)
+    best, advice = max(cpus // (ranks or 1), 1), ""
     if threads > best:
-        return Finding("note", "threads", f"{text}: too many for {ranks or 1} ranks here; set OMP_NUM_THREADS={best}")
-    if ranks and ranks > cpus:
-        return Finding("note", "threads", f"{text}: {ranks} ranks here take turns on them")
-    if not ranks and not omp_threads and threads > 1:
-        advice = "several ranks here would compete: torchrun sets 1, else set it to processors / ranks"
-        return Finding("note", "threads", f"{text}; {advice}")
-    return Finding("ok", "threads", text)
+        advice = f": too many for {ranks or 1} ranks here; set OMP_NUM_THREADS={best}"
+    elif ranks and ranks > cpus:
+        advice = f": {ranks} ranks here take turns on them"
+    elif not ranks and not omp_threads and threads > 1:
+        advice = "; several ranks here would compete: torchrun sets 1, else set it to processors / ranks"
+    return Finding("note" if advice else "ok", "threads", text + advice)
 
 
 def judge_slot(slot: str, pipeline: inductor.Pipeline, value: Any) -> Finding:
@@ -235,14 +224,7 @@ RULES = (
 
 def judge_settings(values: Mapping[str, Any]) -> list[Finding]:
     """Judge settings of torch, given by full name, by ``RULES``."""
+    broken = [rule for rule in RULES if rule.setting in values and rule.is_broken(values[rule.setting])]
     ok = Finding("ok", "settings", f"none of the {len(values)} that were checked conflicts with our schedules")
-    return [
-        Finding(rule.level, "setting", f"{rule.setting}={values[rule.setting]!r}: {rule.consequence}")
-        for rule in RULES
-        if rule.setting in values and rule.is_broken(values[rule.setting])
-    ] or [ok]
-
-
-def judge_matplotlib(version: str | None) -> Finding:
-    text = "missing: a capture cannot be saved as .png; pip install 'fsdp-compiled[inspect]'"
-    return Finding("ok" if version else "note", "matplotlib", version or text)
+    texts = (f"{rule.setting}={values[rule.setting]!r}: {rule.consequence}" for rule in broken)
+    return [Finding(rule.level, "setting", text) for rule, text in zip(broken, texts, strict=True)] or [ok]

@@ -1,7 +1,6 @@
 """Inspects the graphs and units of a sharded model: its collectives, when they run and what they cost.
 
 ``capture`` and ``explain`` read a model into ``records``; ``report`` prints and saves them through ``render``.
-The library must not know this package: no module outside ``cli`` imports it.
 """
 
 from .capture import capture

@@ -21,7 +21,6 @@ from torch._logging._internal import trace_structured
 
 from ..passes.graph.liveness import cluster_of
 from ..passes.policy import SchedulePolicy
-from ..sharding.spec import ParamSpec
 from .reading import Scheduled, captured_graph
 from .records import GraphKind
 from .render.data import as_json
@@ -60,7 +59,7 @@ def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Captu
     params = {param.name: param for lowered in read.buckets for param in lowered.bucket.params}
     return Capture(
         model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),
-        parameters=sum(map(_numel, params.values())),
+        parameters=sum(param.layout(1).numel for param in params.values()),
         world=max((collective.world for collective in found.collectives), default=1),
         torch_version=torch.__version__,
         cluster=cluster_of(graph, policy.cluster),
@@ -68,7 +67,3 @@ def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Captu
         graph_breaks=(),
         graphs=(found,),
     )
-
-
-def _numel(param: ParamSpec) -> int:
-    return param.layout(1).numel

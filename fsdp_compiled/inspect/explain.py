@@ -1,7 +1,4 @@
-"""Says what each unit of a sharded model all-gathers, keeps and reduces, and why.
-
-It reads the units' states; it must not run or compile anything, nor communicate.
-"""
+"""Says what each unit of a sharded model all-gathers, keeps and reduces, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from ..param.param import FSDPParam
 from ..param.properties import is_managed
 from ..passes import cost
 from ..passes.policy import DEFAULT, SchedulePolicy
-from ..passes.reshard import Candidate, decide_kept
+from ..passes.reshard import kept_by
 from .records import UnitExplanation
 from .render import figures
 from .report import Explanation
@@ -47,7 +44,10 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
         advice = "call fully_shard on its layers and then on the model"
         raise ValueError(f"{class_name}: expected a model with at least one unit, got none; {advice}")
     schedule = schedule or DEFAULT
-    kept = _kept(states, schedule) if schedule.kept_bytes else set()
+    kept: set[Hashable] = set()
+    if schedule.kept_bytes:
+        specs = {param: param.spec for state in states for param in state.params}
+        kept = kept_by(schedule, specs, schedule.cluster or cost.detect(states[0].device))
     names = {module: name or class_name for name, module in model.named_modules()}
     outside = tuple(
         f"{prefix}.{name}" if prefix else name
@@ -56,22 +56,6 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
         if param is not None and not is_managed(module, name)
     )
     return Explanation(class_name, tuple(_unit(state, names, kept) for state in states), outside, schedule)
-
-
-def _kept(states: Sequence[FSDPState], schedule: SchedulePolicy) -> set[Hashable]:
-    """Return the parameters that the reshard pass would keep in a graph that reads all of them."""
-    cluster = schedule.cluster or cost.detect(states[0].device)
-    candidates = []
-    for param in (param for state in states for param in state.params if schedule.may_keep(param.spec)):
-        info, size = param.placement.mesh_info, _all_gather_bytes(param)
-        if info.shard_world > 1:
-            us = cluster.lane(info.shards).link.collective_us(size, info.shard_world)
-            candidates.append(Candidate(param, size, us))
-    return decide_kept(candidates, schedule.kept_bytes)
-
-
-def _all_gather_bytes(param: FSDPParam) -> int:
-    return param.layout.padded_numel * param.dtypes[0].itemsize
 
 
 def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashable]) -> UnitExplanation:
@@ -86,7 +70,7 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashab
         kept=tuple(param.name for param in kept),
         total_bytes=sum(param.layout.numel * param.leaf.dtype.itemsize for param in params),
         rank_bytes=sum(param.layout.shard_numel * param.leaf.dtype.itemsize for param in params),
-        all_gather_bytes=sum(map(_all_gather_bytes, params)),
+        all_gather_bytes=sum(param.spec.all_gather_bytes for param in params),
         all_gather_dtypes=tuple(dict.fromkeys(param.dtypes[0] for param in params)),
         reduce_dtypes=tuple(dict.fromkeys(param.dtypes[1] for param in params if param.sharded_param.requires_grad)),
         shard_world=params[0].placement.mesh_info.shard_world if params else 1,
@@ -133,7 +117,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
     if any(param.device.type == "meta" for param in params):
         yield "on the meta device: call to_empty and initialise the parameters before running the model"
     if kept:
-        size = figures.size(sum(map(_all_gather_bytes, kept)))
+        size = figures.size(sum(param.spec.all_gather_bytes for param in kept))
         yield f"in one full graph, keep_unsharded_bytes keeps {_within(kept, unit)} ({size})"
 
 

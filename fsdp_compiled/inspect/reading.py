@@ -7,31 +7,23 @@ from the passes' decisions.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterator
 from itertools import accumulate, pairwise, takewhile
 from typing import NamedTuple
 
 from torch import fx
 
-from ..passes.graph import nodes
+from ..passes.graph import nodes, requests
 from ..passes.graph.anchors import AnchoredCompute
 from ..passes.graph.liveness import Compute, cluster_of
-from ..passes.graph.requests import (
-    LoweredBucket,
-    Stage,
-    actions_of,
-    is_ours,
-    lowered_buckets,
-    lowered_requests,
-    numbered,
-)
 from ..passes.planning.buckets import auto_bound
 from ..passes.planning.requests import load_of
 from ..passes.planning.simulate import Timed, simulate
 from ..passes.planning.tasks import Kind, bytes_in_flight
 from ..passes.policy import SchedulePolicy
 from ..sharding.spec import AllGatherBucket, Group, ReductionBucket
-from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region
+from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region, Verdict
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 
@@ -45,19 +37,20 @@ class Scheduled:
     """
 
     def __init__(self, graph: fx.Graph, policy: SchedulePolicy) -> None:
-        self.buckets = lowered_buckets(graph)
-        self.compute, cluster = Compute(graph, is_ours), cluster_of(graph, policy.cluster)
-        requests, grouped = lowered_requests(self.compute, self.buckets, cluster)
-        self.load = load_of(requests, grouped)
-        self.actions = actions_of(graph, self.buckets)
+        self.buckets = requests.lowered_buckets(graph)
+        self.compute, cluster = Compute(graph, requests.is_ours), cluster_of(graph, policy.cluster)
+        asked, grouped = requests.lowered_requests(self.compute, self.buckets, cluster)
+        self.load = load_of(asked, grouped)
+        self.actions = requests.actions_of(graph, self.buckets)
         self.timeline = simulate(self.load, self.actions)
         self.in_flight = bytes_in_flight(self.load, self.actions)  # at each position of compute
-        decided = lowered_requests(AnchoredCompute(graph, is_ours, policy.tokens), self.buckets, cluster)[0]
+        decided = requests.lowered_requests(
+            AnchoredCompute(graph, requests.is_ours, policy.tokens), self.buckets, cluster
+        )[0]
         bound_bytes = auto_bound(decided) if policy.in_flight_bytes == "auto" else policy.in_flight_bytes
         self.bound_bytes = bound_bytes if self.buckets else 0
 
     def spans(self) -> tuple[ComputeSpan, ...]:
-        """Return the compute lane."""
         ends = [*(position for position, _, _ in self.timeline.compute[1:]), self.compute.end]
         runs = zip(self.timeline.compute, ends, strict=False)
         return tuple(span for (first, start_us, _), end in runs for span in self._spans(first, end, start_us))
@@ -83,20 +76,15 @@ class Scheduled:
         return tuple(steps)
 
     def regions(self) -> tuple[Region, ...]:
-        """Return what the graph calls more than once, or might have."""
-        calls: dict[str, list[fx.Node]] = {}
+        calls = defaultdict[str, list[fx.Node]](list)
         for node in self.compute.nodes:
             if nodes.region_of(node) is not None:
-                calls.setdefault(str(node.args[1]), []).append(node)
-        return tuple(
-            Region(
-                name,
-                nodes.region_module_of(each[0]),
-                tuple(map(_block_of, each)),
-                self.load.compute_us[self.compute.position[each[0]]],
-            )
-            for name, each in calls.items()
-        )
+                calls[str(node.args[1])].append(node)
+        found = []
+        for name, each in calls.items():
+            us = self.load.compute_us[self.compute.position[each[0]]]
+            found.append(Region(name, nodes.region_module_of(each[0]), tuple(map(_block_of, each)), us))
+        return tuple(found)
 
 
 def captured_graph(
@@ -134,7 +122,9 @@ def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]
     place = {node: index for index, node in enumerate(final.nodes)}
     by_name = {node.name: node for node in place}
     found = []
-    all_buckets = (each for kind in (AllGatherBucket, ReductionBucket) for each in numbered(scheduled.buckets, kind))
+    all_buckets = (
+        each for kind in (AllGatherBucket, ReductionBucket) for each in requests.numbered(scheduled.buckets, kind)
+    )
     for index, lowered in all_buckets:
         for part in _parts(lowered):
             timed = scheduled.timeline.collectives[part.kind, index]
@@ -164,13 +154,13 @@ class _Part(NamedTuple):
     """A collective of a bucket; ``kind`` is its name in the schedule."""
 
     kind: Kind
-    stage: Stage
+    stage: requests.Stage
     group: Group
     bytes: int
     copies: Copies
 
 
-def _parts(lowered: LoweredBucket) -> list[_Part]:
+def _parts(lowered: requests.LoweredBucket) -> list[_Part]:
     """Return the collectives that communicate."""
     bucket, stages, size = lowered.bucket, lowered.collectives, sum(lowered.bucket.sizes)
     if isinstance(bucket, AllGatherBucket):
@@ -191,23 +181,23 @@ def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:
     return min(map(place.__getitem__, readers), default=len(place) - 1)
 
 
-def _verdict(scheduled: Scheduled, kind: Kind, index: int, timed: Timed) -> str:
+def _verdict(scheduled: Scheduled, kind: Kind, index: int, timed: Timed) -> Verdict:
     load, bound_bytes = scheduled.load, scheduled.bound_bytes
     estimate_us = timed.end_us - timed.start_us
     if timed.exposed_us <= _NEGLIGIBLE * estimate_us:
-        return "hidden"
+        return Verdict.HIDDEN
     if estimate_us * load.compute_blocked_fraction > timed.exposed_us / 2:
-        return "exposed: it runs on the cores that compute needs"
+        return Verdict.SHARES_CORES
     if timed.start_us > timed.launched_us:
-        return "exposed: the link is busy with earlier collectives"
+        return Verdict.LINK_BUSY
     if kind != "all_gather":
-        return "exposed: too little compute follows it"
+        return Verdict.LITTLE_AFTER
     task, key = load.all_gathers[index], ("launch", kind, index)
     launch = next(a.position for a in scheduled.actions if (a.verb, a.kind, a.index) == key)
     if not sum(load.compute_us[: task.first]):
-        return "exposed: nothing before it to hide behind"
+        return Verdict.FIRST
     if launch and bound_bytes and scheduled.in_flight[launch - 1] + task.counted > bound_bytes:
-        return "exposed: the memory bound delays its launch"
+        return Verdict.MEMORY_BOUND
     if task.earliest == launch and launch:
-        return "exposed: its input is computed just before"
-    return "exposed: too little compute before its first use"
+        return Verdict.INPUT_LATE
+    return Verdict.LITTLE_BEFORE

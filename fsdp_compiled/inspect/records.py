@@ -1,11 +1,9 @@
-"""What ``capture`` and ``explain`` find: frozen records of graphs, collectives, their timeline, and units.
-
-They must not know how they are found or drawn.
-"""
+"""What ``capture`` and ``explain`` find: frozen records of graphs, collectives, their timeline, and units."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Literal
 
 import torch
@@ -17,6 +15,19 @@ from ..passes.policy import SchedulePolicy
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Copies = Literal["none", "compute", "side stream"]
 GraphKind = Literal["forward", "backward", "inference"]
+
+
+class Verdict(StrEnum):
+    """Whether compute waits for a collective, and the main reason."""
+
+    HIDDEN = "hidden"
+    SHARES_CORES = "exposed: it runs on the cores that compute needs"
+    LINK_BUSY = "exposed: the link is busy with earlier collectives"
+    LITTLE_AFTER = "exposed: too little compute follows it"
+    FIRST = "exposed: nothing before it to hide behind"
+    MEMORY_BOUND = "exposed: the memory bound delays its launch"
+    INPUT_LATE = "exposed: its input is computed just before"
+    LITTLE_BEFORE = "exposed: too little compute before its first use"
 
 
 @dataclass(frozen=True)
@@ -35,7 +46,6 @@ class Collective:
         exposed_us: how long compute waits for it.
         copies: the stream that packs and unpacks its buffers; "none" where each parameter is all-gathered into its
             own memory. Shards that the graph itself computes are always packed on the compute stream.
-        verdict: "hidden", or "exposed: " and the reason.
     """
 
     kind: CollectiveKind
@@ -52,7 +62,7 @@ class Collective:
     start_us: float
     end_us: float
     copies: Copies
-    verdict: str
+    verdict: Verdict
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""What users get: a capture and an explanation as objects that print a table, and a capture's files.
-
-It must not know how models are read, nor what a format looks like.
-"""
+"""What users get: a capture and an explanation as objects that print a table, and a capture's files."""
 
 from __future__ import annotations
 
@@ -44,7 +41,6 @@ class Capture(CapturedModel):
         A file that exists is replaced, or left as it was if anything fails. Returns the path.
 
         Args:
-            path: of the file.
             beside: another capture, which the page compares with this one, timelines on one time axis.
 
         Raises:

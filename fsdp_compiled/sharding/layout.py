@@ -62,6 +62,10 @@ class ShardLayout:
         """Elements of all chunks together, padding included."""
         return self.shard_numel * self.world
 
+    def padded_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all chunks together in ``dtype``, padding included."""
+        return self.padded_numel * dtype.itemsize
+
     @cached_property
     def like_shard(self) -> torch.Tensor:
         """A padded chunk without memory, from which torch's loops in C++ read the shape."""

@@ -174,6 +174,11 @@ class CommSpec(Text):
         """How the ranks of the all-gather share the parameter."""
         return self.param.layout(self.all_gather.group.world)
 
+    @property
+    def all_gather_bytes(self) -> int:
+        """Bytes of the all-gather output, padding included."""
+        return self.layout.padded_bytes(self.all_gather.dtype)
+
     def for_input(self, shape: Sequence[int], dtype: torch.dtype) -> CommSpec:
         """Return the spec for an all-gather input of this shape and dtype; the same one for the same input."""
         return self if self.param.shape is not None else _for_input(self, tuple(shape), dtype)
@@ -227,7 +232,7 @@ class Bucket(Text):
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Bytes of each unsharded, padded parameter or gradient, in the dtype that travels."""
-        return tuple(layout.padded_numel * self.spec.dtype.itemsize for layout in self.layouts)
+        return tuple(layout.padded_bytes(self.spec.dtype) for layout in self.layouts)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class _Reader:
         self, param: ParamSpec, spec: AllGatherSpec, shard: fx.Node, result: fx.Node | None
     ) -> AllGatherRequest:
         first, last = self.compute.reads(result)
-        size = param.layout(spec.group.world).padded_numel * spec.dtype.itemsize
+        size = param.layout(spec.group.world).padded_bytes(spec.dtype)
         kept_bytes = size if result is not None and is_returned(result) else 0
         return AllGatherRequest(
             next(self.index),
@@ -50,7 +50,7 @@ class _Reader:
         self, param: ParamSpec, spec: ReductionSpec, grad: fx.Node, result: fx.Node | None
     ) -> ReductionRequest:
         needed, _ = self.compute.reads(result)
-        size = param.layout(spec.shards.world).padded_numel * spec.dtype.itemsize
+        size = param.layout(spec.shards.world).padded_bytes(spec.dtype)
         groups = [group for group in (spec.shards, spec.replicas) if group.world > 1] or [spec.shards]
         unit = param.unit if spec.hook or spec.comm else ""  # the user's code sees one unit's gradients
         return ReductionRequest(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import fsdp_compiled.inspect
 from fsdp_compiled import SchedulePolicy, cli
 from fsdp_compiled.cli import doctor
-from fsdp_compiled.cli.parser import SUFFIXES, byte_size
+from fsdp_compiled.cli.commands import SUFFIXES, byte_size
 from fsdp_compiled.passes.cost import CLUSTERS
 
 ROOT = Path(__file__).parents[2]

@@ -1,7 +1,4 @@
-"""A graph's timeline as boxes, texts and lines, which SVG and PNG only paint.
-
-It decides places, labels, colours and the legend; it must not know formats.
-"""
+"""A graph's timeline as boxes, texts and lines with places, colours and a legend, which SVG and PNG only paint."""
 
 from __future__ import annotations
 
@@ -82,8 +79,6 @@ class Drawing(NamedTuple):
 
 
 class _Scale(NamedTuple):
-    """Where times lie."""
-
     end_us: float
     width: float
 

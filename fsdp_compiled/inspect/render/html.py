@@ -24,36 +24,31 @@ WIDEST = 8000  # pixels of a timeline
 def html(capture: CapturedModel, beside: CapturedModel | None = None) -> str:
     """Return the page's source: of one capture, or of one and then another, with both compared above."""
     captures = [capture] if beside is None else [capture, beside]
-    names, rows = side_by_side(captures)
-    parts = list(_comparison(names, rows, captures)) if beside is not None else []
+    names, facts = side_by_side(captures) if beside is not None else ([""], [])
+    parts, headlines = list[str](), []
+    if beside is not None:
+        parts += _comparison(facts, dict(zip(names, captures, strict=True)))
     for number, (name, each) in enumerate(zip(names, captures, strict=True)):
-        parts += _part("" if beside is None else name, f"{number or ''}", each)
+        parts += _part(name, f"{number or ''}", each)
+        whose = f"<b>{escape(name)}</b>: " if name else ""
+        headlines.append(f"<p class='headline'>{whose}{escape(headline(each)) or 'No graph was compiled.'}</p>")
     return _resource("page.html").format(
         model=escape(capture.model),
         about=escape(figures.about(capture)),
-        headlines="\n".join(_headlines(names, captures)),
+        headlines="\n".join(headlines),
         style="\n".join([*_colours(), _resource("page.css").rstrip()]),
         script=_resource("page.js").rstrip(),
         parts="\n".join(parts),
     )
 
 
-def _headlines(names: Sequence[str], captures: Sequence[CapturedModel]) -> Iterator[str]:
-    for name, capture in zip(names, captures, strict=True):
-        whose = f"<b>{escape(name)}</b>: " if len(captures) > 1 else ""
-        yield f"<p class='headline'>{whose}{escape(headline(capture)) or 'No graph was compiled.'}</p>"
-
-
-def _comparison(
-    names: Sequence[str], rows: Sequence[Mapping[str, str]], captures: Sequence[CapturedModel]
-) -> Iterator[str]:
+def _comparison(facts: Sequence[Mapping[str, str]], captures: Mapping[str, CapturedModel]) -> Iterator[str]:
     """Yield a table of both captures' figures, and each graph's timelines below each other on one time axis."""
     yield "<section><h2>Side by side</h2>"
-    yield _table([{escape(title): escape(cell) for title, cell in row.items()} for row in rows])
-    titled = [figures.titled(capture.graphs) for capture in captures]
-    for graphs in zip(*titled, strict=False):
+    yield _table([{escape(title): escape(cell) for title, cell in each.items()} for each in facts])
+    for graphs in zip(*(figures.titled(capture.graphs) for capture in captures.values()), strict=False):
         end_us = max(graph.total_us for _, graph in graphs)
-        for name, (title, graph) in zip(names, graphs, strict=True):
+        for name, (title, graph) in zip(captures, graphs, strict=True):
             yield f"<h3>{title}: {escape(name)}</h3>"
             yield _timeline(f"{title} graph, {name}", graph, end_us)
     yield "</section>"
@@ -61,14 +56,10 @@ def _comparison(
 
 def _part(name: str, prefix: str, capture: CapturedModel) -> Iterator[str]:
     """Yield all of one capture below its name; ``prefix`` tells its graphs from another's."""
-    graphs = [
-        (f"{prefix}g{index}", title, graph) for index, (title, graph) in enumerate(figures.titled(capture.graphs))
-    ]
-    summary = [
-        {"graph": f"<a href='#{key}'>{title}</a>"} | figures.graph_facts(graph) for key, title, graph in graphs
-    ]
+    graphs = [(f"{prefix}g{n}", *each) for n, each in enumerate(figures.titled(capture.graphs))]
+    links = (({"graph": f"<a href='#{key}'>{title}</a>"}, graph) for key, title, graph in graphs)
     yield f"<section><h2>{escape(name) or 'Summary'}</h2>"
-    yield _table(summary) or "<p>No graph was compiled.</p>"
+    yield _table([link | figures.graph_facts(graph) for link, graph in links]) or "<p>No graph was compiled.</p>"
     yield f"<h3>Schedule</h3>{_facts(figures.schedule(capture.schedule))}"
     yield f"<h3>Graph breaks: {len(capture.graph_breaks) or 'none'}</h3>{_list(capture.graph_breaks)}"
     yield "</section>"

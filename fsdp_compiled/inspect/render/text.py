@@ -25,6 +25,11 @@ def _table(items: Sequence[Mapping[str, str]]) -> list[str]:
     return ["  ".join(line) for line in zip(*columns, strict=True)]
 
 
+def _space_beside(items: Sequence[Mapping[str, str]], indent: int = 0) -> int:
+    """Return the width that a table leaves for names of parameters or units."""
+    return max(LEAST_NAMES, WIDTH - indent - len(f"{_table(items)[0]}  "))
+
+
 def _wrapped(text: str, first: str = "", rest: str = "  ") -> list[str]:
     lines = textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False)
     return [line.replace(TIED, " ") for line in lines]
@@ -35,23 +40,21 @@ def _joined(*blocks: Iterable[str]) -> str:
 
 
 def capture_text(capture: CapturedModel) -> str:
-    """Return the text without a newline at its end."""
-    return _joined(_head(capture), *(_graph(title, graph) for title, graph in figures.titled(capture.graphs)))
-
-
-def _head(capture: CapturedModel) -> Iterator[str]:
-    yield from _wrapped(f"{capture.model}: {figures.about(capture)}", rest="")
-    yield from _facts("schedule", figures.schedule(capture.schedule))
-    yield f"graph breaks: {len(capture.graph_breaks) or 'none'}"
+    head = [
+        *_wrapped(f"{capture.model}: {figures.about(capture)}", rest=""),
+        *_facts("schedule", figures.schedule(capture.schedule)),
+        f"graph breaks: {len(capture.graph_breaks) or 'none'}",
+    ]
     for reason in capture.graph_breaks:
-        yield from _wrapped(" ".join(reason.split()), "  - ", "    ")
+        head += _wrapped(" ".join(reason.split()), "  - ", "    ")
+    return _joined(head, *(_graph(title, graph) for title, graph in figures.titled(capture.graphs)))
 
 
 def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
     yield from _facts(title, figures.graph_facts(graph))
     if graph.collectives:
         cells = [figures.collective_facts(number, collective) for number, collective in enumerate(graph.collectives)]
-        space = max(LEAST_NAMES, WIDTH - len(f"  {_table(cells)[0]}  "))
+        space = _space_beside(cells, indent=2)
         for cell, collective in zip(cells, graph.collectives, strict=True):
             cell["params"] = figures.params(collective.params, space)
         yield from (f"  {line}" for line in _table(cells))
@@ -69,7 +72,6 @@ def _facts(title: str, values: Mapping[str, str]) -> list[str]:
 
 
 def explanation_text(explanation: ExplainedModel) -> str:
-    """Return the text without a newline at its end."""
     units, schedule = explanation.units, explanation.schedule
     params = figures.counted(sum(len(unit.params) for unit in units), "parameter")
     size, per_rank = figures.size(explanation.total_bytes), figures.size(explanation.rank_bytes)
@@ -85,7 +87,7 @@ def _units(units: Sequence[UnitExplanation]) -> list[str]:
     alike = defaultdict[tuple[tuple[str, str], ...], list[str]](list)
     for unit in units:
         alike[tuple(_cells(unit).items())].append(unit.name)
-    width = max(LEAST_NAMES, WIDTH - len(f"{_table([dict(cells) for cells in alike])[0]}  "))
+    width = _space_beside([dict(cells) for cells in alike])
     items = []
     for cells, names in alike.items():
         count = f" (each of {len(names)})" if len(names) > 1 else ""

@@ -1,7 +1,4 @@
-"""A graph's timeline as SVG, PNG and trace show it: lanes of marks.
-
-It must not know pixels, colours or formats.
-"""
+"""A graph's timeline as SVG, PNG and trace show it: lanes of marks."""
 
 from __future__ import annotations
 
@@ -47,9 +44,8 @@ def _compute(graph: CapturedGraph) -> list[Mark]:
     marks = []
     for span in graph.compute:
         what = span.block or f"{figures.counted(span.nodes, 'node')} from {span.first}"
-        mark = _mark(
-            "compute", span.block or span.first, (span.start_us, span.end_us), f"compute: {what}", nodes=span.nodes
-        )
+        at = span.start_us, span.end_us
+        mark = _mark("compute", span.block or span.first, at, f"compute: {what}", nodes=span.nodes)
         marks.append(mark._replace(label=span.block))
     for number, collective in sorted(enumerate(graph.collectives), key=lambda item: item[1].end_us):
         name, verdict = f"waits for #{number}", collective.verdict
