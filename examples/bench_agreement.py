@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,8 +87,8 @@ def graph_contract(group: str) -> Contract:
 
 def first_time(clients: int) -> dict[str, float]:
     """Return the seconds in which clients of one store agree."""
-    tripwire._reporter.watch = lambda wire: None  # each rank's windows are reported by a thread below
-    tripwire._reporter.put = lambda wire, entries: None
+    # Each rank's windows are reported by a thread below.
+    tripwire._reporter = lambda process: SimpleNamespace(queue=SimpleQueue(), last=None, differing=[])
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [dist.TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(clients)]
     contract, ranks = graph_contract("0"), tuple(range(clients))
@@ -113,16 +115,13 @@ class _Counting:
 def windows(wires: list[Tripwire], count: int = 100, every_s: float = 0.025) -> dict[str, float]:
     """Return what it costs to compare windows, each rank's reported by a thread of its own."""
     names = [Contract((Collective("0", "all-gather", "", (f"{number}",)),)) for number in range(100)]
-    entries = [Entry(contract.digest, contract, "") for contract in names]
+    window = [Entry(each.digest, each, "", number, 0) for number, each in enumerate(names, start=1)]
 
     def report(wire: Tripwire) -> float:
         start = time.thread_time()
         for _ in range(count):
-            wire.follow([entries])
+            wire.follow([window])
             time.sleep(every_s)
-        while wire.pending:
-            wire.follow(())
-            time.sleep(0.002)
         return time.thread_time() - start
 
     with ThreadPoolExecutor(len(wires)) as pool:

@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from fsdp_compiled import fully_shard, set_rank_agreement
-from fsdp_compiled.collectives import agreement, mismatch, peers
+from fsdp_compiled.collectives import agreement, mismatch, peers, tripwire
 from fsdp_compiled.errors import RankFailureError, RankMismatchError
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.spec import GraphError, verify
@@ -27,7 +27,7 @@ FIRST = Collective("world", "all-gather", "sent as float32", ("a.weight float32[
 SECOND = replace(FIRST, params=("b.weight float32[8, 8]", "b.bias float32[8]"))
 SHORT = replace(FIRST, params=("a.weight float32[8, 8]",))
 REDUCTION = replace(FIRST, kind="reduce-scatter", how="sent as float32 (sum, divided by 1 before and 2 after)")
-BASIS = ("inputs: [4, 8]", "schedule: SchedulePolicy()", "cluster: CPU, 1 ranks on a node")
+BASIS = ("schedule: SchedulePolicy()", "cluster: CPU, 1 ranks on a node")
 
 
 # ---- what they say ----
@@ -83,7 +83,6 @@ def test_the_first_parameter_that_differs_is_named():
 @pytest.mark.parametrize(
     ("fact", "other", "advice"),
     [
-        ("inputs", "[4096, 8]", 'the sizes of their inputs differ, from which schedules are estimated: pad them, or set SchedulePolicy(bucket="unit") (rank 0: [4, 8]; rank 1: [4096, 8])'),  # noqa: E501
         ("schedule", "SchedulePolicy(prefetch=2)", "they compile with different SchedulePolicy objects: give the same one on every rank (rank 0: SchedulePolicy(); rank 1: SchedulePolicy(prefetch=2))"),  # noqa: E501
         ("cluster", "CPU, 2 ranks on a node", "they estimate for different machines: set LOCAL_WORLD_SIZE alike, or SchedulePolicy(cluster=...) (rank 0: CPU, 1 ranks on a node; rank 1: CPU, 2 ranks on a node)"),  # noqa: E501
     ],
@@ -191,6 +190,7 @@ def test_the_same_after_different_collectives():
 
 def test_a_rank_that_does_not_come(monkeypatch):
     monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
+    monkeypatch.setattr(tripwire, "last_runs", lambda ranks: mismatch.last_runs(dict.fromkeys(ranks, "that")))
     first, second = _ledgers(2)
     assert _enter((first, second), A) == [None, None]
     first.timeout = timedelta(seconds=0.3)
@@ -198,7 +198,7 @@ def test_a_rank_that_does_not_come(monkeypatch):
         first.enter(B)
     assert_expected_inline(
         str(caught.value),
-        """rank 1 neither came to all-gather of b.weight float32[8, 8] and 1 more, sent as float32 nor compiled in 0.27 s: rank 1 last asked for all-gather of a.weight float32[8, 8] and 1 more, sent as float32. Look there for another path through the program or an error, or allow more time by set_rank_agreement(deadline=)""",  # noqa: E501
+        """rank 1 neither came to all-gather of b.weight float32[8, 8] and 1 more, sent as float32 nor compiled in 0.27 s. What ran last: rank 1: that. Look there for another path through the program or an error, or allow more time by set_rank_agreement(deadline=)""",  # noqa: E501
     )
     with pytest.raises(RankMismatchError, match="rank 1 neither came"):
         second.enter(C)  # it comes late, and must not go on alone
@@ -206,11 +206,12 @@ def test_a_rank_that_does_not_come(monkeypatch):
     assert _enter((first, second), C) == [None, None]
 
 
-def test_a_rank_that_never_asked(monkeypatch):
-    monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
-    first, _ = _ledgers(2, deadline_s=0.2)
-    with pytest.raises(RankMismatchError, match="rank 1 has asked for nothing so far"):
-        first.enter(A)
+def test_what_ran_last():
+    assert mismatch.last_runs({3: "", 5: ""}) == ""
+    assert (
+        mismatch.last_runs({3: "this", 5: "", 6: "that", 7: "this"})
+        == "What ran last: ranks 3, 7: this; rank 5: nothing that others know of; rank 6: that"
+    )
 
 
 def test_time_does_not_count_while_the_other_compiles(monkeypatch):
@@ -237,12 +238,13 @@ def test_a_rank_that_has_failed(monkeypatch):
 
 
 def test_a_rank_that_is_interrupted_as_it_waits_spoils_the_exchange(monkeypatch):
-    def interrupt(self):
+    def interrupt(awaited):
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(agreement, "_ATTENTION_S", 0.05)
     first, second = _ledgers(2)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(agreement._Awaited, "is_due", interrupt)
+        patch.setattr(peers, "failure", interrupt)
         first.enter(A)
     with pytest.raises(RankFailureError, match="^rank 0 raised KeyboardInterrupt and left$"):
         second.enter(A)
@@ -254,7 +256,7 @@ def test_the_last_rank_is_interrupted_before_it_decides(monkeypatch):
     first, second = _ledgers(2)
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.enter, A)
-        while not first.store.check([f"{first._prefix(0)}/digest/0", f"{first._prefix(0)}/arrived"]):
+        while not first.store.check([f"{agreement._KEY}/0/digest/0", f"{agreement._KEY}/0/arrived"]):
             pass
         patch.setattr(second, "_verdict", lambda prefix: 1 / 0)
         with pytest.raises(ZeroDivisionError):
@@ -360,7 +362,7 @@ def test_the_first_launch_carries_all_collectives(graphs, kind):
     named = {param.split()[0] for each in contracts[0].collectives for param in each.params}
     assert named == wanted
     facts = dict(fact.split(": ", 1) for fact in contracts[0].basis)
-    assert facts.keys() == {"inputs", "schedule", "cluster"} and "[3, 8]" in facts["inputs"]
+    assert facts.keys() == {"schedule", "cluster"}
 
 
 def test_a_contract_elsewhere_breaks_a_rule(graphs):
@@ -373,7 +375,7 @@ def test_a_contract_elsewhere_breaks_a_rule(graphs):
 
 
 def test_what_a_contract_was_decided_from_is_not_compared():
-    assert _graph(FIRST).digest == _graph(FIRST, inputs="[1]").digest == Contract((FIRST,)).digest
+    assert _graph(FIRST).digest == _graph(FIRST, schedule="another").digest == Contract((FIRST,)).digest
     assert len({Contract(each).digest for each in ((FIRST,), (SECOND,), (FIRST, SECOND), (SECOND, FIRST))}) == 4
     assert Contract.unpack(_graph(FIRST).pack()) == _graph(FIRST)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -19,18 +20,16 @@ CONTRACTS = {
 }
 
 
-@pytest.fixture
-def ended(monkeypatch):
-    """The windows that each rank has ended and not reported; no thread reports them."""
-    windows = defaultdict(list)
-    monkeypatch.setattr(tripwire._reporter, "put", lambda wire, entries: windows[wire].append(entries))
-    monkeypatch.setattr(tripwire._reporter, "watch", lambda wire: None)
-    return windows
-
-
 def _wires(world):
+    """One for each rank, over one store; no thread reports what they have ended."""
     store = dist.HashStore()
-    return [tripwire.Tripwire(store, rank, tuple(range(world))) for rank in range(world)]
+    reporters = [SimpleNamespace(queue=SimpleQueue(), last=None, differing=[]) for _ in range(world)]
+    return [tripwire.Tripwire(store, rank, tuple(range(world)), reporter=reporters[rank]) for rank in range(world)]
+
+
+def _ended(wire):
+    """Take the windows that a rank has ended and not reported."""
+    return [wire.reporter.queue.get()[1] for _ in range(wire.reporter.queue.qsize())]
 
 
 def _run(wire, text):
@@ -38,12 +37,14 @@ def _run(wire, text):
         wire.add(CONTRACTS[name])
 
 
-def _report(ended, *wires, until_all_have=True):
-    """Let threads report what each rank has ended, and look until all others have."""
+def _report(*wires):
+    """Let threads report what each rank has ended, and look for records until all have."""
+    reported = []
 
     def follow(wire):
-        wire.follow(ended.pop(wire, []))
-        while wire.pending and until_all_have:
+        wire.follow(_ended(wire))
+        reported.append(wire)
+        while len(reported) < len(wires):
             wire.follow(())
 
     with ThreadPoolExecutor(len(wires)) as pool:
@@ -53,38 +54,40 @@ def _report(ended, *wires, until_all_have=True):
 @pytest.mark.parametrize(
     ("ran", "windows"),
     [
-        ("abcabcab", "abc abc"),  # before what comes again, and as soon as a window is known
-        ("abcbabcbab", "abc ba bc ba"),
-        ("aaaa", "a a a a"),
+        ("abcabcab", "abca abca"),
+        ("abcbabcbab", "abcb bab bcb bab"),
+        ("aaaa", "aa aa aa"),
         ("abcdefgh", ""),
-        ("ababcdabcd", "ab ab cdab"),
+        ("ababcdabcd", "aba abcda"),
     ],
 )
-def test_where_windows_end(ended, ran, windows):
+def test_where_windows_end(ran, windows):
     (wire,) = _wires(1)
     _run(wire, ran)
     names = {contract.digest: name for name, contract in CONTRACTS.items()}
-    assert " ".join("".join(names[entry.key] for entry in window) for window in ended[wire]) == windows
+    assert " ".join("".join(names[entry.key] for entry in window) for window in _ended(wire)) == windows
 
 
-def test_ranks_that_run_the_same_find_no_difference_and_leave_little(ended):
+def test_ranks_that_run_the_same_find_no_difference_and_leave_little():
     wires = _wires(4)
-    for _ in range(tripwire._KEPT + 50):
+    for _ in range(tripwire._KEPT_SUMS + 50):
         for wire in wires:
             _run(wire, "abc")
-        _report(ended, *wires)
-        assert not any(wire.pending or wire.differs or wire._kept for wire in wires)
-    assert wires[0].store.num_keys() <= tripwire._KEPT + 1
+        _report(*wires)
+        assert not any(wire.differs for wire in wires)
+    assert wires[0].store.num_keys() <= tripwire._KEPT_SUMS + 1
 
 
-def test_all_ranks_say_where_they_part(ended):
+def test_all_ranks_say_where_they_part():
     wires = _wires(4)
     for wire in wires:
         _run(wire, "abcdabcd")
-    _report(ended, *wires)
+    _report(*wires)
     for rank, wire in enumerate(wires):
         _run(wire, "abefabcd" if rank == 2 else "abcdabcd")
-    _report(ended, *wires)
+    for wire in wires:
+        _run(wire, "a")
+    _report(*wires)
     texts = set()
     for wire in wires:
         with pytest.raises(RankMismatchError) as caught:
@@ -97,7 +100,7 @@ def test_all_ranks_say_where_they_part(ended):
     )
 
 
-def test_equal_collectives_of_different_models(ended):
+def test_equal_collectives_of_different_models():
     wires = _wires(2)
     for number in range(4):
         for wire in wires:
@@ -105,68 +108,66 @@ def test_equal_collectives_of_different_models(ended):
             for model in models:
                 wire.notes["call"] = f", in forward of {model}"
                 _run(wire, "a")
-        _report(ended, *wires, until_all_have=number != 2)  # another window ends when something comes again
-        assert all(wire.differs == (number == 3) for wire in wires)
+        _report(*wires)  # a window ends when something comes again
+        assert all(wire.differs == (number >= 2) for wire in wires)
     with pytest.raises(
         RankMismatchError, match="rank 0: all-gather of a.*, in forward of x; rank 1: .* forward of y"
     ):
         wires[1].check()
 
 
-def test_a_rank_that_is_behind_skips_windows_and_still_finds_a_difference(ended):
+def test_a_rank_that_is_behind_skips_sums_and_still_finds_a_difference():
     ahead, behind = _wires(2)
     for _ in range(8):
         _run(ahead, "ab")
-        _report(ended, ahead, until_all_have=False)
+        ahead.follow(_ended(ahead))
         _run(behind, "ab")
-    _report(ended, behind, until_all_have=False)
-    for _ in range(8):
-        _report(ended, ahead, until_all_have=False)
-    assert not ahead.pending and not ahead.differs and not behind.differs
+    behind.follow(_ended(behind))
+    ahead.follow(())
+    assert not ahead.differs and not behind.differs
     _run(behind, "ac")
     for _ in range(9):
         _run(ahead, "ab")
-        _report(ended, ahead, until_all_have=False)
+        ahead.follow(_ended(ahead))
         _run(behind, "ab")
     with ThreadPoolExecutor(1) as pool:
-        reporting = pool.submit(_report, ended, behind, until_all_have=False)
+        reporting = pool.submit(behind.follow, _ended(behind))
         while not ahead.differs:
-            _report(ended, ahead, until_all_have=False)
+            ahead.follow(())
         reporting.result()
     assert behind.differs
+    with pytest.raises(RankMismatchError, match="rank 0: all-gather of b.*; rank 1: all-gather of c"):
+        ahead.check()
 
 
-def test_memory_is_bounded_while_another_rank_does_not_come(ended):
+def test_memory_is_bounded_while_another_rank_does_not_come():
     wire, _ = _wires(2)
-    for number in range(3 * tripwire._KEPT):
+    for number in range(3 * tripwire._KEPT_ENTRIES):
         _run(wire, "abc" if number % 2 else "acb")
-        _report(ended, wire, until_all_have=False)
-    assert len(wire._kept) <= tripwire._KEPT and len(wire.pending) <= tripwire._KEPT
-    assert wire.store.num_keys() <= tripwire._KEPT + 1
-    assert len(wire._known) <= tripwire._KNOWN
+        wire.follow(_ended(wire))
+    assert len(wire._ran) == tripwire._KEPT_ENTRIES
+    assert wire.store.num_keys() <= tripwire._KEPT_SUMS + 1
 
 
-def test_a_store_whose_host_has_ended(ended):
+def test_a_store_whose_host_has_ended():
     def add(key, value):
         raise RuntimeError("Broken pipe")
 
     (wire,) = _wires(1)
     wire.store, wire.rank = type("Store", (), {"add": staticmethod(add)})(), 1
     _run(wire, "abab")
-    _report(ended, wire, until_all_have=False)
+    wire.follow(_ended(wire))
     wire.check()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 64, 1000, 2**16])
-def test_a_sum_has_room_for_all_ranks(ended, world):
+def test_a_sum_has_room_for_all_ranks(world):
     added = []
-    wire = tripwire.Tripwire(None, 1, tuple(range(world)))
-    wire.store = type("Store", (), {"add": lambda self, key, value: added.append(value) or value})()
+    (wire,) = _wires(1)
+    wire.ranks, wire.rank = tuple(range(world)), 1
+    wire.store = SimpleNamespace(add=lambda key, value: added.append(value) or value, check=lambda keys: False)
     for _ in range(50):
         _run(wire, "ab")
-        wire.follow(ended.pop(wire, []))
+        wire.follow(_ended(wire))
     assert len(set(added)) > 40
-    assert all(value * world < 2**63 for value in added)
-    assert all(
-        divmod(value * world, 2 ** (tripwire._BITS - world.bit_length()))[0] == world for value in added if value
-    )
+    assert all(value * world < 2**63 and value * world // tripwire._ONE_RANK == world for value in added)

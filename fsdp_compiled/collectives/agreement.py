@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from itertools import count
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -31,6 +31,7 @@ from ..sharding.contract import Contract
 from . import mismatch, peers, tripwire
 from .backend import process_group
 
+_KEY = "fsdp_compiled/agreement"
 _LONGEST_PAUSE_S = 0.1  # between two looks at the store
 _ATTENTION_S = 1.0  # how often a rank that waits looks whether others compile or have failed
 _LOOKED_AT = 8  # of the ranks waited for, at a time: all of them would be too many for the store's host
@@ -83,13 +84,6 @@ def attend() -> None:
         peers.attend()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def report_failure(error: BaseException) -> None:
-    """Tell other ranks why this one does not come."""
-    if _setting.enabled:
-        peers.report_failure(error)
-
-
 def agree(contract: Contract) -> None:
     """Return once all ranks of the contract's groups are known to be about to start the same.
 
@@ -115,9 +109,7 @@ def note(mesh: DeviceMesh, kind: str, what: str) -> None:
 
 def number_in(mesh: DeviceMesh) -> int:
     """Return how often this was called for the mesh's last group: the same on all ranks that run the same."""
-    group = mesh.get_all_groups()[-1]
-    _numbers[group] = _numbers.get(group, 0) + 1
-    return _numbers[group]
+    return next(_numbers.setdefault(mesh.get_all_groups()[-1], count(1)))
 
 
 @dataclass(eq=False)
@@ -146,7 +138,7 @@ class Ledger:
 
     def _ask(self, contract: Contract) -> None:
         peers.go_on()
-        prefix = self._prefix(self.exchanged)
+        prefix = f"{_KEY}/{self.exchanged}"
         self.exchanged += 1
         post = {"versions": versions(), "after": self.previous, "contract": contract.encode()}
         self.store.set(f"{prefix}/post/{self.rank}", json.dumps(post))
@@ -161,23 +153,13 @@ class Ledger:
             error = RankMismatchError(text) if kind == _DIFFER else RankFailureError(text)
             peers.report_failure(error)  # here, since an error in backward passes none of our frames
             raise error
-        if self.exchanged > 1:
-            self._forget(self.exchanged - 2)
-
-    def _prefix(self, exchange: int) -> str:
-        return f"fsdp_compiled/agreement/{exchange}"
-
-    def _is_decided(self, prefix: str) -> bool:
-        return self.store.check([f"{prefix}/verdict"])
+        old = f"{_KEY}/{self.exchanged - 2}"  # all ranks have come to a later one, so that nobody reads it
+        names = ("arrived", "verdict") if self.rank == 0 else ()
+        for name in (f"post/{self.rank}", f"digest/{self.rank}", *names):
+            self.store.delete_key(f"{old}/{name}")
 
     def _decide(self, prefix: str, kind: str, text: str = "") -> None:
         self.store.compare_set(f"{prefix}/verdict", "", f"{kind} {text}")  # the first one counts, on all ranks
-
-    def _forget(self, exchange: int) -> None:
-        """Delete what an exchange left: all ranks have come to a later one, so that nobody reads it."""
-        names = ["arrived", "verdict"] if self.rank == 0 else []
-        for name in (f"post/{self.rank}", f"digest/{self.rank}", *names):
-            self.store.delete_key(f"{self._prefix(exchange)}/{name}")
 
     def _verdict(self, prefix: str) -> tuple[str, str]:
         """Compare what all ranks have posted; tell whether they agree, or in what they do not."""
@@ -191,82 +173,38 @@ class Ledger:
 
     def _wait(self, prefix: str, contract: Contract) -> None:
         """Return when there is a verdict; leave one for the others if interrupted."""
-        allowed = (_setting.deadline or self.timeout * 0.9).total_seconds()
-        pause, awaited = 0.0005, _Awaited(list(self.ranks), allowed)
+        allowed_s = (_setting.deadline or self.timeout * 0.9).total_seconds()
+        pause, absent, beats = 0.0005, list(range(len(self.ranks))), 0
+        looked = alive = time.monotonic()
         try:
-            while not self._is_decided(prefix):
+            while not self.store.check([f"{prefix}/verdict"]):
                 time.sleep(pause)
                 pause = min(pause * 1.3, _LONGEST_PAUSE_S)
-                if awaited.is_due():
-                    self._look(prefix, contract, awaited)
+                if time.monotonic() - looked < min(_ATTENTION_S, allowed_s):
+                    continue
+                looked, before, first = time.monotonic(), beats, absent[:_LOOKED_AT]
+                absent[:_LOOKED_AT] = [rank for rank in first if not self.store.check([f"{prefix}/digest/{rank}"])]
+                beats = sum(peers.beats(self.ranks[rank]) for rank in absent[:_LOOKED_AT])
+                alive = looked if beats != before else alive  # one of them compiles
+                self._look(prefix, contract, [self.ranks[rank] for rank in absent], looked - alive, allowed_s)
         except BaseException as error:
             with suppress(RuntimeError):  # the store's host may have ended
                 self._decide(prefix, _FAILED, f"rank {self.ranks[self.rank]} raised {type(error).__name__} and left")
             raise
 
-    def _look(self, prefix: str, contract: Contract, awaited: _Awaited) -> None:
-        """Decide if all ranks have come, if one that has not come has failed, or if time is up."""
-        awaited.drop(lambda rank: self.store.check([f"{prefix}/digest/{self.ranks.index(rank)}"]))
-        if not awaited.ranks:
+    def _look(self, prefix: str, contract: Contract, absent: list[int], silent_s: float, allowed_s: float) -> None:
+        """Decide if all ranks have come, if an absent one has failed, or if all absent ones are silent too long."""
+        first = absent[:_LOOKED_AT]
+        if not absent:
             self._decide(prefix, *self._verdict(prefix))  # the last one to come has not: it was interrupted
-        elif failure := peers.failure(awaited.first):
+        elif failure := peers.failure(first):
             self._decide(prefix, _FAILED, f"{failure}; others waited for it before {mismatch.described(contract)}")
-        elif awaited.is_over():
-            self._decide(prefix, _DIFFER, self._absent(awaited, contract))
-
-    def _absent(self, awaited: _Awaited, contract: Contract) -> str:
-        last = "; ".join(f"rank {rank} {self._last_post(self.ranks.index(rank))}" for rank in awaited.first)
-        return (
-            f"{mismatch.ranks(awaited.ranks)} neither came to {mismatch.described(contract)} nor compiled in "
-            f"{awaited.allowed:g} s: {last}. Look there for another path through the program or an error, or allow "
-            "more time by set_rank_agreement(deadline=)"
-        )
-
-    def _last_post(self, rank: int) -> str:
-        key = f"{self._prefix(self.exchanged - 2)}/post/{rank}"  # nobody is further behind
-        if not self.store.check([key]):
-            return "has asked for nothing so far"
-        contract = Contract.decode(json.loads(self.store.get(key))["contract"])
-        return f"last asked for {mismatch.described(contract)}"
-
-
-@dataclass
-class _Awaited:
-    """The ranks that have not come yet, as one that waits for them knows it."""
-
-    ranks: list[int]  # by their numbers in the default group
-    allowed: float  # seconds without a sign of life
-    _looked: float = field(default_factory=time.monotonic)
-    _alive: float = field(default_factory=time.monotonic)  # when the last of them came or was seen to compile
-    _beats: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def first(self) -> list[int]:
-        """Those to look at: looking at all would be too much for the store's host."""
-        return self.ranks[:_LOOKED_AT]
-
-    def is_due(self) -> bool:
-        """Tell whether it is time to look at them."""
-        now = time.monotonic()
-        is_due = now - self._looked >= min(_ATTENTION_S, self.allowed)
-        self._looked = now if is_due else self._looked
-        return is_due
-
-    def drop(self, has_come: Callable[[int], bool]) -> None:
-        """Drop those that have come."""
-        self.ranks = [rank for rank in self.first if not has_come(rank)] + self.ranks[_LOOKED_AT:]
-
-    def is_over(self) -> bool:
-        """Tell whether none of them has compiled for as long as is allowed."""
-        beats = {rank: peers.beats(rank) for rank in self.first}
-        if any(count > self._beats.get(rank, 0) for rank, count in beats.items()):
-            self._alive = time.monotonic()
-        self._beats |= beats
-        return time.monotonic() - self._alive > self.allowed
+        elif silent_s > allowed_s:
+            self._decide(prefix, _DIFFER, mismatch.absent(absent, contract, allowed_s, tripwire.last_runs(first)))
 
 
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger | None] = WeakKeyDictionary()
-_numbers: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
 
 
 def _ledger(group: dist.ProcessGroup) -> Ledger | None:

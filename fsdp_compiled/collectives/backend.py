@@ -6,7 +6,7 @@ It knows process groups and the names that torch gives their methods; it must no
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
@@ -74,25 +74,24 @@ def wait(work: dist.Work | None, device: torch.device) -> None:
     if work is None:
         return
     try:
-        if device.type == "cpu" and type(work) is dist.Work and peers.is_attending():
+        if device.type == "cpu" and type(work) is dist.Work and peers.world_store() is not None:
             while not _has_ended(work):
                 tripwire.check()
-                if failure := peers.failure(()):
-                    raise RankFailureError(_because(failure))
+                _check_peers(())
         else:
             work.wait()
     except FSDPError:
         raise
     except RuntimeError as error:
-        if failure := peers.failure():
-            raise RankFailureError(_because(failure)) from error
+        _check_peers()
         if last := tripwire.last_runs():
             raise RankFailureError(f"a collective failed: {str(error).splitlines()[0]}. {last}") from error
         raise
 
 
-def _because(failure: str) -> str:
-    return f"{failure}; this rank waited for it in a collective"
+def _check_peers(awaited: Iterable[int] | None = None) -> None:
+    if failure := peers.failure(awaited):
+        raise RankFailureError(f"{failure}; this rank waited for it in a collective")
 
 
 def _has_ended(work: dist.Work) -> bool:

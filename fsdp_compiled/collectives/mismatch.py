@@ -36,10 +36,11 @@ def parted(records: dict[int, Record]) -> str:
     base = max(record["base"] for record in records.values())
     runs = {rank: record["keys"][base - record["base"] :] for rank, record in records.items()}
     first, *others = runs
-    places = {rank: place for rank in others if (place := _place(runs[first], runs[rank])) is not None}
+    pairs = {rank: enumerate(zip(runs[first], runs[rank], strict=False)) for rank in others}
+    places = [(place, rank) for rank, pair in pairs.items() for place, (ours, theirs) in pair if ours != theirs]
     if not places:
         return f"{ranks(runs)} have run different collectives longer ago than they remember. {_PARTED}"
-    odd, place = min(places.items(), key=lambda each: each[1])
+    place, odd = min(places)
     after, shown = "", {}
     for one in (first, odd):
         side = ranks(rank for rank, run in runs.items() if run[place : place + 1] == runs[one][place : place + 1])
@@ -54,17 +55,18 @@ def parted(records: dict[int, Record]) -> str:
     return f"ranks have run different collectives{after}: {how}. {_PATHS}. {_PARTED}"
 
 
-def _place(ours: Sequence[str], theirs: Sequence[str]) -> int | None:
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((place for place, (our, their) in pairs if our != their), None)
+def last_runs(texts: dict[int, str]) -> str:
+    """Tell what each rank, by its number, has said that it ran last; "" if none has said anything."""
+    sides = {text: ranks(rank for rank in texts if texts[rank] == text) for text in texts.values()}
+    what = [text or "nothing that others know of" for text in sides]
+    return f"What ran last: {_beside(list(sides.values()), what)}" if any(sides) else ""
 
 
-def last_runs(texts: Sequence[str]) -> str:
-    """Tell what each rank has said that it ran last; "" if it has said nothing."""
-    sides: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        sides.setdefault(text or "nothing that others know of", []).append(rank)
-    return f"What ran last: {_beside(list(map(ranks, sides.values())), list(sides))}"
+def absent(numbers: Sequence[int], contract: Contract, silent_s: float, last: str) -> str:
+    """Tell of ranks that have not come to a contract, with what they ran last if that is known."""
+    what = f"{ranks(numbers)} neither came to {described(contract)} nor compiled in {silent_s:g} s"
+    advice = "Look there for another path through the program or an error, or allow more time by"
+    return ". ".join(filter(None, (what, last, f"{advice} set_rank_agreement(deadline=)")))
 
 
 def _shown(who: Sequence[str], contracts: Sequence[Contract]) -> str:
@@ -100,13 +102,9 @@ def described(contract: Contract) -> str:
 
 
 _ADVICE = {
-    "inputs": "the sizes of their inputs differ, from which schedules are estimated: pad them, or set "
-    'SchedulePolicy(bucket="unit")',
     "schedule": "they compile with different SchedulePolicy objects: give the same one on every rank",
     "cluster": "they estimate for different machines: set LOCAL_WORLD_SIZE alike, or SchedulePolicy(cluster=...)",
 }
-
-
 _PATHS = "Ranks took different paths through the program: look where they branch by rank or by data"
 _PARTED = "What ran since may have used wrong parameters: continue from a checkpoint"
 

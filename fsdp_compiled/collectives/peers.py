@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +27,7 @@ from ..errors import RankFailureError
 
 _WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this process
 _BEAT_S = 0.5  # how often a rank that compiles says so
+_BEATS = "fsdp_compiled/compiling"
 _FAILURES = "fsdp_compiled/failures"
 _PROCESS = "fsdp_compiled/process"
 
@@ -41,17 +44,21 @@ def store_of(group: dist.ProcessGroup | None) -> Store | None:
 
 
 def world_store() -> Store | None:
-    """Return the default group's store; None if there is none, or if this process is a forked child of the rank's."""
-    group = dist.group.WORLD if dist.is_initialized() else None
-    return None if group is None or _introduced.get(group, os.getpid()) != os.getpid() else store_of(group)
+    """Return the default group's store; None in a forked child, or if its ranks do not keep each other informed."""
+    is_known = dist.group.WORLD is not None and _introduced.get(dist.group.WORLD) == os.getpid()
+    return store_of(dist.group.WORLD) if is_known else None
 
 
 def publish(prefix: str, text: str) -> None:
     """Set this rank's text under ``prefix`` in the default group's store, if there is one."""
     with suppress(RuntimeError, ValueError):  # the store's host has ended
-        store = world_store()
-        if store is not None:
+        if (store := world_store()) is not None:
             store.set(f"{prefix}/{dist.get_rank()}", text)
+
+
+def value(store: Store, key: str) -> str:
+    """Return the text under a key; "" if there is none."""
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def attend() -> None:
@@ -60,78 +67,57 @@ def attend() -> None:
     Called by ``fully_shard``, and whenever a model's forward begins, since ``torch.compiler.reset`` forgets who asked
     to know of compiling.
     """
-    if _beats.begin not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_beats.begin)
-        callback_handler.register_end_callback(_beats.end)
-    if not isinstance(sys.excepthook, _ReportUncaught):
-        sys.excepthook = _ReportUncaught(sys.excepthook)
-    if dist.is_initialized() and dist.group.WORLD not in _introduced:
-        _introduce()
+    if _begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begin)
+        callback_handler.register_end_callback(_end)
+    if getattr(sys.excepthook, "func", None) is not _report_uncaught:
+        sys.excepthook = partial(_report_uncaught, sys.excepthook)
+    if dist.group.WORLD is not None and dist.group.WORLD not in _introduced:
+        _introduced[dist.group.WORLD] = os.getpid()
+        if process := _process():  # nothing tells of processes of other machines
+            publish(_PROCESS, process)
     go_on()
-
-
-def is_attending() -> bool:
-    """Tell whether ranks of the default group keep each other informed."""
-    return dist.is_initialized() and dist.group.WORLD is not None and _introduced.get(dist.group.WORLD) == os.getpid()
 
 
 # ---- compiling ----
 
-
-class _Beats:
-    """Beats while this process compiles, on a thread of their own."""
-
-    def __init__(self) -> None:
-        self._ended: threading.Event | None = None  # set when the compilation under way ends
-
-    def begin(self, _: Any = None) -> None:
-        store = world_store()
-        if store is not None and self._ended is None:
-            self._ended = threading.Event()
-            args = store, _beat_key(dist.get_rank()), self._ended
-            threading.Thread(target=_beat, args=args, name="fsdp_compiled beats", daemon=True).start()
-
-    def end(self, _: Any = None) -> None:
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended.set()
+_compiling: list[threading.Event] = []  # set when the compilation under way ends
 
 
-def _beat_key(rank: int) -> str:
-    return f"fsdp_compiled/compiling/{rank}"
+def _begin(_: Any = None) -> None:
+    store = world_store()
+    if store is not None and not _compiling:
+        _compiling.append(threading.Event())
+        args = store, f"{_BEATS}/{dist.get_rank()}", _compiling[0]
+        threading.Thread(target=_beat, args=args, name="fsdp_compiled beats", daemon=True).start()
 
 
 def _beat(store: Store, key: str, ended: threading.Event) -> None:
-    while not ended.wait(_BEAT_S):
-        try:
+    with suppress(RuntimeError):  # the store's host has ended
+        while not ended.wait(_BEAT_S):
             store.add(key, 1)
-        except RuntimeError:
-            return  # the store's host has ended
 
 
-_beats = _Beats()
+def _end(_: Any = None) -> None:
+    while _compiling:
+        _compiling.pop().set()
 
 
 def beats(rank: int) -> int:
     """Return how often a rank, by its number in the default group, has said that it compiles."""
     store = world_store()
-    return 0 if store is None else store.add(_beat_key(rank), 0)
+    return 0 if store is None else store.add(f"{_BEATS}/{rank}", 0)
 
 
 # ---- failing ----
 
 
-class _ReportUncaught:
-    """Reports an exception that ends the process, before the interpreter prints it."""
-
-    def __init__(self, before: Callable[..., Any]) -> None:
-        self._before = before
-
-    def __call__(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        report_failure(error)
-        self._before(kind, error, trace)
+def _report_uncaught(before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    report_failure(error)  # before the interpreter prints it
+    before(kind, error, trace)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def report_failure(error: BaseException) -> None:
     """Let ranks that wait for this one know why it does not come, until it goes on."""
     if not isinstance(error, (SystemExit, RankFailureError)):
@@ -139,15 +125,11 @@ def report_failure(error: BaseException) -> None:
 
 
 def _report(what: str) -> None:
-    try:
-        store = world_store()
-        if store is None:
-            return
-        if not _reported:
-            _reported.append(f"{_FAILURES}/{store.add(_FAILURES, 1)}")
-        store.set(_reported[0], f"rank {dist.get_rank()} {what}")
-    except (RuntimeError, ValueError):
-        return  # the store's host has ended
+    with suppress(RuntimeError, ValueError):  # the store's host has ended
+        if (store := world_store()) is not None:
+            if not _reported:
+                _reported.append(f"{_FAILURES}/{store.add(_FAILURES, 1)}")
+            store.set(_reported[0], f"rank {dist.get_rank()} {what}")
 
 
 def go_on() -> None:
@@ -175,7 +157,7 @@ class _Backward:
 
     def __del__(self) -> None:
         if not self._is_complete and not sys.is_finalizing():
-            _report("raised an error in backward")  # which passes none of our frames; see _ReportUncaught
+            _report("raised an error in backward")  # which passes none of our frames; see report_failure
 
 
 def watch_backward(at_end: Callable[[], None]) -> None:
@@ -187,56 +169,30 @@ def watch_backward(at_end: Callable[[], None]) -> None:
 
 
 def failure(awaited: Iterable[int] | None = None) -> str:
-    """Return what the first other rank that failed, and did not go on, has reported; "" if none has.
-
-    Else name one of the ``awaited`` ranks, by default of all, whose process has ended.
-    """
-    try:
-        store = world_store()
-        if store is None:
-            return ""
-        keys = (f"{_FAILURES}/{number + 1}" for number in range(store.add(_FAILURES, 0)))
-        reports = (store.get(key).decode() for key in keys if key not in _reported)
-        reported = next(filter(None, reports), "")
-        awaited = range(dist.get_world_size()) if awaited is None else awaited
-        return reported or next(
-            (f"the process of rank {rank} has ended" for rank in awaited if _is_gone(store, rank)), ""
-        )
-    except (RuntimeError, ValueError):
-        return ""
+    """Return the report of a rank that failed, or which of ``awaited``, by default of all, has ended; or ""."""
+    with suppress(RuntimeError, ValueError):  # the store's host has ended
+        if (store := world_store()) is not None:
+            keys = (f"{_FAILURES}/{number + 1}" for number in range(store.add(_FAILURES, 0)))
+            reports = (store.get(key).decode() for key in keys if key not in _reported)
+            awaited = range(dist.get_world_size()) if awaited is None else awaited
+            processes = ((rank, value(store, f"{_PROCESS}/{rank}")) for rank in awaited)
+            ended = (f"the process of rank {rank} has ended" for rank, each in processes if _has_ended(each))
+            return next(filter(None, chain(reports, ended)), "")
+    return ""
 
 
 # ---- ending ----
 
 
-def _introduce() -> None:
-    """Let other ranks find this process, where the system says enough of it; nothing tells of other machines."""
-    process = _process()
-    if process:
-        publish(_PROCESS, process)
-    assert dist.group.WORLD is not None
-    _introduced[dist.group.WORLD] = os.getpid()
-
-
-def _is_gone(store: Store, rank: int) -> bool:
-    key = f"{_PROCESS}/{rank}"
-    return store.check([key]) and _has_ended(store.get(key).decode())
-
-
 def _process() -> str:
-    """Return the machine's boot, its namespace of processes, and this process's number and start; "" if unknown."""
-    try:
-        return " ".join((*_machine(), str(os.getpid()), _state(os.getpid())[1]))
-    except OSError:
-        return ""
+    """Return this process's machine, number and start; "" where the system does not tell."""
+    machine = _machine()
+    return " ".join((*machine, str(os.getpid()), _state(os.getpid())[1])) if machine else ""
 
 
 def _has_ended(process: str) -> bool:
-    *machine, number, start = process.split()
-    try:
-        if machine != _machine():
-            return False
-    except OSError:
+    *machine, number, start = process.split() or ("", "")
+    if not machine or machine != _machine():
         return False
     try:
         state, started = _state(int(number))
@@ -246,7 +202,10 @@ def _has_ended(process: str) -> bool:
 
 
 def _machine() -> list[str]:
-    return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    """Return the machine's boot and its namespace of processes; nothing where the system does not tell."""
+    with suppress(OSError):
+        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return []
 
 
 def _state(number: int) -> tuple[str, str]:

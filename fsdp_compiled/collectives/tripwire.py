@@ -1,10 +1,10 @@
 """Compares what the ranks of a group have run while they go on: no training thread waits for another rank.
 
-The sequence of what a group runs is divided into windows. A window ends before something comes in it twice and, at
-once, when it equals an earlier window. Both follow from the sequence alone, so ranks that run the same end the same
-windows, one or two in a training step. A thread adds a digest of each window and of all before it to a key of the
-group's store; when all ranks have added theirs, the sum shows each of them whether they are equal. It must not know
-process groups, nor what starts a collective.
+The sequence of what a group runs is divided into windows. What comes in a window for the second time ends it and
+begins the next, so that ranks that run the same end the same windows, one or a few in a training step. At the end of
+each, a thread adds a digest of all that ran so far to a key of the group's store. The last rank to add sees by the
+sum whether all are equal. If not, it stores a record of what it ran; the others look for records, and store theirs.
+It must not know process groups, nor what starts a collective.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
 from hashlib import sha256
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
-from weakref import ref
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # see peers.py
@@ -34,12 +36,12 @@ _KEY = "fsdp_compiled/windows"
 _LAST = "fsdp_compiled/last"
 _PAUSE_S = 0.002  # between two reports, at least
 _PAUSE_PER_RANK_S = 1e-4  # or so much per rank of the group, which limits the load of the store's host
-_IDLE_S = 1.0
-_SETTLE_S = 5.0  # how long a rank that has found a difference waits for the records of the others
-_LOOKED_AT = 64  # ranks, after a collective has failed: all would be too many for the store's host
-_KNOWN = 1024  # different windows that are recognized
-_KEPT = 256  # windows that a rank remembers, and that the store keeps
-_BITS = 62  # of a sum: the upper ones count ranks
+_IDLE_S = 1.0  # between two looks for records while nothing runs, at most
+_SETTLE_S = 5.0  # how long a rank waits for the records of the others
+_LOOKED_AT = 64  # ranks, after a failure: all would be too many for the store's host
+_KEPT_SUMS = 256  # in the store
+_KEPT_ENTRIES = 1024  # that a rank remembers
+_ONE_RANK = 1 << 44  # what a rank adds to a sum beside 28 bits of its digest, of which the sum stays below
 
 
 class Entry(NamedTuple):
@@ -48,6 +50,61 @@ class Entry(NamedTuple):
     key: str  # equal for equal entries
     contract: Contract
     noted: str
+    number: int  # on this group, from 1
+    world: int  # the default group then
+
+
+class _Reporter:
+    """A thread that reports the windows of all groups of a process."""
+
+    def __init__(self) -> None:
+        self.last: Entry | None = None  # on any group
+        self.differing: list[Tripwire] = []
+        self._told: Entry | None = None
+        self._wires: WeakSet[Tripwire] = WeakSet()  # only the thread reads and changes it
+        self.queue: SimpleQueue[tuple[Tripwire, list[Entry]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="fsdp_compiled windows", daemon=True)
+        self._thread.start()
+        # Else the thread might die inside the store, which ends the process. What is registered last is called first.
+        atexit.register(self._thread.join, _SETTLE_S)
+        atexit.register(self.queue.put, None)
+
+    def _run(self) -> None:
+        pause: float | None = _IDLE_S
+        while pause is not None:
+            pause = self._follow(pause)
+
+    def _follow(self, pause: float) -> float | None:
+        """Wait for windows, report them and look for records; return how long to wait for the next."""
+        windows: dict[Tripwire, list[list[Entry]]] = {}
+        with suppress(Empty):
+            item = self.queue.get(timeout=pause)
+            while item is not None:
+                windows.setdefault(item[0], []).append(item[1])
+                item = self.queue.get_nowait()
+            return None
+        self._wires.update(windows)
+        for wire in self._wires:
+            wire.follow(windows.get(wire, ()))
+        if windows:
+            shortest = max(_PAUSE_S, *(_PAUSE_PER_RANK_S * len(wire.ranks) for wire in self._wires))
+            time.sleep(shortest)
+            return shortest
+        if pause == _IDLE_S and self.last is not self._told:
+            self.tell()
+        return min(2 * pause, _IDLE_S)
+
+    def tell(self) -> None:
+        """Let others know what ran last here, should a collective not end."""
+        self._told = last = self.last
+        if last is not None and last.world == id(dist.group.WORLD):
+            peers.publish(_LAST, f"{mismatch.described(last.contract)}, number {last.number} on its group")
+
+
+@cache
+def _reporter(process: int) -> _Reporter:
+    """Return the reporter of a process: a forked child has none of its parent's threads, and says nothing for it."""
+    return _Reporter()
 
 
 @dataclass(eq=False)
@@ -57,58 +114,34 @@ class Tripwire:
     store: Store
     rank: int  # of this process in the group
     ranks: tuple[int, ...]  # of the group, by their numbers in the default group
-    differs: bool = False  # a window does; the text follows as soon as the others' records are there
-    is_raised: bool = False
-    pending: dict[int, int] = field(default_factory=dict)  # this rank's shares of sums that others may lack in
-    process: int = field(default_factory=os.getpid)  # a forked child does not report for its parent
-    world: int = field(default_factory=lambda: id(dist.group.WORLD))
     notes: dict[str, str] = field(default_factory=dict)  # by kind, of the next entry
-    _entries: list[Entry] = field(default_factory=list)  # of the window that has not ended
-    _seen: set[str] = field(default_factory=set)  # digests of those that must not come twice
-    _count: int = 0  # of all entries so far
-    _state: int = 0  # equal for windows that are equal so far, in this process
-    _known: set[int] = field(default_factory=set)  # states at which windows have ended
-    _chain: str = ""  # the digest of the last window and all before it
-    _number: int = 0  # of the last window
-    _kept: deque[list[Entry]] = field(default_factory=deque)  # the last windows that may differ
-    _base: int = 0  # how many entries came before them
+    differs: bool = False  # a window does; the text follows as soon as the others' records are there
+    reporter: _Reporter = field(default_factory=lambda: _reporter(os.getpid()))
+    _count: int = 0  # of all entries
+    _window: dict[str, Entry] = field(default_factory=dict)  # that has not ended
+    _number: int = 0  # of the last window that has
+    _ran: deque[Entry] = field(default_factory=lambda: deque(maxlen=_KEPT_ENTRIES))  # in windows that have
+    _digest: Any = field(default_factory=sha256)  # of all entries in windows that have
     _text: str = "ranks have run different collectives"
     _settled: threading.Event = field(default_factory=threading.Event)
 
-    def __post_init__(self) -> None:
-        _reporter.watch(self)
-
     def add(self, contract: Contract) -> None:
         """Add what runs next, with what was noted before it."""
-        noted = ""
-        if self.notes:
-            noted = "".join(self.notes.values())
-            self.notes.clear()
-        key = contract.digest + noted
-        if key in self._seen:
-            self._end()
-        self._seen.add(key)
-        entry = Entry(key, contract, noted)
-        self._entries.append(entry)
+        noted = "".join(self.notes.values())
+        self.notes.clear()
         self._count += 1
-        _reporter.last, _reporter.count, _reporter.world = entry, self._count, self.world
-        self._state = hash((self._state, key))
-        if self._state in self._known:
-            self._end()
-
-    def _end(self) -> None:
-        if len(self._known) >= _KNOWN:
-            self._known.clear()
-        self._known.add(self._state)
-        _reporter.put(self, self._entries)
-        self._entries, self._state = [], 0
-        self._seen.clear()
+        entry = Entry(contract.digest + noted, contract, noted, self._count, id(dist.group.WORLD))
+        if entry.key in self._window:
+            self.reporter.queue.put((self, [*self._window.values(), entry]))
+            self._window = {}
+        self._window[entry.key] = entry
+        self.reporter.last = entry
 
     def check(self) -> None:
         """Raise RankMismatchError if another rank has run something else."""
         if self.differs:
             self._settled.wait(2 * _SETTLE_S)
-            self.is_raised = True
+            self.reporter.differing.clear()  # it is known: only what runs on this group raises again
             error = RankMismatchError(self._text)
             peers.report_failure(error)  # here, since an error in backward passes none of our frames
             raise error
@@ -116,158 +149,54 @@ class Tripwire:
     # ---- in the reporting thread ----
 
     def follow(self, windows: Sequence[list[Entry]]) -> None:
-        """Look whether others have reported an earlier window; report new ones, or of many at once one at most."""
+        """Report windows that have ended, and look whether ranks have been found to differ."""
+        stride = 1 << (len(windows) - 1).bit_length()  # of many at once it compares one, which others compare too
         with suppress(RuntimeError):  # the store's host has ended
-            if self.pending:
-                number = next(iter(self.pending))
-                self._compare(number, self.pending.pop(number), 0)
-            if not self.differs:
-                self._report(windows)
-            return
-        self.pending.clear()
+            for window in () if self.differs else windows:
+                self._number += 1
+                if self._ran:
+                    self._ran.pop()  # it is the first of this window too
+                self._ran.extend(window)
+                self._digest.update("".join(entry.key for entry in window).encode())
+                if self._number % stride == 0:
+                    added = _ONE_RANK + int(self._digest.hexdigest()[:7], 16)
+                    total = self.store.add(f"{_KEY}/{self._number}", added)
+                    if total // _ONE_RANK == len(self.ranks) and total != added * len(self.ranks):
+                        self._settle()
+                if self.rank == 0:
+                    self.store.delete_key(f"{_KEY}/{self._number - _KEPT_SUMS}")
+            if not self.differs and self.store.check([f"{_KEY}/records"]):
+                self._settle()
 
-    def _report(self, windows: Sequence[list[Entry]]) -> None:
-        stride = 1 << (len(windows) - 1).bit_length()  # a rank that is behind skips numbers, and alike in any case
-        for entries in windows:
-            self._number += 1
-            self._chain = sha256("".join((self._chain, *(entry.key for entry in entries))).encode()).hexdigest()
-            self._kept.append(entries)
-            self._forget(len(self._kept) - _KEPT)
-            if self._number % stride == 0:
-                bits = len(self.ranks).bit_length()
-                share = int(self._chain[:15], 16) >> 2 * bits  # _BITS - 2 * bits are left
-                self._compare(self._number, share, share + (1 << _BITS - bits))
-            if self.rank == 0:
-                self.store.delete_key(f"{_KEY}/{self._number - _KEPT}")
-
-    def _compare(self, number: int, share: int, added: int) -> None:
-        total, world = self.store.add(f"{_KEY}/{number}", added), len(self.ranks)
-        count, total = divmod(total, 1 << _BITS - world.bit_length())
-        if count != world:
-            self.pending[number] = share
-        elif total == share * world:
-            self.pending = {later: share for later, share in self.pending.items() if later > number}
-            self._forget(len(self._kept) - (self._number - number))
-        else:
-            self.differs = True
-            self.pending.clear()
-            self._text = self._settle()
-            self._settled.set()
-
-    def _forget(self, count: int) -> None:
-        for _ in range(count):
-            self._base += len(self._kept.popleft())
-        self.pending.pop(self._number - _KEPT, None)
-
-    def _settle(self) -> str:
-        """Tell the others what this rank has run since they were last found equal; return what all say of it."""
-        entries = [entry for window in self._kept for entry in window]
-        packed = {entry.key: (entry.contract.pack(), entry.noted) for entry in entries}
-        record = {"base": self._base, "keys": [entry.key for entry in entries], "entries": packed}
+    def _settle(self) -> None:
+        """Tell the others what this rank has run; keep what all say of it."""
+        self.reporter.differing.append(self)
+        self.differs = True
+        packed = {entry.key: (entry.contract.pack(), entry.noted) for entry in self._ran}
+        record = {"base": self._ran[0].number - 1, "keys": [entry.key for entry in self._ran], "entries": packed}
         self.store.set(f"{_KEY}/record/{self.rank}", json.dumps(record))
-        is_last = self.store.add(f"{_KEY}/records", 1) == len(self.ranks)
-        deadline = time.monotonic() + _SETTLE_S
-        while not self.store.check([f"{_KEY}/verdict"]):
-            if is_last or time.monotonic() > deadline:
-                self.store.compare_set(f"{_KEY}/verdict", "", mismatch.parted(self._records()))
-            else:
-                time.sleep(_PAUSE_S)
-        return self.store.get(f"{_KEY}/verdict").decode()
-
-    def _records(self) -> dict[int, mismatch.Record]:
-        texts = _present(self.store, [f"{_KEY}/record/{rank}" for rank in range(len(self.ranks))])
-        return {rank: json.loads(text) for rank, text in zip(self.ranks, texts, strict=True) if text}
-
-
-class _Reporter:
-    """A thread that reports the windows of all groups of this process."""
-
-    last: Entry | None = None  # what ran last on any group
-    count = 0  # how much ran on that group before and with it
-    world = 0  # the default group then
-    _process = 0  # that the thread runs in; a forked child has none, and must not use these locks
-    _wires: tuple[ref[Tripwire], ...] = ()  # replaced, not changed: both threads read it
-
-    def watch(self, wire: Tripwire) -> None:
-        """Report the windows of ``wire`` as long as it lives."""
-        if self._process != os.getpid():
-            self._start()
-        self._wires = (*map(ref, self.alive()), ref(wire))
-
-    def _start(self) -> None:
-        self._queue: SimpleQueue[tuple[Tripwire, list[Entry]] | None] = SimpleQueue()
-        self._wires, self._process, self.last = (), os.getpid(), None
-        self._told: Entry | None = None
-        self._thread = threading.Thread(target=self._run, name="fsdp_compiled windows", daemon=True)
-        self._thread.start()
-        atexit.register(self.stop)
-
-    def alive(self) -> list[Tripwire]:
-        return [wire for each in self._wires if (wire := each()) is not None]
-
-    def put(self, wire: Tripwire, entries: list[Entry]) -> None:
-        if wire.process == self._process == os.getpid():
-            self._queue.put((wire, entries))
-
-    def stop(self) -> None:
-        """End the thread, before the interpreter ends what it uses."""
-        if self._process == os.getpid():
-            self._queue.put(None)
-            self._thread.join(_SETTLE_S)  # else it might die inside the store, which ends the process
-
-    def _run(self) -> None:
-        pause: float | None = _IDLE_S
-        while pause is not None:
-            pause = self._follow(pause)
-
-    def _follow(self, pause: float) -> float | None:
-        """Wait for windows, report them and look at earlier ones; return how long to wait for the next."""
-        windows: dict[Tripwire, list[list[Entry]]] = {}
-        with suppress(Empty):
-            item = self._queue.get(timeout=pause)
-            while item is not None:
-                windows.setdefault(item[0], []).append(item[1])
-                item = self._queue.get_nowait()
-            return None
-        wires = self.alive()
-        for wire in wires:
-            wire.follow(windows.get(wire, ()))
-        if not windows and pause == _IDLE_S and self.last is not self._told:
-            self.tell()
-        shortest = max([_PAUSE_S, *(_PAUSE_PER_RANK_S * len(wire.ranks) for wire in wires)])
-        if windows:
-            time.sleep(shortest)
-        if not any(wire.pending for wire in wires):
-            return _IDLE_S
-        return shortest if windows else min(2 * pause, _IDLE_S)
-
-    def tell(self) -> None:
-        """Let others know what ran last here, should a collective not end."""
-        self._told = last = self.last
-        if last is not None and self.world == id(dist.group.WORLD):
-            peers.publish(_LAST, f"{mismatch.described(last.contract)}, number {self.count} on its group")
-
-
-_reporter = _Reporter()
+        if self.store.add(f"{_KEY}/records", 1) < len(self.ranks):
+            with suppress(dist.DistStoreError):  # others have not come: tell of those that have
+                self.store.wait([f"{_KEY}/verdict"], timedelta(seconds=_SETTLE_S))
+        if not self.store.check([f"{_KEY}/verdict"]):
+            texts = {rank: peers.value(self.store, f"{_KEY}/record/{place}") for place, rank in enumerate(self.ranks)}
+            records = {rank: json.loads(text) for rank, text in texts.items() if text}
+            self.store.compare_set(f"{_KEY}/verdict", "", mismatch.parted(records))
+        self._text = self.store.get(f"{_KEY}/verdict").decode()
+        self._settled.set()
 
 
 def check() -> None:
     """Raise RankMismatchError if ranks of a group have run something else, and no one has raised that yet."""
-    for wire in _reporter.alive():
-        if not wire.is_raised:
-            wire.check()
+    for wire in _reporter(os.getpid()).differing:
+        wire.check()
 
 
-def last_runs() -> str:
-    """Return what the first ranks of the default group have run last, as far as they have said; "" if unknown."""
+def last_runs(ranks: Sequence[int] | None = None) -> str:
+    """Return what the first of ``ranks``, by default of all, have run last; "" if none has said it."""
     with suppress(RuntimeError, ValueError):  # the store's host has ended
-        store = peers.world_store() if _reporter.last else None
-        if store is not None:
-            _reporter.tell()
-            ranks = range(min(dist.get_world_size(), _LOOKED_AT))
-            return mismatch.last_runs(_present(store, [f"{_LAST}/{rank}" for rank in ranks]))
+        if (store := peers.world_store()) is not None:
+            _reporter(os.getpid()).tell()
+            ranks = range(dist.get_world_size()) if ranks is None else ranks
+            return mismatch.last_runs({rank: peers.value(store, f"{_LAST}/{rank}") for rank in ranks[:_LOOKED_AT]})
     return ""
-
-
-def _present(store: Store, keys: list[str]) -> list[str]:
-    return [store.get(key).decode() if store.check([key]) else "" for key in keys]
