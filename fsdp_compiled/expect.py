@@ -8,12 +8,7 @@ from typing import Any
 def expect(name: str, value: object, kind: Any, expected: str, do: str = "") -> None:
     """Raise TypeError unless ``value`` is of ``kind``, as isinstance tells, but that a bool is no number.
 
-    Args:
-        name: the argument's full name.
-        value: what was passed for it.
-        kind: a class, or a union of classes.
-        expected: the same in words.
-        do: what the user can do.
+    ``kind`` is a class or a union of classes, which ``expected`` says in words; ``do`` is what the user can do.
     """
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise unexpected(name, expected, shown(value), do, TypeError)
