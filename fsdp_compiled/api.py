@@ -16,6 +16,7 @@ from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, passes, sharding
+from .expect import expect, unexpected
 from .init.arguments import (
     check_complete_units_below,
     check_device,
@@ -140,10 +141,8 @@ def fully_shard_with_compiled_compute(
         TypeError: ``module`` is not one module, or ``torch.compile`` does not take ``compile_kwargs``.
         Others: see :func:`fully_shard`.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected one nn.Module, got {type(module).__name__}; call it on each module")
-    if not isinstance(compile_kwargs, Mapping | None):
-        raise TypeError(f"compile_kwargs: expected a mapping of torch.compile's arguments, got {compile_kwargs!r}")
+    expect("module", module, nn.Module, "one nn.Module", "call it on each module")
+    expect("compile_kwargs", compile_kwargs, Mapping | None, "a mapping of torch.compile's arguments")
     compiled = torch.compile(module.forward, **(compile_kwargs or {}))
     fully_shard(module, **fully_shard_kwargs)
     module.forward = compiled  # type: ignore[method-assign]
@@ -159,10 +158,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         TypeError: not a module, or not a name.
         ValueError: the module has no such method.
     """
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected an nn.Module, got {module!r} of {type(module).__name__}")
-    if not isinstance(method_name, str):
-        raise TypeError(f"method_name: expected the name of a method, got {method_name!r}")
+    expect("module", module, nn.Module, "an nn.Module")
+    expect("method_name", method_name, str, "the name of a method")
     if not isinstance(module, FSDPModule):
         return
     method = getattr(module, method_name, None)
@@ -193,11 +190,8 @@ def options(schedule: SchedulePolicy | None = None) -> dict[str, Any]:
 
 
 def _options(schedule: SchedulePolicy | None, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    if schedule is not None and not isinstance(schedule, SchedulePolicy):
-        raise TypeError(
-            f"schedule: expected a SchedulePolicy or None, got {type(schedule).__name__}; "
-            'use for example SchedulePolicy(bucket="unit")'
-        )
+    do = 'use for example SchedulePolicy(bucket="unit")'
+    expect("schedule", schedule, SchedulePolicy | None, "a SchedulePolicy or None", do)
     return passes.options(schedule or SchedulePolicy(), core_hash(), given)
 
 
@@ -230,25 +224,21 @@ def compile(
             regions of a function, or modules that are no units of ``model``, or lie inside each other.
         NotImplementedError: regions, and a pass of the user's in Inductor's option ``_pre_fusion_custom_pass``.
     """
-    if not callable(model):
-        raise TypeError(f"model: expected a module or a function that calls one, got {model!r}")
+    expect("model", model, Callable, "a module or a function that calls one")
     backend = torch_compile_kwargs.get("backend", "inductor")
     if backend != "inductor":
-        raise ValueError(f"backend: expected 'inductor', got {backend!r}; only Inductor runs the graph passes")
+        raise unexpected("backend", "'inductor'", repr(backend), "only Inductor runs the graph passes")
     mode, given = torch_compile_kwargs.pop("mode", None), torch_compile_kwargs.pop("options", None) or {}
-    if not isinstance(given, Mapping):
-        raise TypeError(f"options: expected a mapping of Inductor's options or None, got {given!r}")
+    expect("options", given, Mapping, "a mapping of Inductor's options or None")
     if mode is not None and given:
-        raise ValueError(f"mode: expected None beside options, got {mode!r}; put what the mode sets into options")
+        raise unexpected("mode", "None beside options", repr(mode), "put what the mode sets into options")
     of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
     chosen = {**of_mode, **given, **_options(schedule, given)}
     of_regions = passes.region_options(given) if regions != "off" else {}
     if isinstance(model, nn.Module):
         set_regions(model, regions)
     elif regions != "off":
-        raise ValueError(
-            f"regions: expected 'off' for a function, got {regions!r}; compile the model with regions first"
-        )
+        raise unexpected("regions", "'off' for a function", repr(regions), "compile the model with regions first")
     if isinstance(model, nn.Module) and has_regions(model):
         chosen |= of_regions
     return torch.compile(model, options=chosen, **torch_compile_kwargs)

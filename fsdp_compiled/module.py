@@ -11,21 +11,20 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 
 from .collectives import AllGather, ReduceScatter
+from .expect import expect, expect_bool, shown, unexpected
 from .hooks import comms
 from .hooks.context import GradientReductionHandle, is_in_backward, states_below
 from .hooks.copying import copied_units
 from .hooks.state import FSDPState
 from .param.properties import with_code_of_its_own
-from .policy import require_bool
 
 
 def unit_state(module: Any) -> FSDPState:
     """Return the state of the unit that ``module`` was given to ``fully_shard`` for; ValueError if to none."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"module: expected a module given to fully_shard, got {module!r} of {type(module).__name__}")
+    expect("module", module, nn.Module, "a module given to fully_shard")
     state = module.__dict__.get("_fsdp_state")
     if state is None:
-        raise ValueError(f"{type(module).__name__}: expected a module given to fully_shard, got one without state")
+        raise unexpected(type(module).__name__, "a module given to fully_shard", "one without state")
     return state
 
 
@@ -85,7 +84,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
         Forward waits by itself if the handle was not waited for.
         """
-        require_bool("async_op", async_op)
+        expect_bool("async_op", async_op)
         state = unit_state(self)
         state.launch_unshard()
         if async_op:
@@ -143,7 +142,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Say whether the next backward ends the step; if not, it does not wait for its last reductions."""
-        require_bool("is_last_backward", is_last_backward)
+        expect_bool("is_last_backward", is_last_backward)
         unit_state(self)._lazy_init().is_last_backward = is_last_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -151,7 +150,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
         An embedding is such a unit. Compiled graphs all-gather only what they read and need no such hint.
         """
-        require_bool("unshard_in_backward", unshard_in_backward)
+        expect_bool("unshard_in_backward", unshard_in_backward)
         unit_state(self).configure(unshard_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -159,17 +158,16 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
         A compiled model recompiles at its next call.
         """
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
-            raise TypeError(f"factor: expected a number, got {factor!r} of {type(factor).__name__}")
+        expect("factor", factor, int | float, "a number")
         if not 0 < factor < inf:
-            raise ValueError(f"factor: expected a positive, finite number, got {factor}; gradients are divided by it")
+            raise unexpected("factor", "a positive, finite number", factor, "gradients are divided by it")
         unit_state(self).configure(divide_factor=float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # the older name
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let this unit's gradients be summed by the collectives and divided by a kernel of its own."""
-        require_bool("enable", enable)
+        expect_bool("enable", enable)
         unit_state(self).configure(sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
@@ -185,10 +183,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
         The largest number that was set on any unit of the model counts.
         """
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
-            raise TypeError(f"max_input_buffers: expected an int, got {max_input_buffers!r}")
+        expect("max_input_buffers", max_input_buffers, int, "an int")
         if max_input_buffers < 1:
-            raise ValueError(f"max_input_buffers: expected at least 1, got {max_input_buffers}")
+            raise unexpected("max_input_buffers", "at least 1", max_input_buffers)
         for state in _states(self, recurse):
             state.set_max_reducing(max_input_buffers)
 
@@ -215,10 +212,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
         It runs on ``stream``, by default the one that the reduction ends on, after the reduce-scatter and after the
         all-reduce over replicas if there are any. In compiled graphs a buffer may hold one parameter's gradient.
         """
-        if not callable(hook):
-            raise TypeError(f"hook: expected a function, got {hook!r}")
+        expect("hook", hook, Callable, "a function")
         if stream is not None and not hasattr(stream, "wait_stream"):
-            raise TypeError(f"stream: expected a torch.Stream or None, got {stream!r} of {type(stream).__name__}")
+            raise unexpected("stream", "a torch.Stream or None", shown(stream), error=TypeError)
         comms.use_hook(unit_state(self), hook, stream)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -230,7 +226,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             ValueError: the unit has communicators of its own.
             RuntimeError: the process group allocates no memory, as gloo.
         """
-        require_bool("enable", enable)
+        expect_bool("enable", enable)
         comms.use_process_group_memory(unit_state(self), enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
@@ -244,7 +240,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             RuntimeError: no GPU.
         """
         if backend not in ("NCCL", "CUDA"):
-            raise ValueError(f"backend: expected 'NCCL' or 'CUDA', got {backend!r}")
+            raise unexpected("backend", "'NCCL' or 'CUDA'", repr(backend))
         comms.use_symmetric_memory(unit_state(self), backend)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
@@ -253,7 +249,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         A CPU's streams record None, as nothing there is left to wait for.
         """
         if event is not None and not hasattr(event, "wait"):
-            raise TypeError(f"event: expected a torch.Event or None, got {event!r}")
+            raise unexpected("event", "a torch.Event or None", shown(event), error=TypeError)
         unit_state(self)._lazy_init().post_optim_event = event
 
     def reset_iter_state(self) -> None:
@@ -271,7 +267,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         It takes the place of ``set_is_last_backward``. Call it on the outermost unit and outside backward, or it
         raises RuntimeError.
         """
-        require_bool("enabled", enabled)
+        expect_bool("enabled", enabled)
         state = _outermost("set_manual_backward_finalization", self)
         if is_in_backward():
             raise RuntimeError("set_manual_backward_finalization: expected no backward under way; call it before")
@@ -287,7 +283,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             RuntimeError: a backward is running, ``set_manual_backward_finalization(True)`` was not called before, or
                 the last handle was not waited for.
         """
-        require_bool("async_op", async_op)
+        expect_bool("async_op", async_op)
         context = _outermost("finalize_backward", self)._lazy_init()
         if not context.finalizes_manually:
             raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before forward")
@@ -305,7 +301,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept what FSDP2's users set: all-gathers here are always asynchronous operations."""
-        require_bool("async_op", async_op)
+        expect_bool("async_op", async_op)
 
     _get_fsdp_state = unit_state  # type: ignore[assignment]
 
@@ -325,26 +321,21 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
 def _outermost(method: str, module: FSDPModule) -> FSDPState:
     state = unit_state(module)
     if not state.is_root:
-        raise RuntimeError(
-            f"{method}: expected the outermost unit, got {state.unit.config.name}; "
-            f"call it on {state.outermost.unit.config.name}"
-        )
+        do = f"call it on {state.outermost.unit.config.name}"
+        raise unexpected(method, "the outermost unit", state.unit.config.name, do, RuntimeError)
     return state
 
 
 def _states(module: FSDPModule, recurse: bool, **flags: object) -> list[FSDPState]:
     """Return the states that a setter configures, once its ``flags`` are known to be bools."""
     for name, value in {**flags, "recurse": recurse}.items():
-        require_bool(name, value)
+        expect_bool(name, value)
     return states_below([module]) if recurse else [unit_state(module)]  # type: ignore[list-item]
 
 
 def _states_of(method: str, modules: Sequence[FSDPModule]) -> list[FSDPState]:
-    if not isinstance(modules, (list, tuple)):
-        raise TypeError(f"{method}: expected a list of modules, got {type(modules).__name__}")
+    expect(method, modules, list | tuple, "a list of modules")
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"{method}: expected modules given to fully_shard, got {type(module).__name__}; shard it first"
-            )
+            raise unexpected(method, "modules given to fully_shard", type(module).__name__, "shard it first")
     return [unit_state(module) for module in modules]

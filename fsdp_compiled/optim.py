@@ -17,7 +17,7 @@ from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from .policy import require_bool
+from .expect import expect, expect_bool, unexpected
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -59,9 +59,8 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
             replaced. Each later ``step`` raises it, and changes nothing, for a DTensor that is ``Partial`` or has no
             dimension, and for a gradient or state that is not sharded like its parameter.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    require_bool("elementwise", elementwise)
+    expect("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
+    expect_bool("elementwise", elementwise)
     if isinstance(optimizer, StepsOnShards):
         return optimizer
     _check_class(optimizer, elementwise)
@@ -75,25 +74,17 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
 def _check_class(optimizer: Optimizer, elementwise: bool) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, NOT_ELEMENTWISE):
-        raise ValueError(
-            f"{name}: expected an elementwise optimizer, got one whose update of an element depends on others; "
-            "use it without step_on_shards"
-        )
+        got = "one whose update of an element depends on others"
+        raise unexpected(name, "an elementwise optimizer", got, "use it without step_on_shards")
     if type(optimizer) not in ELEMENTWISE and not elementwise:
-        raise ValueError(
-            f"{name}: expected an optimizer of torch.optim that is known to be elementwise, got another class; "
-            "pass elementwise=True if each element's update depends on that element alone"
-        )
+        do = "pass elementwise=True if each element's update depends on that element alone"
+        raise unexpected(name, "an optimizer of torch.optim that is known to be elementwise", "another class", do)
     if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(
-            f"{name}: expected differentiable=False, got True; a step on shards is not recorded by autograd"
-        )
+        raise unexpected(name, "differentiable=False", True, "a step on shards is not recorded by autograd")
     replaced = vars(optimizer).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            f"{name}.step: expected the method of its class, got {replaced!r} on the object; "
-            "call step_on_shards before what replaces it"
-        )
+        do = "call step_on_shards before what replaces it"
+        raise unexpected(f"{name}.step", "the method of its class", f"{replaced!r} on the object", do)
 
 
 class StepsOnShards:
@@ -181,10 +172,9 @@ class _StandIn:
         if isinstance(value, DTensor):
             return self._local(value, param, name)
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape != param._local_tensor.shape:
-            raise ValueError(
-                f"{_name(param, self.shown)}: expected a DTensor as state {name!r}, got a plain tensor of the whole "
-                f"shape {tuple(value.shape)}; distribute it like the parameter before it is loaded"
-            )
+            got = f"a plain tensor of the whole shape {tuple(value.shape)}"
+            do = "distribute it like the parameter before it is loaded"
+            raise unexpected(_name(param, self.shown), f"a DTensor as state {name!r}", got, do)
         return value
 
     def synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -232,14 +222,10 @@ class _StandIn:
                 return tensor._local_tensor
         what, of = "gradient" if name is None else f"state {name!r}", _name(param, self.shown)
         if isinstance(tensor, DTensor):
-            raise ValueError(
-                f"{of}: expected a {what} with the parameter's {_layout(param)}, got {_layout(tensor)}; "
-                "redistribute it before the step"
-            )
-        raise ValueError(
-            f"{of}: expected a DTensor as {what}, got a plain tensor of shape {tuple(tensor.shape)}; "
-            "distribute it like the parameter"
-        )
+            alike = f"a {what} with the parameter's {_layout(param)}"
+            raise unexpected(of, alike, _layout(tensor), "redistribute it before the step")
+        got = f"a plain tensor of shape {tuple(tensor.shape)}"
+        raise unexpected(of, f"a DTensor as {what}", got, "distribute it like the parameter")
 
 
 def _shown_value(value: Any, param: DTensor) -> Any:
@@ -255,10 +241,8 @@ def _shown_value(value: Any, param: DTensor) -> Any:
 def _check_params(optimizer: Optimizer) -> None:
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
         if isinstance(param, DTensor) and (param.dim() == 0 or any(p.is_partial() for p in param.placements)):
-            raise ValueError(
-                f"{_name(param, optimizer)}: expected a DTensor with a dimension and no Partial, got shape "
-                f"{tuple(param.shape)} with {_layout(param)}; use the optimizer without step_on_shards"
-            )
+            got, do = f"shape {tuple(param.shape)} with {_layout(param)}", "use the optimizer without step_on_shards"
+            raise unexpected(_name(param, optimizer), "a DTensor with a dimension and no Partial", got, do)
 
 
 def _layout(tensor: DTensor) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.torch_version import TorchVersion
 
+from .expect import expect, expect_bool, unexpected
 from .passes.policy import SchedulePolicy as SchedulePolicy
 
 
@@ -40,16 +41,12 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             value = getattr(self, name)
             where, example = f"MixedPrecisionPolicy.{name}", "use for example torch.bfloat16"
-            if not isinstance(value, torch.dtype | None):
-                raise TypeError(f"{where}: expected torch.dtype or None, got {value!r}; {example}")
+            expect(where, value, torch.dtype | None, "torch.dtype or None", example)
             if value is not None and not value.is_floating_point:
-                raise ValueError(f"{where}: expected a floating-point dtype, got {value}; {example}")
-        require_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
-        override = self.param_dtype_override_fn
-        if override is not None and not callable(override):
-            raise TypeError(
-                f"MixedPrecisionPolicy.param_dtype_override_fn: expected a function or None, got {override!r}"
-            )
+                raise unexpected(where, "a floating-point dtype", value, example)
+        expect_bool("MixedPrecisionPolicy.cast_forward_inputs", self.cast_forward_inputs)
+        where = "MixedPrecisionPolicy.param_dtype_override_fn"
+        expect(where, self.param_dtype_override_fn, Callable | None, "a function or None")
 
     def for_param(self, name: str, param: torch.nn.Parameter) -> MixedPrecisionPolicy:
         """Return the policy of one parameter, without a function.
@@ -61,11 +58,10 @@ class MixedPrecisionPolicy:
         if self.param_dtype_override_fn is None:
             return self
         dtype = self.param_dtype_override_fn(param)
-        expected = f"{name}: expected param_dtype_override_fn to return None, {param.dtype} or {self.param_dtype}"
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{expected}, got {dtype!r} of {type(dtype).__name__}")
+        expected = f"param_dtype_override_fn to return None, {param.dtype} or {self.param_dtype}"
+        expect(name, dtype, torch.dtype | None, expected)
         if dtype not in (None, param.dtype, self.param_dtype):
-            raise ValueError(f"{expected}, got {dtype}")
+            raise unexpected(name, expected, dtype)
         own = self.param_dtype if dtype is None else dtype
         return replace(self, param_dtype=own if own and own.is_floating_point else None, param_dtype_override_fn=None)
 
@@ -87,13 +83,7 @@ class CPUOffloadPolicy(OffloadPolicy):
     pin_memory: bool = True
 
     def __post_init__(self) -> None:
-        require_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
-
-
-def require_bool(name: str, value: object) -> None:
-    """Raise TypeError, naming ``name``, unless ``value`` is a bool."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r} of {type(value).__name__}")
+        expect_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
 
 
 # *Source:* "versionchanged:: 2.15" of torch.distributed.fsdp.MixedPrecisionPolicy.

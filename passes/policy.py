@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..expect import expect, unexpected
 from ..sharding.spec import CommSpec
 from .cost import Cluster
 
@@ -54,11 +55,8 @@ class SchedulePolicy:
         _check("in_flight_bytes", self.in_flight_bytes, ("auto",), least=1)
         _check("keep_unsharded_bytes", self.keep_unsharded_bytes, ("auto",), least=0)
         _check("tokens", self.tokens, (), least=1)
-        if self.cluster is not None and not isinstance(self.cluster, Cluster):
-            raise TypeError(
-                f"SchedulePolicy.cluster: expected a Cluster or None, got {type(self.cluster).__name__}; "
-                "use one of fsdp_compiled.passes.cost.CLUSTERS"
-            )
+        do = "use one of fsdp_compiled.passes.cost.CLUSTERS"
+        expect("SchedulePolicy.cluster", self.cluster, Cluster | None, "a Cluster or None", do)
 
     @property
     def kept_bytes(self) -> int:
@@ -72,10 +70,9 @@ class SchedulePolicy:
 
 def _check(field: str, value: Any, words: tuple[str, ...], least: int) -> None:
     expected = " or ".join([*(repr(word) for word in words), f"an integer of at least {least}"])
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise TypeError(f"SchedulePolicy.{field}: expected {expected}, got {value!r} of {type(value).__name__}")
+    expect(f"SchedulePolicy.{field}", value, int | str, expected)
     if value not in words if isinstance(value, str) else value < least:
-        raise ValueError(f"SchedulePolicy.{field}: expected {expected}, got {value!r}")
+        raise unexpected(f"SchedulePolicy.{field}", expected, repr(value))
 
 
 DEFAULT = SchedulePolicy()  # what plain ``torch.compile`` uses

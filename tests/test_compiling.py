@@ -156,9 +156,9 @@ def test_bad_input():
         fsdp_compiled.compile(Net(), backend="eager")
     with pytest.raises(ValueError, match="mode: expected None beside options, got 'max-autotune'"):
         fsdp_compiled.compile(Net(), mode="max-autotune", options={"max_fusion_size": 3})
-    with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got dict"):
+    with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got .* of dict"):
         fsdp_compiled.options({"bucket": "unit"})
-    with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got str"):
+    with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got .* of str"):
         fsdp_compiled.compile(Net(), schedule="unit")
 
 
@@ -176,7 +176,7 @@ def test_bad_input():
             ValueError,
             "keep_unsharded_bytes: expected 'auto' or an integer of at lea",
         ),
-        ({"cluster": "H100"}, TypeError, "cluster: expected a Cluster or None, got str"),
+        ({"cluster": "H100"}, TypeError, "cluster: expected a Cluster or None, got 'H100' of str"),
     ],
 )
 def test_a_policy_is_checked_when_made(fields, error, text):

@@ -70,7 +70,10 @@ def test_returns_the_optimizer_and_may_be_called_again():
 
 
 def test_refuses_what_is_no_optimizer():
-    with _raises(TypeError, "optimizer: expected a torch.optim.Optimizer, got Linear"):
+    with _raises(
+        TypeError,
+        "optimizer: expected a torch.optim.Optimizer, got Linear(in_features=1, out_features=1, bias=True) of Linear",
+    ):
         step_on_shards(nn.Linear(1, 1))
     with _raises(TypeError, "elementwise: expected True or False, got 1 of int"):
         step_on_shards(optim.SGD([_param(2)]), elementwise=1)

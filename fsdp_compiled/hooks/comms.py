@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..collectives import AllGather, Comm, Hook, ReduceScatter, communicators, register
 from ..collectives.backend import process_group
+from ..expect import expect, unexpected
 from .state import FSDPState
 
 # Fields of UnitConfig.
@@ -20,8 +21,7 @@ _FIELDS: dict[type, str] = {AllGather: "all_gather_comm", ReduceScatter: "reduce
 
 def use(state: FSDPState, kind: type, custom: Comm | Hook) -> None:
     """Use ``custom`` as the unit's AllGather, ReduceScatter or Hook; TypeError if it is of another kind."""
-    if not isinstance(custom, kind):
-        raise TypeError(f"comm: expected an {kind.__name__}, got {custom!r} of {type(custom).__name__}")
+    expect("comm", custom, kind, f"an {kind.__name__}")
     state.custom[kind] = custom
     state.configure(**{_FIELDS[kind]: register(custom)})
 
@@ -29,10 +29,8 @@ def use(state: FSDPState, kind: type, custom: Comm | Hook) -> None:
 def use_hook(state: FSDPState, hook: Callable[[Tensor], None], stream: torch.Stream | None) -> None:
     """Call ``hook`` on the unit's reduced gradients; ValueError if its own ``stream`` is none to wait for."""
     if stream is not None and any(param.placement.mesh_info.replicate_mesh_dim is not None for param in state.params):
-        raise ValueError(
-            f"stream: expected None for {state.unit.config.name}, whose gradients are reduced over replicas, got "
-            f"{stream!r}; the hook runs on the stream of that reduction"
-        )
+        expected = f"None for {state.unit.config.name}, whose gradients are reduced over replicas"
+        raise unexpected("stream", expected, repr(stream), "the hook runs on the stream of that reduction")
     use(state, Hook, Hook(hook, stream))
 
 

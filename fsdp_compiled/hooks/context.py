@@ -16,6 +16,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
+from ..expect import unexpected
 from ..param.param import FSDPParam
 from .autograd import outside_functorch, without_grad
 
@@ -90,12 +91,11 @@ class ForwardOrder:
         return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
 
 
-def one_thread(root: UnitState) -> str:
-    """Return the text of the error for threads that use one model at a time."""
-    return (
-        f"{root.unit.config.name}: expected one thread at a time in the model's forward or backward, got a second; "
-        "use a model for each thread or a lock around its step, and reset_iter_state() if the other one failed"
-    )
+def _second_thread(root: UnitState) -> Exception:
+    """Return the error for threads that use one model at a time."""
+    do = "use a model for each thread or a lock around its step, and reset_iter_state() if the other one failed"
+    expected = "one thread at a time in the model's forward or backward"
+    return unexpected(root.unit.config.name, expected, "a second", do, RuntimeError)
 
 
 def is_in_backward() -> bool:
@@ -114,20 +114,14 @@ class GradientReductionHandle(_TorchHandle):
         self._context: FSDPStateContext | None = context
 
     def wait(self) -> None:
-        """Accumulate the gradients; a second call does nothing.
-
-        Raises:
-            RuntimeError: ``reset_iter_state``, or an exception, has dropped them.
-        """
+        """Accumulate the gradients; a second call does nothing. RuntimeError if a reset has dropped them."""
         context = self._context
         if context is None:
             return
         if context.finalizing is not self:
             self._context = None
-            raise RuntimeError(
-                "GradientReductionHandle.wait: expected a reduction under way, got one that a reset has dropped; "
-                "run the step again"
-            )
+            where, got = "GradientReductionHandle.wait", "one that a reset has dropped"
+            raise unexpected(where, "a reduction under way", got, "run the step again", RuntimeError)
         context.finish_finalizing()
         self._context = None
 
@@ -171,7 +165,7 @@ class FSDPStateContext:
         if is_in_backward():
             return  # a recomputation, on a GPU in a thread of the autograd engine
         if self.thread not in (None, get_ident()) and self._is_running:
-            raise RuntimeError(one_thread(self.states[0]))
+            raise _second_thread(self.states[0])
         self.thread = get_ident()
 
     @property
@@ -232,7 +226,7 @@ class FSDPStateContext:
         if self.callback_queued:
             # On a GPU, threads of the autograd engine run a backward.
             if self.backward_thread != get_ident() and self.states[0].device.type == "cpu":
-                raise RuntimeError(one_thread(self.states[0]))
+                raise _second_thread(self.states[0])
         else:
             self.callback_queued, self.backward_thread = True, get_ident()
             self.states[0].note("backward")

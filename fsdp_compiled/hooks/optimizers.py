@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..collectives import note
+from ..expect import unexpected
 from ..param.param import FSDPParam
 
 _params: WeakSet[FSDPParam] = WeakSet()  # of all models
@@ -52,11 +53,9 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for tensor in group["params"]:
             if id(tensor) in stale:
                 name, what = stale[id(tensor)]
-                raise RuntimeError(
-                    f"{name}: expected {type(optimizer).__name__} to hold the sharded parameter, got it as it was "
-                    f"{what}, which no step would train; make the optimizer after fully_shard, of a model that is "
-                    "not unsharded"
-                )
+                expected = f"{type(optimizer).__name__} to hold the sharded parameter"
+                do = "make the optimizer after fully_shard, of a model that is not unsharded"
+                raise unexpected(name, expected, f"it as it was {what}, which no step would train", do, RuntimeError)
     _checked[optimizer] = count
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..collectives import Comm, Hook, note, number_in, streams
+from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
@@ -32,11 +33,7 @@ class FSDPState(TorchNames):
     """The state of one unit: the modules of one ``fully_shard`` call."""
 
     def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        params: Sequence[FSDPParam],
-        default: ParamPlacement,
-        unit: Unit,
+        self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], default: ParamPlacement, unit: Unit
     ) -> None:
         self.modules = tuple(modules)
         self.params = list(params)
@@ -83,12 +80,8 @@ class FSDPState(TorchNames):
     @property
     def groups(self) -> list[FSDPParamGroup]:
         """The unit's parameters, and those of other units that it shares, by what shares a collective."""
-        if not self.shared:
-            return self._groups
-        return [
-            *self._groups,
-            *(group for owner, param in self.shared for group in owner._groups if param in group.params),
-        ]
+        shared = [group for owner, param in self.shared for group in owner._groups if param in group.params]
+        return [*self._groups, *shared]
 
     def share(self, owner: FSDPState, param: FSDPParam, places: Sequence[tuple[nn.Module, str]]) -> None:
         """Let this unit's modules share a parameter that ``owner`` has sharded."""
@@ -137,9 +130,8 @@ class FSDPState(TorchNames):
     def set_separate_reduce_group(self, enable: bool) -> None:
         """Give reduce-scatters process groups of their own, or take them away; every rank must call it."""
         for param in self.params:
-            info = param.placement.mesh_info
-            if info.shard_mesh_dim is None:
-                raise ValueError(f"{param.name}: expected a sharded parameter, got one that is only replicated")
+            if param.placement.mesh_info.shard_mesh_dim is None:
+                raise unexpected(param.name, "a sharded parameter", "one that is only replicated")
         for param in self.params:
             param.use_separate_reduce_scatter_group(enable)
 
@@ -272,10 +264,7 @@ class FSDPState(TorchNames):
             self._prefetch_backward(context)
 
     def _prefetch_backward(self, context: FSDPStateContext) -> None:
-        states = self.backward_prefetch
-        if states is None:
-            states = context.before(self)
-        for state in states:
+        for state in context.before(self) if self.backward_prefetch is None else self.backward_prefetch:
             if state.unit.config.unshard_in_backward:
                 state.launch_unshard()
 
@@ -383,17 +372,12 @@ class FSDPState(TorchNames):
             self._context.reset(drop_accumulated)
 
     def take_over(self) -> None:
-        """Follow what the user has put in place of parameters since they were sharded; called before their first use.
-
-        Raises:
-            RuntimeError: a compiled forward has used the old ones already.
-        """
+        """Follow what the user has put in place of parameters; RuntimeError if a compiled forward had others."""
         replaced = [param.name for param in self.params if param.take_over()]
         if replaced and is_in_backward():
-            raise RuntimeError(
-                f"{replaced[0]}: expected a replacement by assignment, module.name = ..., got one that the compiled "
-                "forward has not seen; assign it, or call the model once before it is compiled inside a function"
-            )
+            got = "one that the compiled forward has not seen"
+            do = "assign it, or call the model once before it is compiled inside a function"
+            raise unexpected(replaced[0], "a replacement by assignment, module.name = ...", got, do, RuntimeError)
         if replaced:
             self.drop_unshard()
             self.regroup()

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..collectives.operators import meta_parameter
+from ..expect import unexpected
 from ..param.composable import applied
 from ..param.param import FSDPParam
 from ..param.properties import is_managed, rebase
@@ -84,11 +85,10 @@ def check_all_sharded(roots: Sequence[nn.Module], states: Sequence[UnitState]) -
                 continue
             where = f"{prefix.removesuffix('.')} ({type(module).__name__})" if prefix else type(module).__name__
             is_sharded = "_fsdp_units" in module.__dict__ or "_fsdp_state" in module.__dict__
-            remedy = "add it before fully_shard" if is_sharded else f"call fully_shard on {where} first"
-            raise ValueError(
-                f"{prefix}{name}: expected a parameter that fully_shard has seen, got one that was added to the "
-                f"model afterwards and would train unsharded, without communication; {remedy}, or freeze it"
-            )
+            do = "add it before fully_shard" if is_sharded else f"call fully_shard on {where} first"
+            got = "one that was added to the model afterwards and would train unsharded, without communication"
+            expected = "a parameter that fully_shard has seen"
+            raise unexpected(f"{prefix}{name}", expected, got, f"{do}, or freeze it")
 
 
 def check_materialized(params: Iterable[FSDPParam]) -> None:
@@ -97,10 +97,9 @@ def check_materialized(params: Iterable[FSDPParam]) -> None:
         if param.device.type == "meta":
             raise RuntimeError(meta_parameter(param.name))
         if param.placement.offload is not None and param.device.type != "cpu":
-            raise RuntimeError(
-                f"{param.name}: expected a shard on the CPU, as offload_policy says, got one on {param.device}; "
-                "load it there, or move the model with model.cpu()"
-            )
+            expected, got = "a shard on the CPU, as offload_policy says", f"one on {param.device}"
+            do = "load it there, or move the model with model.cpu()"
+            raise unexpected(param.name, expected, got, do, RuntimeError)
 
 
 def _modules_outside_replicate(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:

@@ -6,27 +6,23 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..expect import unexpected
 from ..module import FSDPModule
 from ..param.composable import applied
 
 
 def check_composable(modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if something else distributes ``modules``, or what lies below them and does not mix."""
+    undistributed = "a module that nothing distributes yet"
     for root in modules:
         if "replicate" in applied(root):
-            raise ValueError(
-                f"{type(root).__name__}: expected a module that nothing distributes yet, got one that replicate was "
-                "applied to; use a 2-D mesh, or DataParallelMeshDims(replicate=...), to replicate"
-            )
+            do = "use a 2-D mesh, or DataParallelMeshDims(replicate=...), to replicate"
+            raise unexpected(type(root).__name__, undistributed, "one that replicate was applied to", do)
         for name, module in root.named_modules():
-            where = f"{name or type(root).__name__}: expected"
+            where = name or type(root).__name__
             if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
-                raise ValueError(
-                    f"{where} a module that nothing distributes yet, got a {type(module).__name__}; shard its "
-                    ".module, with a 2-D mesh to replicate too"
-                )
+                do = "shard its .module, with a 2-D mesh to replicate too"
+                raise unexpected(where, undistributed, f"a {type(module).__name__}", do)
             if "fully_shard" in applied(module) and not isinstance(module, FSDPModule):
-                raise ValueError(
-                    f"{where} units of fsdp_compiled.fully_shard alone, got one of torch.distributed.fsdp; "
-                    "use one of the two for the whole model"
-                )
+                got, do = "one of torch.distributed.fsdp", "use one of the two for the whole model"
+                raise unexpected(where, "units of fsdp_compiled.fully_shard alone", got, do)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ..expect import unexpected
 from ..module import FSDPModule
 from ..param.composable import applied
 from ..param.param import FSDPParam
@@ -66,20 +67,12 @@ def modules_outside_units(modules: Sequence[nn.Module]) -> Iterable[tuple[str, n
 
 def _check_parameter(name: str, param: nn.Parameter) -> None:
     if nn.parameter.is_lazy(param):
-        raise ValueError(
-            f"{name}: expected a parameter with a shape, got one of a lazy module; run the module once before"
-        )
+        raise unexpected(name, "a parameter with a shape", "one of a lazy module", "run the module once before")
     if param.layout != torch.strided:
-        raise ValueError(
-            f"{name}: expected a dense parameter, got layout {param.layout}; replace it by "
-            "nn.Parameter(param.to_dense()), or leave it alone with ignored_params"
-        )
+        do = "replace it by nn.Parameter(param.to_dense()), or leave it alone with ignored_params"
+        raise unexpected(name, "a dense parameter", f"layout {param.layout}", do)
     if param.dim() == 0:
-        raise ValueError(
-            f"{name}: expected at least 1 dimension, got a scalar; make it a 1-D parameter of one element"
-        )
+        raise unexpected(name, "at least 1 dimension", "a scalar", "make it a 1-D parameter of one element")
     if not param.is_contiguous():
-        raise ValueError(
-            f"{name}: expected a contiguous parameter, got shape {tuple(param.shape)} with strides "
-            f"{param.stride()}; replace it by nn.Parameter(param.contiguous())"
-        )
+        got = f"shape {tuple(param.shape)} with strides {param.stride()}"
+        raise unexpected(name, "a contiguous parameter", got, "replace it by nn.Parameter(param.contiguous())")

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from ..expect import shown, unexpected
 from ..param.extension import check_extension, check_smaller_group
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
@@ -70,7 +71,10 @@ def _placement(
     dim = _checked_dim(name, local, dim, info.shard_world)
     inner_tensors(name, local, ShardLayout(tuple(local.shape), dim, info.shard_world))  # whether it can be sharded
     if not isinstance(reshard, bool | None):
-        _check_smaller_group(name, local, info.shard_world, reshard)
+        if info.shard_world % reshard and info.shard_world != 1:
+            ranks = f"the {info.shard_world} ranks that it is sharded over"
+            raise unexpected(name, f"reshard_after_forward to be a divisor of {ranks}", reshard)
+        check_smaller_group(name, local, info.shard_world)
     policy = default.mp_policy.for_param(name, param)
     return replace(default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
 
@@ -80,34 +84,20 @@ def _chosen(name: str, chosen: object, info: DataParallelMeshInfo) -> tuple[Data
     if isinstance(chosen, ShardPlacementResult):
         info, chosen = chosen.mesh_info or info, chosen.placement
         if not isinstance(info, FSDPMeshInfo):
-            raise ValueError(
-                f"{name}: expected ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo, got "
-                f"{type(info).__name__}"
-            )
+            expected = "ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo"
+            raise unexpected(name, expected, type(info).__name__)
     if chosen is None:
         return info, 0
     if type(chosen) is not Shard:
-        raise TypeError(
-            f"{name}: expected shard_placement_fn to return a Shard, a ShardPlacementResult or None, got {chosen!r}"
-        )
+        expected = "shard_placement_fn to return a Shard, a ShardPlacementResult or None"
+        raise unexpected(name, expected, shown(chosen), error=TypeError)
     return info, chosen.dim
-
-
-def _check_smaller_group(name: str, local: Tensor, world: int, size: int) -> None:
-    if world % size and world != 1:
-        raise ValueError(
-            f"{name}: expected reshard_after_forward to be a divisor of the {world} ranks that it is sharded over, "
-            f"got {size}"
-        )
-    check_smaller_group(name, local, world)
 
 
 def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
     if not -local.dim() <= dim < local.dim():
-        raise ValueError(
-            f"{name}: expected a shard dimension of a {local.dim()}-D parameter, got Shard({dim}); use "
-            f"Shard(0) to Shard({local.dim() - 1})"
-        )
+        do = f"use Shard(0) to Shard({local.dim() - 1})"
+        raise unexpected(name, f"a shard dimension of a {local.dim()}-D parameter", f"Shard({dim})", do)
     dim %= local.dim()
     if dim > 0 and local.shape[dim] % world:
         raise ValueError(
@@ -121,30 +111,24 @@ def _check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None
     """Raise ValueError unless ``param``, a DTensor or not, fits the data-parallel mesh."""
     if not isinstance(param, DTensor):
         if info.spmd_mesh is not None and info.spmd_mesh.size() != info.mesh.size():
-            raise ValueError(
-                f"{name}: expected a DTensor on the mesh given to fully_shard, since dp_mesh_dims leaves out some of "
-                f"its dimensions {info.spmd_mesh.mesh_dim_names}, got a plain parameter; use distribute_module first"
-            )
+            left_out = f"since dp_mesh_dims leaves out some of its dimensions {info.spmd_mesh.mesh_dim_names}"
+            expected = f"a DTensor on the mesh given to fully_shard, {left_out}"
+            raise unexpected(name, expected, "a plain parameter", "use distribute_module first")
         return
     mesh = param.device_mesh
     if mesh.device_type != info.mesh.device_type:
-        raise ValueError(
-            f"{name}: expected a DTensor on a {info.mesh.device_type} mesh as given to fully_shard, got one on "
-            f"{mesh.device_type}"
-        )
+        expected = f"a DTensor on a {info.mesh.device_type} mesh as given to fully_shard"
+        raise unexpected(name, expected, f"one on {mesh.device_type}")
     if info.dp_mesh_dims is None:
         if mesh.mesh_dim_names is None or info.mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"{name}: expected meshes with dimension names for a parameter that is a DTensor already, got {mesh} "
-                f"and {info.mesh}; take both from one init_device_mesh(..., mesh_dim_names=...)"
-            )
+            expected = "meshes with dimension names for a parameter that is a DTensor already"
+            do = "take both from one init_device_mesh(..., mesh_dim_names=...)"
+            raise unexpected(name, expected, f"{mesh} and {info.mesh}", do)
         return
     if mesh != info.spmd_mesh:
-        raise ValueError(f"{name}: expected a DTensor on the mesh given to fully_shard, {info.spmd_mesh}, got {mesh}")
+        raise unexpected(name, f"a DTensor on the mesh given to fully_shard, {info.spmd_mesh}", mesh)
     for role, names in (("shard", info.dp_mesh_dims.shard_names), ("replicate", info.dp_mesh_dims.replicate_names)):
         for dim_name in names:
             placement = param.placements[mesh.mesh_dim_names.index(dim_name)]  # type: ignore[union-attr]
             if not placement.is_replicate():
-                raise ValueError(
-                    f"{name}: expected Replicate() on data-parallel {role} dimension {dim_name!r}, got {placement}"
-                )
+                raise unexpected(name, f"Replicate() on data-parallel {role} dimension {dim_name!r}", placement)

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 from torch import nn
 
+from ..expect import shown, unexpected
 from ..hooks.context import states_below
 from ..module import FSDPModule, unit_state
 from ..param.regions import RegionModule, drop_region, make_region
@@ -16,15 +17,7 @@ AUTO_COUNT = 4
 
 
 def set_regions(model: nn.Module, regions: str | Sequence[nn.Module]) -> None:
-    """Let the units of ``model`` that ``regions`` says be regions, and no others.
-
-    Args:
-        model: a sharded module, or one with sharded modules below it.
-        regions: "off", "auto", or modules given to ``fully_shard``.
-
-    Raises:
-        TypeError, ValueError: as :func:`fsdp_compiled.compile`.
-    """
+    """Let the units of ``model`` that ``regions`` says be regions, and no others, see ``fsdp_compiled.compile``."""
     chosen = _chosen(model, regions)
     for module in model.modules():
         if isinstance(module, RegionModule) and module not in chosen:
@@ -37,14 +30,13 @@ def _chosen(model: nn.Module, regions: str | Sequence[nn.Module]) -> list[nn.Mod
     if isinstance(regions, str) and regions in ("off", "auto"):
         return _equal_units(model) if regions == "auto" else []
     if isinstance(regions, str) or not isinstance(regions, (list, tuple, nn.ModuleList)):
-        raise TypeError(f"regions: expected 'auto', 'off' or a list of modules, got {regions!r}")
+        raise unexpected("regions", "'auto', 'off' or a list of modules", shown(regions), error=TypeError)
     units, chosen = dict(_units(model)), list(dict.fromkeys(regions))
     for module in chosen:
         if module not in units:
-            raise ValueError(
-                f"regions: expected modules of the model that were given to fully_shard below the outermost one, got "
-                f"{type(module).__name__}; call fully_shard on it first, before the modules around it"
-            )
+            expected = "modules of the model that were given to fully_shard below the outermost one"
+            do = "call fully_shard on it first, before the modules around it"
+            raise unexpected("regions", expected, type(module).__name__, do)
         if not _is_possible(module):
             raise ValueError(
                 f"regions: {units[module]} has a forward of its own, {module.forward!r}; a region needs its class's"

@@ -17,25 +17,13 @@ from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from ..sharding.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 # Subclasses before the classes that they extend.
-_OURS = (
-    MixedPrecisionPolicy,
-    CPUOffloadPolicy,
-    OffloadPolicy,
-    DataParallelMeshDims,
-    ShardPlacementResult,
-    HSDPMeshInfo,
-    FSDPMeshInfo,
-    DDPMeshInfo,
-)
+_POLICIES = (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy)
+_MESHES = (DataParallelMeshDims, ShardPlacementResult, HSDPMeshInfo, FSDPMeshInfo, DDPMeshInfo)
 
 
 def own_record(value: Any) -> Any:
-    """Return our record with the fields of one of PyTorch's, and anything else as it is.
-
-    Raises:
-        TypeError, ValueError: a field that ours does not take.
-    """
-    for ours in _OURS:
+    """Return our record with the fields of one of PyTorch's, and anything else as it is."""
+    for ours in (*_POLICIES, *_MESHES):
         # torch 2.11 has neither DataParallelMeshDims nor ShardPlacementResult.
         theirs = getattr(torch_fsdp, ours.__name__, None) or getattr(torch_common, ours.__name__, None)
         if theirs is not None and isinstance(value, theirs):

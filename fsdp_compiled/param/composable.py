@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
 
+from ..expect import unexpected
 from .unit import Unit
 
 _FULLY_SHARD = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # what states are noted under
@@ -29,10 +30,9 @@ class _Registry(dict[str, RegistryItem]):
     def __contains__(self, name: object) -> bool:
         # FSDP1 and checkpoints ask for the same. There is no other place to refuse from without changing PyTorch.
         if sys._getframe(1).f_code is _is_composable_with_fsdp.__code__:
-            raise ValueError(
-                f"{self._unit.config.name}: expected units of fsdp_compiled.fully_shard alone, got "
-                "torch.distributed.fsdp.fully_shard around or inside this one; use one of the two for the whole model"
-            )
+            expected, do = "units of fsdp_compiled.fully_shard alone", "use one of the two for the whole model"
+            got = "torch.distributed.fsdp.fully_shard around or inside this one"
+            raise unexpected(self._unit.config.name, expected, got, do)
         return super().__contains__(name)
 
 

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
+from ..expect import unexpected
+
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
@@ -33,14 +35,11 @@ def check_extension(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless ``tensor`` has both methods or none, and the first takes 1 or 5 arguments."""
     found = [method for method in (PRE, POST) if hasattr(tensor, method)]
     if len(found) == 1:
-        raise ValueError(
-            f"{name}: expected {type(tensor).__name__} to define both {PRE} and {POST}, got only {found[0]}"
-        )
+        raise unexpected(name, f"{type(tensor).__name__} to define both {PRE} and {POST}", f"only {found[0]}")
     if found and _pre_arguments(tensor) not in (1, 5):
-        raise ValueError(
-            f"{name}: expected {type(tensor).__name__}.{PRE} to take (mesh) or (mesh, outer_size, outer_stride, "
-            f"module, mp_policy), got {inspect.signature(getattr(tensor, PRE))}"
-        )
+        either = "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"
+        got = inspect.signature(getattr(tensor, PRE))
+        raise unexpected(name, f"{type(tensor).__name__}.{PRE} to take {either}", got)
 
 
 def check_smaller_group(name: str, tensor: Tensor, world: int) -> None:
@@ -127,9 +126,7 @@ class AllGatherExtension:
 
     def _refuse(self, method: str, expected: str, got: object) -> NoReturn:
         got = got if isinstance(got, tuple) and not any(isinstance(each, Tensor) for each in got) else type(got)
-        raise ValueError(
-            f"{self.name}: expected {type(self.shard).__name__}.{method} to return {expected}, got {got}"
-        )
+        raise unexpected(self.name, f"{type(self.shard).__name__}.{method} to return {expected}", got)
 
     def launch(self) -> Sequence[Tensor]:
         """Return what this rank sends, and keep the metadata until :meth:`finish`."""

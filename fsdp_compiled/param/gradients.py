@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..expect import unexpected
 from ..sharding.placement import local_of
 from .unit import Unit
 
@@ -33,26 +34,20 @@ def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
 def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
     """Return the local gradient that the hooks of ``sharded.register_hook`` make of a sharded one.
 
-    Autograd does not run them, because the sharded parameter takes no part in the forward.
-
-    Raises:
-        TypeError: a hook returned something else than None or a DTensor.
-        ValueError: it returned one that is sharded otherwise or has another shape.
+    Autograd does not run them, because the sharded parameter takes no part in the forward. TypeError or ValueError
+    if one returns neither None nor such a gradient.
     """
     for hook in list((sharded._backward_hooks or {}).values()):
         result = hook(grad)
         if result is None:
             continue
         if not isinstance(result, DTensor):
-            raise TypeError(
-                f"{name}: expected a hook on its gradient to return None or a DTensor as it was given, got a "
-                f"{type(result).__name__}"
-            )
+            expected = "a hook on its gradient to return None or a DTensor as it was given"
+            raise unexpected(name, expected, f"a {type(result).__name__}", error=TypeError)
         if result.shape != grad.shape or result.placements != grad.placements:
-            raise ValueError(
-                f"{name}: expected a hook on its gradient to return shape {tuple(grad.shape)} with "
-                f"{grad.placements}, got {tuple(result.shape)} with {result.placements}; redistribute it first"
-            )
+            expected = f"a hook on its gradient to return shape {tuple(grad.shape)} with {grad.placements}"
+            got = f"{tuple(result.shape)} with {result.placements}"
+            raise unexpected(name, expected, got, "redistribute it first")
         grad = result
     return local_of(grad.detach())
 

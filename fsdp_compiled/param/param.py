@@ -86,9 +86,7 @@ class FSDPParam:
     def _link(self, sharded: nn.Parameter, padded: Tensor) -> None:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded
-        self.shard = (
-            padded if self._inner is None else self._inner.extend(padded.detach())
-        )  # and not the user's tensor
+        self.shard = padded if self._inner is None else self._inner.extend(padded.detach())  # not the user's tensor
         self._local = identifiable(local_of(sharded), padded)
         self._spec = sharded._spec  # type: ignore[attr-defined]
         self._storage = storage_of(sharded)
@@ -120,9 +118,7 @@ class FSDPParam:
     def relink(self) -> None:
         """Take over what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
 
-        Raises:
-            TypeError: what is registered now is no DTensor.
-            ValueError: it has another shape or placement.
+        TypeError or ValueError if that is no DTensor of the same shape and placements.
         """
         current = self.info.module._parameters[self.info.name]
         if self.state is ShardedState.UNSHARDED or current is None:
@@ -152,12 +148,7 @@ class FSDPParam:
         check_replacement(self.name, self._spec, current)
 
     def take_over(self) -> bool:
-        """Follow what the user has put past its module or on its local tensor; tell whether there was anything.
-
-        Raises:
-            TypeError, ValueError: as :meth:`relink`, or only one extension method was put on the local tensor.
-            NotImplementedError: an extension of a parameter that stays sharded over a smaller group after forward.
-        """
+        """Follow what the user has put past its module or on its local tensor; tell whether there was anything."""
         registered = [module._parameters.get(name) for module, name in self.info.places()]
         others = [each for each in registered if isinstance(each, nn.Parameter) and each is not self.sharded_param]
         is_replaced = bool(others) and self.state is ShardedState.SHARDED

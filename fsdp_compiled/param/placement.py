@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from ..expect import unexpected
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, resolved
 from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo
@@ -104,12 +105,8 @@ def comm_spec(
 def check_replacement(name: str, spec: DTensorSpec, current: Tensor | None) -> None:
     """Raise TypeError or ValueError unless ``current`` is a DTensor as ``spec`` says."""
     if not isinstance(current, DTensor):
-        raise TypeError(
-            f"{name}: expected a sharded DTensor, got a {type(current).__name__}; assign a DTensor with "
-            f"placements {spec.placements}, or load without assign=True"
-        )
+        do = f"assign a DTensor with placements {spec.placements}, or load without assign=True"
+        raise unexpected(name, "a sharded DTensor", f"a {type(current).__name__}", do, TypeError)
     if current.shape != spec.shape or current.placements != spec.placements:
-        raise ValueError(
-            f"{name}: expected shape {tuple(spec.shape)} with {spec.placements}, got "
-            f"{tuple(current.shape)} with {current.placements}; redistribute it first"
-        )
+        got = f"{tuple(current.shape)} with {current.placements}"
+        raise unexpected(name, f"shape {tuple(spec.shape)} with {spec.placements}", got, "redistribute it first")

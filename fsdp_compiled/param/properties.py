@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
 from torch._dynamo.eval_frame import skip_code
 
+from ..expect import unexpected
 from . import reads, substitutes
 from .composable import note_unit
 from .param import FSDPParam
@@ -74,12 +75,7 @@ class ShardedModule:
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take ``param`` in place of a sharded one, as ``module.weight = ...`` and ``assign=True`` do.
-
-        Raises:
-            TypeError: it is no DTensor.
-            ValueError: it has another shape or other placements.
-        """
+        """Take ``param`` in place of a sharded one, as ``module.weight = ...`` and ``assign=True`` do."""
         replaced = self.__dict__.get("_fsdp_params", {}).get(name)
         if replaced is None or replaced.is_registering:
             super().register_parameter(name, param)  # type: ignore[misc]
@@ -92,10 +88,8 @@ class ShardedModule:
     def __delattr__(self, name: str) -> None:
         sharded = self.__dict__.get("_fsdp_params", {}).get(name)
         if sharded is not None:
-            raise AttributeError(
-                f"{sharded.name}: expected to stay after fully_shard, which all-gathers it with its unit; "
-                "delete it before"
-            )
+            why = "expected to stay after fully_shard, which all-gathers it with its unit"
+            raise AttributeError(f"{sharded.name}: {why}; delete it before")
         super().__delattr__(name)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -228,29 +222,25 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def copied_module(module: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a module whose units' copies are in ``memo``.
+    """Return a deep copy of a module whose units' copies are in ``memo``; ValueError if one is not.
 
-    Raises:
-        ValueError: one is not, because the unit is not copied as a whole.
-        TypeError: the module has a function that would refer to the original in the copy.
+    TypeError if the module has a function that would refer to the original in the copy.
     """
     cls = _user_class(module).__name__
     for unit in module.__dict__.get("_fsdp_units", ()):
         if id(unit) not in memo:
-            raise ValueError(
-                f"{cls}: expected all modules with parameters of unit {unit.unit.config.name} to be deep-copied, got "
-                "this one alone; deep-copy the module that was given to fully_shard, or one around it"
-            )
+            expected = f"all modules with parameters of unit {unit.unit.config.name} to be deep-copied"
+            do = "deep-copy the module that was given to fully_shard, or one around it"
+            raise unexpected(cls, expected, "this one alone", do)
     copied, state = object.__new__(type(module)), dict(module.__getstate__())
     for name, value in state.items():
         if hasattr(value, "_torchdynamo_orig_callable") and getattr(unwrap(value), "__self__", None) is module:
             value = state[name] = unwrap(value)  # the method of which torch.compile made it
         cells = getattr(getattr(value, "__func__", value), "__closure__", None) or ()
         if any(getattr(cell.cell_contents, "__self__", cell.cell_contents) is module for cell in cells):
-            raise TypeError(
-                f"{cls}.{name}: expected no function that refers to the module, got a {type(value).__name__}, which "
-                "would still refer to it in a copy; put it there after deep-copying"
-            )
+            got = f"a {type(value).__name__}, which would still refer to it in a copy"
+            expected, do = "no function that refers to the module", "put it there after deep-copying"
+            raise unexpected(f"{cls}.{name}", expected, got, do, TypeError)
     memo[id(module)] = copied
     copied.__setstate__(deepcopy(state, memo))
     copied.__dict__.pop("_fsdp_calling", None)

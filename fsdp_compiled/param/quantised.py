@@ -53,13 +53,8 @@ class InnerTensors:
 def inner_tensors(name: str, unsharded: Tensor, layout: ShardLayout) -> InnerTensors | None:
     """Return how to gather a wrapper subclass without an all-gather of its own; None for any other tensor.
 
-    Args:
-        name: the parameter's full name.
-        unsharded: the original parameter's tensor, under other parallelism this rank's part.
-        layout: how it is to be sharded.
-
-    Raises:
-        NotImplementedError: it cannot be sharded.
+    ``unsharded`` is the original parameter's tensor, under other parallelism this rank's part. NotImplementedError if
+    it cannot be sharded by ``layout``.
     """
     if not is_traceable_wrapper_subclass(unsharded) or is_extended(unsharded):
         return None

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from ..expect import unexpected
 from .placement import ParamModuleInfo
 
 
@@ -57,29 +58,24 @@ def check_untouched(
 ) -> None:
     """Raise RuntimeError unless the parameter is registered wherever it is used, and has the storage it had.
 
-    Args:
-        name: its full name.
-        info: where it is used.
-        unsharded: what is registered if it is unsharded.
-        sharded: what is registered else.
-        storage: what :func:`storage_of` returned for ``sharded``.
+    What is registered is ``unsharded``, or ``sharded`` where that is None; ``storage`` is its :func:`storage_of`.
     """
     expected = sharded if unsharded is None else unsharded
     for module, attribute in info.places():
         found = module._parameters.get(attribute)
         if found is not expected:
-            raise RuntimeError(not_registered(name, type(found).__name__))
+            raise not_registered(name, type(found).__name__)
     if storage_of(sharded) != storage:
-        raise RuntimeError(
-            f"{name}: expected the shard that it had, got another by param.data = ..., which a DTensor does not "
-            "follow; use param.copy_(...) under torch.no_grad(), or load_state_dict()"
-        )
+        got = "another by param.data = ..., which a DTensor does not follow"
+        do = "use param.copy_(...) under torch.no_grad(), or load_state_dict()"
+        raise unexpected(name, "the shard that it had", got, do, RuntimeError)
 
 
-def not_registered(name: str, found: str) -> str:
-    """Return the text of the error for a parameter in whose place ``found`` is registered."""
-    return (
-        f"{name}: expected the parameter that fully_shard registered, got a {found} in its place, as "
-        "torch.func.functional_call and torch.nn.utils.parametrize put there; call the model with its own parameters "
-        "and copy values into them, or parametrize it before fully_shard; after an exception call reset_iter_state()"
+def not_registered(name: str, found: str) -> Exception:
+    """Return the error for a parameter in whose place ``found`` is registered."""
+    got = f"a {found} in its place, as torch.func.functional_call and torch.nn.utils.parametrize put there"
+    do = (
+        "call the model with its own parameters and copy values into them, or parametrize it before fully_shard; "
+        "after an exception call reset_iter_state()"
     )
+    return unexpected(name, "the parameter that fully_shard registered", got, do, RuntimeError)

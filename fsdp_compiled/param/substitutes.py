@@ -38,7 +38,7 @@ def _check(tracer: Any, module: Any) -> None:
     for key, variable in registered.items.items():
         name = key.vt.as_python_constant()
         if name in module._fsdp_params and not _is_registered(variable):
-            raise RuntimeError(not_registered(module._fsdp_params[name].name, "Tensor"))
+            raise not_registered(module._fsdp_params[name].name, "Tensor")
 
 
 def _is_registered(variable: Any) -> bool:

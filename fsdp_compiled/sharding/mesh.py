@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from ..expect import expect, shown, unexpected
 from .spec import Group
 
 # Groups of all or some ranks of another process group, by that and their size. Units share them, because each
@@ -46,13 +47,12 @@ class DataParallelMeshDims:
         for role in ("shard", "replicate"):
             value = getattr(self, role)
             if not all(isinstance(name, str) for name in (value if isinstance(value, tuple) else (value or "",))):
-                raise TypeError(f"dp_mesh_dims.{role}: expected a name, a tuple of names or None, got {value!r}")
+                expected = "a name, a tuple of names or None"
+                raise unexpected(f"dp_mesh_dims.{role}", expected, shown(value), error=TypeError)
         if not self.shard_names and not self.replicate_names:
             raise ValueError("dp_mesh_dims: at least one of shard and replicate must be given, got neither")
         if both := set(self.shard_names).intersection(self.replicate_names):
-            raise ValueError(
-                f"dp_mesh_dims: expected each dimension once, got {sorted(both)} for shard and replicate"
-            )
+            raise unexpected("dp_mesh_dims", "each dimension once", f"{sorted(both)} for shard and replicate")
 
     @property
     def shard_names(self) -> tuple[str, ...]:
@@ -213,30 +213,27 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | Non
             dist.init_process_group()
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         mesh = init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh or None, got {mesh!r} of {type(mesh).__name__}")
+    expect("mesh", mesh, DeviceMesh, "a DeviceMesh or None")
+    assert mesh is not None
     if dims is not None:
         return _named_mesh(mesh, dims)
     if mesh.ndim == 1:
         return FSDPMeshInfo(mesh, shard_mesh_dim=0)
     if mesh.ndim != 2:
-        raise ValueError(
-            f"mesh: expected a 1-D (shard) or 2-D (replicate, shard) DeviceMesh, got {mesh.ndim}-D {mesh}; "
-            "pass the data-parallel part of it, for example mesh['replicate', 'shard']"
-        )
+        do = "pass the data-parallel part of it, for example mesh['replicate', 'shard']"
+        raise unexpected("mesh", "a 1-D (shard) or 2-D (replicate, shard) DeviceMesh", f"{mesh.ndim}-D {mesh}", do)
     if mesh.mesh_dim_names is None:
         raise ValueError(f"mesh: a 2-D mesh needs mesh_dim_names, got {mesh}; name them in init_device_mesh")
     return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
 
 def _named_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
-    if not isinstance(dims, DataParallelMeshDims):
-        raise TypeError(f"dp_mesh_dims: expected DataParallelMeshDims or None, got {dims!r}")
+    expect("dp_mesh_dims", dims, DataParallelMeshDims, "DataParallelMeshDims or None")
     if mesh.mesh_dim_names is None:
         raise ValueError(f"mesh: dp_mesh_dims needs a mesh with mesh_dim_names, got {mesh}")
     for name in (*dims.shard_names, *dims.replicate_names):
         if name not in mesh.mesh_dim_names:
-            raise ValueError(f"dp_mesh_dims: expected names among {mesh.mesh_dim_names}, got {name!r}")
+            raise unexpected("dp_mesh_dims", f"names among {mesh.mesh_dim_names}", repr(name))
     if not dims.shard_names:
         return DDPMeshInfo(_one_dim(mesh, dims.replicate_names), None, 0, dims, mesh)
     shard = _one_dim(mesh, dims.shard_names)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ...expect import expect, unexpected
 from ...sharding.spec import AllGatherSpec, Group
 
 EFFICIENCY = 0.7  # of peak FLOP/s and of memory bandwidth. *Source:* AutoParallel's compute model.
@@ -91,11 +92,9 @@ class Cluster:
     def __post_init__(self) -> None:
         _check_numbers(self, may_be_0=("kernel_us", "compute_blocked_fraction", "piece_us"))
         for name in ("intra", "inter"):
-            if not isinstance(getattr(self, name), Link):
-                raise TypeError(f"Cluster.{name}: expected a Link, got {getattr(self, name)!r}")
-        fraction = self.compute_blocked_fraction
-        if not 0.0 <= fraction <= 1.0:
-            raise ValueError(f"Cluster.compute_blocked_fraction: expected 0 to 1, got {fraction}")
+            expect(f"Cluster.{name}", getattr(self, name), Link, "a Link")
+        if self.compute_blocked_fraction > 1:
+            raise unexpected("Cluster.compute_blocked_fraction", "0 to 1", self.compute_blocked_fraction)
 
     def link(self, group: str, world: int) -> Link:
         """Return the link that a process group runs over.
@@ -192,12 +191,13 @@ def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
     for field in fields(record):
         if field.type not in ("int", "float"):
             continue
-        value, least = getattr(record, field.name), "0 or more" if field.name in may_be_0 else "more than 0"
-        if isinstance(value, bool) or not isinstance(value, int if field.type == "int" else (int, float)):
-            least = f"an integer, {least}" if field.type == "int" else least
-            raise TypeError(f"{type(record).__name__}.{field.name}: expected {least}, got {value!r}")
+        name, value = f"{type(record).__name__}.{field.name}", getattr(record, field.name)
+        least = "0 or more" if field.name in may_be_0 else "more than 0"
+        if field.type == "int":
+            expect(name, value, int, f"an integer, {least}")
+        expect(name, value, int | float, least)
         if not (0 <= value < inf) or (value == 0 and field.name not in may_be_0):
-            raise ValueError(f"{type(record).__name__}.{field.name}: expected {least}, got {value}")
+            raise unexpected(name, least, value)
 
 
 # NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
@@ -300,6 +300,6 @@ def description(device: torch.device) -> tuple[str, int]:
     name = torch.cuda.get_device_name(device) if is_gpu else "CPU" if device.type == "cpu" else device.type
     given = os.environ.get("LOCAL_WORLD_SIZE") or "0"
     if not given.isdecimal():
-        raise ValueError(f"LOCAL_WORLD_SIZE: expected the number of ranks on this machine, got {given!r}; unset it")
+        raise unexpected("LOCAL_WORLD_SIZE", "the number of ranks on this machine", repr(given), "unset it")
     local = int(given)
     return name, local or (torch.cuda.device_count() if is_gpu else 0) or CLUSTERS["CPU"].ranks_per_node

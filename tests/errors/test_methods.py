@@ -85,8 +85,8 @@ def test_recursion(method):
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        (None, TypeError, "expected a list of modules, got NoneType"),
-        ("layers", TypeError, "expected a list of modules, got str"),
+        (None, TypeError, "expected a list of modules, got None of NoneType"),
+        ("layers", TypeError, "expected a list of modules, got 'layers' of str"),
         ([3], ValueError, "expected modules given to fully_shard, got int; shard it first"),
     ],
 )
@@ -161,7 +161,7 @@ def test_a_stream_for_a_hook_where_gradients_are_reduced_over_replicas(roles):
     ("call", "error", "message"),
     [
         (lambda: fully_shard.state(3), TypeError, "module: expected a module given to fully_shard, got 3 of int"),
-        (lambda: share_comm_ctx(None), TypeError, "share_comm_ctx: expected a list of modules, got NoneType"),
+        (lambda: share_comm_ctx(None), TypeError, "share_comm_ctx: expected a list of modules, got None of NoneType"),
         (lambda: share_comm_ctx([3]), ValueError, "share_comm_ctx: expected modules given to fully_shard, got int"),
         (
             lambda: register_fsdp_forward_method(sharded_model(), "nope"),

@@ -34,7 +34,7 @@ def _wrong(cls, field, value, error, expected, **others):
             for field in ("param_dtype", "reduce_dtype", "output_dtype")
             for value, error, expected in (
                 (torch.int32, ValueError, "a floating-point dtype, got torch.int32; use for example torch.bfloat16"),
-                ("bf16", TypeError, "torch.dtype or None, got 'bf16'; use for example torch.bfloat16"),
+                ("bf16", TypeError, "torch.dtype or None, got 'bf16' of str; use for example torch.bfloat16"),
             )
         ),
         *(
@@ -70,7 +70,7 @@ def _wrong(cls, field, value, error, expected, **others):
             TypeError,
             "'auto' or an integer of at least 0, got None of NoneType",
         ),
-        _wrong(SchedulePolicy, "cluster", "H100", TypeError, "a Cluster or None, got str; use one of"),
+        _wrong(SchedulePolicy, "cluster", "H100", TypeError, "a Cluster or None, got 'H100' of str; use one of"),
         *(
             _wrong(Link, field, value, error, f"{expected}, got {value!r}", **LINK)
             for field, expected in (

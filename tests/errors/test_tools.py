@@ -21,7 +21,12 @@ X = torch.ones(2, 8)
     [
         (3, {}, TypeError, "model: expected a module or a function that calls one, got 3"),
         (None, {}, TypeError, "model: expected a module or a function that calls one, got None"),
-        (print, {"schedule": "unit"}, TypeError, "schedule: expected a SchedulePolicy or None, got str; use for"),
+        (
+            print,
+            {"schedule": "unit"},
+            TypeError,
+            "schedule: expected a SchedulePolicy or None, got 'unit' of str; use for",
+        ),
         (print, {"backend": "eager"}, ValueError, "backend: expected 'inductor', got 'eager'; only Inductor runs"),
         (print, {"options": [1]}, TypeError, r"options: expected a mapping of Inductor's options or None, got \[1\]"),
         (
@@ -48,7 +53,11 @@ def test_compile(model, kwargs, error, message):
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: fsdp_compiled.options("unit"), TypeError, "schedule: expected a SchedulePolicy or None, got str"),
+        (
+            lambda: fsdp_compiled.options("unit"),
+            TypeError,
+            "schedule: expected a SchedulePolicy or None, got 'unit' of str",
+        ),
         (lambda: explain(3), TypeError, "model: expected an nn.Module given to fully_shard, got int"),
         (
             lambda: explain(nn.Linear(2, 2)),
@@ -65,10 +74,14 @@ def test_compile(model, kwargs, error, message):
         (
             lambda: capture(sharded_model(), X, schedule="unit"),
             TypeError,
-            "schedule: expected a SchedulePolicy or None, got str; use for example",
+            "schedule: expected a SchedulePolicy or None, got 'unit' of str; use for example",
         ),
-        (lambda: step_on_shards(3), TypeError, "optimizer: expected a torch.optim.Optimizer, got int"),
-        (lambda: step_on_shards(torch.optim.SGD), TypeError, "optimizer: expected a torch.optim.Optimizer, got type"),
+        (lambda: step_on_shards(3), TypeError, "optimizer: expected a torch.optim.Optimizer, got 3 of int"),
+        (
+            lambda: step_on_shards(torch.optim.SGD),
+            TypeError,
+            "optimizer: expected a torch.optim.Optimizer, got <class .* of type",
+        ),
         (
             lambda: step_on_shards(torch.optim.LBFGS(sharded_model().parameters())),
             ValueError,
@@ -82,7 +95,7 @@ def test_compile(model, kwargs, error, message):
         (
             lambda: fully_shard_with_compiled_compute(Model),
             TypeError,
-            "module: expected one nn.Module, got type; call it on each module",
+            "module: expected one nn.Module, got <class .* of type; call it on each module",
         ),
         (
             lambda: fully_shard_with_compiled_compute(Model(), compile_kwargs=3),
