@@ -155,7 +155,7 @@ def _lengths(seed: int) -> Iterator[tuple[int, int]]:
     yield from ((rng.choice([1, 2, 3]), rng.randint(100, 4000)) for _ in range(2))
     yield from ((rng.choice([1, 2]), int(100 * 40 ** rng.random())) for _ in range(2))
     yield from ((1, int(near * rng.uniform(0.95, 1.05))) for _ in range(2))
-    yield from ((1, 88), (2, 40), (1, 24), (3, 24), (1, 5))
+    yield from ((1, 88), (2, 40), (1, 24), (3, 24), (1, 7))
 
 
 @cache

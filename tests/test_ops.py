@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -155,4 +156,4 @@ def test_what_a_gpu_without_triton_is_told(monkeypatch):
     with pytest.raises(
         ImportError, match="copies parameters on a GPU by Triton kernels, and triton is not installed; "
     ):
-        copies._for(torch.device("cuda"))
+        copies._for(mock.Mock(device=torch.device("cuda"), is_complex=lambda: False))

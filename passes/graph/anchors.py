@@ -42,9 +42,9 @@ class Weight(NamedTuple):
 class AnchoredCompute(Compute):
     """Compute whose positions are its anchors, and what lies between two of them.
 
-    An *anchor* reads a parameter, makes the gradient of one as a product, is an attention, or is a region with such
-    nodes. Anchor ``k`` has position ``2 k + 1``; everything between it and the anchor before, position ``2 k``. So
-    positions do not change with nodes that only some ranks have: those that follow from a fixed size, or from what
+    An *anchor* reads a parameter, makes the gradient of one that is no vector, is an attention, or is a region with
+    such nodes. Anchor ``k`` has position ``2 k + 1``; everything between it and the anchor before, position ``2 k``.
+    So positions do not change with nodes that only some ranks have: those that follow from a fixed size, or from what
     AOTAutograd saves. What is computed from parameters alone has no position: it belongs to what reads it.
 
     Args:
@@ -113,25 +113,27 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _makers(gradients: list[tuple[fx.Node, Weight]]) -> _Weights:
-    """Return the nodes that make gradients, seen through sums, casts and views."""
+    """Return the nodes that make gradients of parameters that are no vectors, seen through sums, casts and views."""
     makers: _Weights = {}
     for source, weight in gradients:
-        stack = [source]
+        stack = [source] if weight.numel > weight.width else []
         while stack:
             node = stack.pop()
             is_sum = getattr(node.target, "overloadpacket", None) is torch.ops.aten.add
             if node.op != "call_function" or node in makers:
                 continue
             region = nodes.region_of(nodes.source_of(node) if nodes.is_getitem(node) else node)
-            if _is_product(node) or region is not None:
-                makers[node] = weight
-            elif is_sum or len(node.all_input_nodes) == 1:
+            if region is None and (is_sum or len(node.all_input_nodes) == 1):
                 stack += node.all_input_nodes
+            else:
+                makers[node] = weight
     return makers
 
 
-def _is_product(node: fx.Node) -> bool:
-    return getattr(node.target, "overloadpacket", None) in flop_registry
+def _is_product(node: fx.Node, weight: Weight) -> bool:
+    """Tell whether every token meets every element of a parameter: a product with a dimension of 1 is elementwise."""
+    packet = getattr(node.target, "overloadpacket", None)
+    return packet in flop_registry or (packet is torch.ops.aten.mul and weight.numel > weight.width)
 
 
 def _is_attention(node: fx.Node) -> bool:
@@ -147,7 +149,7 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
             yield node, _of_region(node, read, made)
             continue
         weights = [read[source] for source in node.all_input_nodes if source in read]
-        if weights or (node in made and _is_product(node)) or _is_attention(node):
+        if weights or node in made or _is_attention(node):
             yield node, max(weights, default=made.get(node, Weight(0, 0)))
 
 
@@ -186,7 +188,7 @@ def _product_us(node: fx.Node, weight: Weight, cluster: Cluster, tokens: int) ->
         width = _width_of_attention(node)
         factor = _BACKWARD_OF_ATTENTION if "backward" in str(node.target) else 1.0
         flops, traffic = factor * 4 * tokens * min(tokens, SEQUENCE) * width, int(factor * 4 * tokens * width)
-    elif _is_product(node):
+    elif _is_product(node, weight):
         flops = 2.0 * weight.numel * tokens * _products(node)
         traffic = weight.numel + tokens * (weight.width + weight.numel // max(weight.width, 1))
     peak = cluster.flops_16bit if itemsize <= 2 else cluster.flops_32bit

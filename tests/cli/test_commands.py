@@ -116,14 +116,15 @@ def test_defaults(program, captures, capsys):
 
 
 def test_every_option(program, captures, capsys):
-    words = "--world 4 --rank 3 --bucket 64MiB --prefetch 2 --in-flight-bytes 1GiB --keep-unsharded-bytes 5 --explain"
+    words = "--world 4 --rank 3 --bucket 64MiB --prefetch 2 --in-flight-bytes 1GiB --keep-unsharded-bytes 5"
+    words += " --tokens 512 --explain"
     status = _inspect(
         f"{program}:build", *words.split(), "--cluster", "H100", "--save", "a.html", "b.json", "--save", "c.png"
     )
     assert status == 0
     (made,) = captures
     assert made.group == ("fake", 3, 4)
-    assert made.kwargs["schedule"] == SchedulePolicy(2**26, 2, 2**30, 5, CLUSTERS["H100"])
+    assert made.kwargs["schedule"] == SchedulePolicy(2**26, 2, 2**30, 5, CLUSTERS["H100"], 512)
     out, err = capsys.readouterr()
     assert out.startswith("Sequential: 2 units")
     assert out.endswith("\nthe table\n")

@@ -27,8 +27,8 @@ _WITHIN_S = 10.0  # after all have compiled
 NEAR, FAR = Link(1.0, 0.1, 1e6), Link(20000.0, 1.0, 1e6)
 MACHINE = replace(
     CLUSTERS["CPU"],
-    flops_32bit=1e6,
-    memory_bytes_per_s=1e6,
+    flops_32bit=4e9,
+    memory_bytes_per_s=4e9,
     kernel_us=0.1,
     piece_us=0.0,
     compute_blocked_fraction=0.0,

@@ -103,12 +103,17 @@ def test_an_8_layer_model_on_64_ranks(bucket):
 
 @pytest.mark.usefixtures("fake_group")
 def test_the_code_of_inductor_keeps_the_order():
-    """Launches, waits and matrix products stand in the generated code as in the graph, forward and backward."""
+    """Launches and waits stand in the generated code as in the graph, and launches among matrix products, too.
+
+    A product that follows a wait but reads nothing of it may come first.
+    """
     model = Layers(4)
     shard(model, "eager", reshard_after_forward=True)
     for schedule in (SchedulePolicy(bucket="unit", prefetch=1), SchedulePolicy(bucket="none", prefetch=2)):
         for graph in capture(model, torch.randn(4, 16), schedule=schedule).graphs:
-            assert in_code(graph.code) == in_graph(graph.module.graph)
+            for left_out in (["mm"], WAITS):
+                code, nodes = in_code(graph.code), in_graph(graph.module.graph)
+                assert [n for n in code if n not in left_out] == [n for n in nodes if n not in left_out]
 
 
 @pytest.mark.usefixtures("fake_group")
