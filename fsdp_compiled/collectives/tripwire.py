@@ -84,10 +84,12 @@ class _Reporter:
                 item = self.queue.get_nowait()
             return None
         self._wires.update(windows)
-        for wire in self._wires:
-            wire.follow(windows.get(wire, ()))
+        for wire in list(self._wires):
+            # Of a destroyed group: its store may take seconds to fail, while those of others wait.
+            if wire.world != id(dist.group.WORLD) or not wire.follow(windows.get(wire, ())):
+                self._wires.discard(wire)
         if windows:
-            shortest = max(_PAUSE_S, *(_PAUSE_PER_RANK_S * len(wire.ranks) for wire in self._wires))
+            shortest = max(_PAUSE_S, *(_PAUSE_PER_RANK_S * len(wire.ranks) for wire in windows))
             time.sleep(shortest)
             return shortest
         if pause == _IDLE_S and self.last is not self._told:
@@ -115,6 +117,7 @@ class Tripwire:
     rank: int  # of this process in the group
     ranks: tuple[int, ...]  # of the group, by their numbers in the default group
     notes: dict[str, str] = field(default_factory=dict)  # by kind, of the next entry
+    world: int = 0  # the default group when something was added last
     differs: bool = False  # a window does; the text follows as soon as the others' records are there
     reporter: _Reporter = field(default_factory=lambda: _reporter(os.getpid()))
     _count: int = 0  # of all entries
@@ -135,7 +138,7 @@ class Tripwire:
             self.reporter.queue.put((self, [*self._window.values(), entry]))
             self._window = {}
         self._window[entry.key] = entry
-        self.reporter.last = entry
+        self.reporter.last, self.world = entry, entry.world
 
     def check(self) -> None:
         """Raise RankMismatchError if another rank has run something else."""
@@ -148,8 +151,8 @@ class Tripwire:
 
     # ---- in the reporting thread ----
 
-    def follow(self, windows: Sequence[list[Entry]]) -> None:
-        """Report windows that have ended, and look whether ranks have been found to differ."""
+    def follow(self, windows: Sequence[list[Entry]]) -> bool:
+        """Report windows that have ended and look whether ranks differ; return False if the store does not answer."""
         stride = 1 << (len(windows) - 1).bit_length()  # of many at once it compares one, which others compare too
         with suppress(RuntimeError):  # the store's host has ended
             for window in () if self.differs else windows:
@@ -167,6 +170,8 @@ class Tripwire:
                     self.store.delete_key(f"{_KEY}/{self._number - _KEPT_SUMS}")
             if not self.differs and self.store.check([f"{_KEY}/records"]):
                 self._settle()
+            return True
+        return False
 
     def _settle(self) -> None:
         """Tell the others what this rank has run; keep what all say of it."""
