@@ -20,9 +20,8 @@ from .liveness import Compute
 
 SEQUENCE = 4096  # nominal length of a sequence, in tokens, unless there are fewer tokens
 PARAMETER = "fsdp_compiled_parameter"  # key in the meta of a parameter's value: its :class:`Weight`
-_BACKWARD_OF_ATTENTION = (
-    2.5  # times the FLOPs of forward. *Source:* torch.utils.flop_counter: five products, not two.
-)
+# Times the FLOPs of forward. *Source:* torch.utils.flop_counter: five products, not two.
+_BACKWARD_OF_ATTENTION = 2.5
 _ATTENTION = ("attention", "attn")
 _SIZES = (int, torch.SymInt)
 
@@ -143,8 +142,8 @@ def _is_attention(node: fx.Node) -> bool:
 def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[fx.Node, Weight | Read]]:
     """Yield the anchors in order, each with the parameter that it computes with, or those of the region."""
     for node in graph.nodes:
-        if node.op != "call_function" or node in read or nodes.is_communication(node):
-            continue
+        if node.op != "call_function" or node in read or nodes.is_communication(node) or nodes.is_getitem(node):
+            continue  # a gradient is made by a region, and not by taking it out of the region's results
         if nodes.region_of(node) is not None:
             yield node, _of_region(node, read, made)
             continue
