@@ -32,9 +32,9 @@ from compare import full_graph, ours_eager
 from model import Config, Llama
 
 from fsdp_compiled import SchedulePolicy, set_rank_agreement, step_on_shards
-from fsdp_compiled.collectives import tripwire
-from fsdp_compiled.collectives.agreement import Ledger, agree
-from fsdp_compiled.collectives.tripwire import Entry, Tripwire
+from fsdp_compiled.agreement import tripwire
+from fsdp_compiled.agreement.ledger import Ledger, agree
+from fsdp_compiled.agreement.tripwire import Entry, Tripwire
 from fsdp_compiled.sharding.contract import Collective, Contract
 
 PARAMETERS = 291  # of Llama 3 8B

@@ -22,7 +22,7 @@ from torch import fx
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
-from fsdp_compiled.passes import spec
+from fsdp_compiled.passes import rules as spec
 from fsdp_compiled.passes.graph import nodes
 
 

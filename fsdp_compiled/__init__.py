@@ -2,20 +2,14 @@
 
 from typing import Any
 
-from .api import (
-    compile,
-    fully_shard,
-    fully_shard_with_compiled_compute,
-    options,
-    register_fsdp_forward_method,
-)
-from .collectives import AllGather, Comm, ReduceScatter, set_rank_agreement
-from .drop_in import as_torch_fsdp, disable, enable
+from .agreement import set_rank_agreement
+from .api import compile, fully_shard, fully_shard_with_compiled_compute, options, register_fsdp_forward_method
+from .collectives import AllGather, Comm, ReduceScatter
 from .errors import FSDPError, RankFailureError, RankMismatchError
 from .hooks.context import GradientReductionHandle
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
 from .optim import step_on_shards
-from .passes.progress import observe as _observe
+from .passes.log import observe as _observe
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .sharding.mesh import (
     DataParallelMeshDims,
@@ -25,6 +19,7 @@ from .sharding.mesh import (
     HSDPMeshInfo,
     ShardPlacementResult,
 )
+from .torch_fsdp.switch import as_torch_fsdp, disable, enable
 
 
 def _write_artifacts(*scheduled: Any) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import collectives, passes, sharding
+from . import agreement, collectives, passes, sharding
 from .expect import expect, unexpected
 from .init.arguments import (
     check_complete_units_below,
@@ -25,17 +25,17 @@ from .init.arguments import (
     checked_modules,
     checked_reshard,
 )
-from .init.composable import check_composable
 from .init.parameters import managed_parameters
-from .init.plan import ShardPlacementFn, checked_placements
-from .init.regions import set_regions
+from .init.placements import ShardPlacementFn, checked_placements
 from .init.shard import shard
-from .init.torch_records import own_record
 from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
-from .param.regions import has_regions
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
+from .regions.block import has_regions
+from .regions.choose import set_regions
 from .sharding.mesh import DataParallelMeshDims, DataParallelMeshInfo, data_parallel_mesh
+from .torch_fsdp.convert import own_record
+from .torch_fsdp.registry import check_composable
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 
@@ -108,7 +108,7 @@ fully_shard.state = unit_state  # type: ignore[attr-defined]
 def _follow(sharded: nn.Module | list[nn.Module]) -> None:
     """Let everything around the modules know that they are sharded."""
     passes.install(core_hash())
-    collectives.attend()
+    agreement.register_callbacks()
     for module in sharded if isinstance(sharded, list) else [sharded]:
         if isinstance(module, OptimizedModule):
             module._initialize()  # it calls the __call__ that its module's class had

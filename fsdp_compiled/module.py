@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from .collectives import AllGather, ReduceScatter
 from .expect import expect, expect_bool, shown, unexpected
-from .hooks import comms
+from .hooks import custom_comms
 from .hooks.context import GradientReductionHandle, is_in_backward, states_below
 from .hooks.copying import copied_units
 from .hooks.state import FSDPState
-from .param.properties import with_code_of_its_own
+from .tracing.sharded_module import with_code_of_its_own
 
 
 def unit_state(module: Any) -> FSDPState:
@@ -200,11 +200,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
         """All-gather this unit's parameters by ``comm``, in graphs too."""
-        comms.use(unit_state(self), AllGather, comm)
+        custom_comms.use(unit_state(self), AllGather, comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
         """Reduce this unit's gradients over shards by ``comm``, in graphs too."""
-        comms.use(unit_state(self), ReduceScatter, comm)
+        custom_comms.use(unit_state(self), ReduceScatter, comm)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
         """Call ``hook`` on each flat buffer of this unit's reduced gradients, not divided yet, which it may change.
@@ -215,7 +215,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         expect("hook", hook, Callable, "a function")
         if stream is not None and not hasattr(stream, "wait_stream"):
             raise unexpected("stream", "a torch.Stream or None", shown(stream), error=TypeError)
-        comms.use_hook(unit_state(self), hook, stream)
+        custom_comms.use_hook(unit_state(self), hook, stream)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Take this unit's buffers of all-gathers and reduce-scatters from the process group (True), or PyTorch.
@@ -227,7 +227,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             RuntimeError: the process group allocates no memory, as gloo.
         """
         expect_bool("enable", enable)
-        comms.use_process_group_memory(unit_state(self), enable)
+        custom_comms.use_process_group_memory(unit_state(self), enable)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """All-gather this unit's parameters through symmetric memory; units that do so share buffers.
@@ -241,7 +241,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """
         if backend not in ("NCCL", "CUDA"):
             raise unexpected("backend", "'NCCL' or 'CUDA'", repr(backend))
-        comms.use_symmetric_memory(unit_state(self), backend)
+        custom_comms.use_symmetric_memory(unit_state(self), backend)
 
     def set_post_optim_event(self, event: torch.Event | None) -> None:
         """Let the root's next uncompiled forward wait for ``event`` before it all-gathers; None: for nothing.

@@ -9,7 +9,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from .expect import expect, expect_bool, unexpected
-from .passes.policy import SchedulePolicy as SchedulePolicy
+from .passes.schedule_policy import SchedulePolicy as SchedulePolicy
 
 
 @dataclass(frozen=True)

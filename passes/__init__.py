@@ -17,13 +17,13 @@ from .cost import CLUSTERS, Cluster, Link
 from .expand import Expand
 from .inductor import Pass, Pipeline, beside_users_passes
 from .inductor import source_hash as source_hash
+from .log import watch
 from .lower import Lower
 from .normalize import Normalize
 from .pin import Pin
-from .policy import DEFAULT, SchedulePolicy
-from .progress import watch
 from .reorder import Reorder
 from .reshard import Reshard
+from .schedule_policy import DEFAULT, SchedulePolicy
 from .unalias import Protect, Unalias, region_options
 
 __all__ = [

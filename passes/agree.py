@@ -12,7 +12,7 @@ from torch import fx
 from ..sharding.contract import Collective, Contract, collectives_of
 from .graph import nodes
 from .graph.liveness import cluster_of
-from .policy import DEFAULT, SchedulePolicy
+from .schedule_policy import DEFAULT, SchedulePolicy
 
 
 @dataclass(frozen=True)

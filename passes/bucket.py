@@ -13,7 +13,7 @@ from .graph import nodes
 from .graph.liveness import cluster_of
 from .graph.requests import opaque_requests
 from .planning.buckets import decide_buckets
-from .policy import DEFAULT, SchedulePolicy
+from .schedule_policy import DEFAULT, SchedulePolicy
 
 
 @dataclass(frozen=True)

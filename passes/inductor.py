@@ -18,9 +18,9 @@ from torch import fx
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._inductor import config, custom_graph_pass
 
-from . import cost, progress
+from . import cost, log
 from .graph import nodes
-from .policy import SchedulePolicy
+from .schedule_policy import SchedulePolicy
 
 
 class Pass(Protocol):
@@ -35,18 +35,18 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
 
     passes: tuple[Pass, ...]  # frozen records, so that ``repr`` is their configuration
     core: str = ""  # a hash of what the operators in the graphs compute: the caches do not look into operators
-    slot: progress.Slot = ""  # by which progress is told
+    slot: log.Slot = ""  # by which progress is told
     policy: SchedulePolicy | None = None  # by which the passes schedule, if they do
 
     def __call__(self, graph: fx.Graph) -> None:
         if not nodes.has_ours(graph):
             return
-        with progress.during(self.slot, graph):
+        with log.during(self.slot, graph):
             for run in self.passes:
                 run(graph)
             graph.lint()
         if self.policy is not None:
-            progress.scheduled(graph, self.policy)
+            log.scheduled(graph, self.policy)
 
     def uuid(self) -> str:
         """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines."""

@@ -14,12 +14,19 @@ from torch import fx
 from .graph import nodes
 from .graph.anchors import AnchoredCompute
 from .graph.liveness import Compute, cluster_of
-from .graph.requests import LoweredBucket, Stage, collectives_of, is_ours, lowered_buckets, lowered_requests
+from .graph.requests import (
+    LoweredBucket,
+    Stage,
+    collectives_of,
+    is_ours,
+    lowered_buckets,
+    lowered_requests,
+)
 from .planning.buckets import auto_bound
 from .planning.requests import load_of
 from .planning.schedule import decide
 from .planning.tasks import Action, least_bytes
-from .policy import DEFAULT, SchedulePolicy
+from .schedule_policy import DEFAULT, SchedulePolicy
 
 
 @dataclass(frozen=True)

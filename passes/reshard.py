@@ -16,7 +16,7 @@ from .cost import Cluster
 from .graph import nodes
 from .graph.anchors import mark_parameters
 from .graph.liveness import cluster_of
-from .policy import DEFAULT, SchedulePolicy
+from .schedule_policy import DEFAULT, SchedulePolicy
 
 
 @dataclass(frozen=True)

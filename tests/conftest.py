@@ -10,22 +10,22 @@ import pytest
 
 from fsdp_compiled.testing.processes import GC_THRESHOLDS
 
-from .parity_plugin import ParityPlugin
-from .ranks import close_pool
+from .support.parity_plugin import ParityPlugin
+from .support.ranks import close_pool
 
 
 def pytest_addoption(parser):
     parser.addoption("--inductor", action="store_true", help="generate code for every compiled model; takes long")
     parser.addoption("--write-parity", action="store_true", help="write tests/PARITY.md from this run's results")
-    parser.addoption("--seconds", type=float, default=120, help="how long tests/soak.py or tests/fuzz.py run")
-    parser.addoption("--seed", type=int, default=0, help="of the first models that tests/fuzz.py draws")
-    parser.addoption("--case", help="the one model for tests/fuzz.py to train")
+    parser.addoption("--seconds", type=float, default=120, help="of tests/long/soak.py or tests/long/fuzz.py")
+    parser.addoption("--seed", type=int, default=0, help="of the first models that tests/long/fuzz.py draws")
+    parser.addoption("--case", help="the one model for tests/long/fuzz.py to train")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "row(*names, mode=None): features that the test shows to work, see parity.py")
     if config.getoption("--inductor"):
-        from .training import INDUCTOR
+        from .support.training import INDUCTOR
 
         os.environ[INDUCTOR] = "1"
     config.pluginmanager.register(ParityPlugin(config))

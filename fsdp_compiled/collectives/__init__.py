@@ -4,11 +4,9 @@ It knows tensors and what travels (:mod:`sharding`). It must not know modules, u
 """
 
 from . import bucket_operators as bucket_operators
-from .agreement import agree, attend, note, number_in, set_rank_agreement
 from .all_gather import launch_all_gather
 from .interfaces import AllGather, Comm, Hook, ReduceScatter, register
 from .operators import reduce_grad, unshard, unshard_all, with_gradient
-from .peers import report_failure
 from .reduction import launch_reduction, launch_replica_reduction
 from .reference import padded_shard, take_shard
 from .streams import Pending
@@ -19,18 +17,12 @@ __all__ = [
     "Hook",
     "Pending",
     "ReduceScatter",
-    "agree",
-    "attend",
     "launch_all_gather",
     "launch_reduction",
     "launch_replica_reduction",
-    "note",
-    "number_in",
     "padded_shard",
     "reduce_grad",
     "register",
-    "report_failure",
-    "set_rank_agreement",
     "take_shard",
     "unshard",
     "unshard_all",

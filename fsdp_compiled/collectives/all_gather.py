@@ -15,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..sharding.layout import ShardLayout
+from ..sharding.mesh import process_group
 from ..sharding.spec import AllGatherBucket
-from . import backend, copies, ranges, reference, streams
+from . import backend, copies, profiler, reference, streams
 from .interfaces import AllGather, registered
 from .streams import Pending
 
@@ -47,7 +48,7 @@ def launch_all_gather(
     Returns:
         Work that ends in those tensors; new ones have ``padded_shape``.
     """
-    with ranges.of("all_gather", bucket):
+    with profiler.of("all_gather", bucket):
         return _launch(shards, bucket, allocate)
 
 
@@ -71,10 +72,10 @@ def _launch(
         backend.wait(started.work, device)
         if started.output is None:
             return outs
-        with ranges.of("all_gather_copy_out", bucket):
+        with profiler.of("all_gather_copy_out", bucket):
             return _unpack(started.output, outs or (allocate() if allocate else ()), bucket)
 
-    return streams.launch(ALL_GATHERS, device, begin, finish, ranges.later("all_gather_wait", bucket))
+    return streams.launch(ALL_GATHERS, device, begin, finish, profiler.later("all_gather_wait", bucket))
 
 
 def unpadded(parameter: Tensor, layout: ShardLayout) -> Tensor:
@@ -100,7 +101,7 @@ def _packed_copies(shards: Sequence[Tensor], bucket: AllGatherBucket, device: to
 
 def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:
     spec, numel = bucket.spec, bucket.packed.numel
-    group = backend.process_group(spec.group.name)
+    group = process_group(spec.group.name)
     custom: AllGather | None = registered(spec.comm, AllGather) if spec.comm else None
     allocate = torch.empty if custom is None else custom.allocate
     output = allocate([numel * spec.group.world], dtype=spec.dtype, device=shards[0].device)
@@ -119,7 +120,7 @@ def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:
-    group, outs = backend.process_group(bucket.spec.group.name), _flat(outs)
+    group, outs = process_group(bucket.spec.group.name), _flat(outs)
     if all(shard.dtype == bucket.spec.dtype for shard in shards):
         sent = _flat(shards)
     elif len(outs) == 1:

@@ -15,18 +15,12 @@ from torch import Tensor
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 
+from ..agreement import peers, tripwire
 from ..errors import FSDPError, RankFailureError
-from . import peers, tripwire
 
 _ATTENTION = timedelta(seconds=2)  # how often a rank that waits looks whether others have failed
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of this name."""
-    return _resolve_process_group(GroupName(name))
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agreement import agree
 from ..errors import FSDPError
 from ..passes.graph import nodes
 from ..sharding.contract import Contract
 from ..sharding.spec import AllGatherBucket, ReductionBucket
 from . import reduction
-from .agreement import agree
 from .all_gather import compute_device, launch_all_gather, unpadded
 from .library import define
 from .streams import Pending

@@ -15,14 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..agreement import agree
 from ..passes.graph import nodes
 from ..sharding.contract import contract_of
 from ..sharding.layout import ShardLayout
+from ..sharding.mesh import process_group
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
 from . import reference
-from .agreement import agree
 from .all_gather import launch_all_gather, unpadded
-from .backend import process_group
 from .library import define, differentiate
 from .reduction import launch_reduction
 

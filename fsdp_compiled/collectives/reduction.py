@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..sharding.mesh import process_group
 from ..sharding.spec import ReductionBucket
-from . import backend, copies, ranges, reference, streams
+from . import backend, copies, profiler, reference, streams
 from .interfaces import Hook, ReduceScatter, registered
 from .streams import Pending
 
@@ -48,7 +49,7 @@ def launch_reduction(
     def all_reduce(output: Tensor) -> list[Tensor]:
         packed = _plus_partial(output, partial, bucket)
         work = _start_all_reduce(packed, bucket)
-        with ranges.of("all_reduce_wait", bucket):
+        with profiler.of("all_reduce_wait", bucket):
             backend.wait(work, packed.device)
         return finish_reduction(packed, bucket)
 
@@ -69,7 +70,7 @@ def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
         return grads[0].reshape(bucket.spec.shards.world, -1)
     dims = [layout.dim for layout in bucket.layouts]
     spec = bucket.spec
-    with ranges.of("gradient_copy_in", bucket):
+    with profiler.of("gradient_copy_in", bucket):
         return copies.pack_gradients(grads, dims, spec.shards.world, spec.dtype, spec.scaling.pre_divide)
 
 
@@ -90,7 +91,7 @@ def launch_reduce_scatter(
         bucket: what it holds.
         finish: continues with the 1-D output, on the same side stream.
     """
-    world, waiting = bucket.spec.shards.world, ranges.later("reduce_scatter_wait", bucket)
+    world, waiting = bucket.spec.shards.world, profiler.later("reduce_scatter_wait", bucket)
     if world == 1:
         return streams.launch(REDUCE_SCATTERS, packed.device, lambda: packed.view(-1), finish, waiting)
 
@@ -99,7 +100,7 @@ def launch_reduce_scatter(
         backend.wait(work, packed.device)
         return finish(output)
 
-    with ranges.of("reduce_scatter", bucket):
+    with profiler.of("reduce_scatter", bucket):
         return streams.launch(
             REDUCE_SCATTERS, packed.device, lambda: _start_reduce_scatter(packed.view(-1), bucket), end, waiting
         )
@@ -107,7 +108,7 @@ def launch_reduce_scatter(
 
 def _start_reduce_scatter(packed: Tensor, bucket: ReductionBucket) -> tuple[Tensor, dist.Work | None]:
     spec = bucket.spec
-    group, op = backend.process_group(spec.shards.name), backend.REDUCE_OPS[spec.scaling.op]
+    group, op = process_group(spec.shards.name), backend.REDUCE_OPS[spec.scaling.op]
     if not spec.comm:
         output = packed.new_empty(packed.numel() // spec.shards.world)
         return output, backend.reduce_scatter(output, packed, group, op)
@@ -123,14 +124,14 @@ def launch_all_reduce(packed: Tensor, bucket: ReductionBucket, finish: Callable[
         backend.wait(work, packed.device)
         return finish(packed)
 
-    waiting = ranges.later("all_reduce_wait", bucket)
+    waiting = profiler.later("all_reduce_wait", bucket)
     return streams.launch(ALL_REDUCES, packed.device, lambda: _start_all_reduce(packed, bucket), end, waiting)
 
 
 def _start_all_reduce(packed: Tensor, bucket: ReductionBucket) -> dist.Work:
     spec = bucket.spec
-    group, op = backend.process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op]
-    with ranges.of("all_reduce", bucket):
+    group, op = process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op]
+    with profiler.of("all_reduce", bucket):
         return backend.all_reduce(packed, group, op)
 
 
@@ -138,9 +139,9 @@ def launch_copy_to_host(
     packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
 ) -> Pending[Result]:
     """Start ``finish``, which copies reduced, packed gradients to the host; called as the other stages are."""
-    with ranges.of("copy_to_host", bucket):
+    with profiler.of("copy_to_host", bucket):
         return streams.launch(
-            TO_HOST, packed.device, lambda: packed, finish, ranges.later("copy_to_host_wait", bucket)
+            TO_HOST, packed.device, lambda: packed, finish, profiler.later("copy_to_host_wait", bucket)
         )
 
 
@@ -151,7 +152,7 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
         packed: 1-D; the hook may change it.
         bucket: what it holds.
     """
-    with ranges.of("gradient_copy_out", bucket):
+    with profiler.of("gradient_copy_out", bucket):
         return _finish(packed, bucket)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from ..expect import unexpected
 from ..param.param import FSDPParam
-from .autograd import outside_functorch, without_grad
+from .backward import outside_functorch, without_grad
 
 
 class TrainingState(Enum):

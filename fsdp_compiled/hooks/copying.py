@@ -11,9 +11,9 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..param.properties import copied_module, rebase
-from ..param.traced_call import TracedCall
 from ..param.unit import Unit
+from ..tracing.root_call import TracedCall
+from ..tracing.sharded_module import copied_module, rebase
 from .context import TrainingState, states_below
 from .optimizers import watch_optimizers
 from .state import FSDPState

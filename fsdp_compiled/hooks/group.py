@@ -13,14 +13,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..collectives import Pending, agree, launch_all_gather, launch_reduction, launch_replica_reduction
+from ..agreement import agree
+from ..collectives import Pending, launch_all_gather, launch_reduction, launch_replica_reduction
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..passes.cost.cluster import gathers_into_place
 from ..sharding.contract import Contract, contract_of
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
-from .autograd import without_grad
+from .backward import without_grad
 
 Bucket = TypeVar("Bucket", AllGatherBucket, ReductionBucket)
 _Member = tuple[FSDPParam, int]  # a parameter, and which of its all-gather inputs

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..collectives import note
+from ..agreement import note
 from ..expect import unexpected
 from ..param.param import FSDPParam
 

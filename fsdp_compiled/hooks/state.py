@@ -15,22 +15,26 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..collectives import Comm, Hook, note, number_in, streams
+from ..agreement import note, number_in
+from ..collectives import Comm, Hook, streams
 from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import Unit
-from .autograd import after_backward, before_backward, hook
+from ..regions.block import without_failing_regions
+from ..torch_fsdp.state_names import TorchNames
+from .backward import after_backward, before_backward, hook
 from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
 from .optimizers import watch_optimizers
-from .torch_names import TorchNames
 from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized
 
 
 class FSDPState(TorchNames):
     """The state of one unit: the modules of one ``fully_shard`` call."""
+
+    run = staticmethod(without_failing_regions)  # a call of the outermost unit, see TracedCall
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], default: ParamPlacement, unit: Unit

@@ -12,11 +12,11 @@ from torch import nn
 
 from ..collectives.operators import meta_parameter
 from ..expect import unexpected
-from ..param.composable import applied
 from ..param.param import FSDPParam
-from ..param.properties import is_managed, rebase
 from ..param.replaced import Registered
-from ..param.traced_call import TracedCall
+from ..torch_fsdp.registry import applied
+from ..tracing.root_call import TracedCall
+from ..tracing.sharded_module import is_managed, rebase
 from .context import states_below
 
 UnitState = Any  # an FSDPState, whose file imports this one

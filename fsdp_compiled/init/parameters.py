@@ -11,10 +11,10 @@ from torch import nn
 
 from ..expect import unexpected
 from ..module import FSDPModule
-from ..param.composable import applied
 from ..param.param import FSDPParam
 from ..param.placement import ParamModuleInfo, TakenOriginal
-from ..param.properties import is_managed
+from ..torch_fsdp.registry import applied
+from ..tracing.sharded_module import is_managed
 
 Place = tuple[nn.Module, str]
 

@@ -9,12 +9,12 @@ from torch import nn
 from ..hooks.state import FSDPState
 from ..hooks.tree import adopt_units_below
 from ..module import FSDPModule
-from ..param.composable import note_unit
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
-from ..param.properties import own, rebase
-from ..param.traced_call import TracedCall
 from ..param.unit import Unit, UnitConfig
+from ..torch_fsdp.registry import note_unit
+from ..tracing.root_call import TracedCall
+from ..tracing.sharded_module import own, rebase
 from .parameters import FoundParameters, Place, modules_outside_units
 
 

@@ -1,7 +1,7 @@
 """Puts each schedule where ``TORCH_TRACE`` writes, for tlparse: its records as JSON, a table, and a link to its page.
 
 The page is a file below torch's log, since tlparse shows artifacts as text. Called by the passes' pipeline through
-:func:`fsdp_compiled.passes.progress.observe`, for every graph that is scheduled while torch writes a trace.
+:func:`fsdp_compiled.passes.log.observe`, for every graph that is scheduled while torch writes a trace.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._guards import CompileContext
 from torch._logging._internal import trace_structured
 
 from ..passes.graph.liveness import cluster_of
-from ..passes.policy import SchedulePolicy
+from ..passes.schedule_policy import SchedulePolicy
 from .reading import Scheduled, captured_graph
 from .records import GraphKind
 from .render.data import as_json

@@ -19,10 +19,10 @@ from .. import passes
 from ..api import options
 from ..hooks.casts import tensors_in
 from ..hooks.context import states_below
-from ..param.properties import with_code_of_its_own
-from ..param.regions import has_regions
 from ..passes import cost
 from ..policy import SchedulePolicy
+from ..regions.block import has_regions
+from ..tracing.sharded_module import with_code_of_its_own
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture

@@ -9,10 +9,10 @@ from torch import nn
 from ..hooks.context import states_below
 from ..hooks.state import FSDPState
 from ..param.param import FSDPParam
-from ..param.properties import is_managed
 from ..passes import cost
-from ..passes.policy import DEFAULT, SchedulePolicy
 from ..passes.reshard import kept_by
+from ..passes.schedule_policy import DEFAULT, SchedulePolicy
+from ..tracing.sharded_module import is_managed
 from .records import UnitExplanation
 from .render import figures
 from .report import Explanation

@@ -21,9 +21,18 @@ from ..passes.planning.buckets import auto_bound
 from ..passes.planning.requests import load_of
 from ..passes.planning.simulate import Timed, simulate
 from ..passes.planning.tasks import Kind, bytes_in_flight
-from ..passes.policy import SchedulePolicy
+from ..passes.schedule_policy import SchedulePolicy
 from ..sharding.spec import AllGatherBucket, Group, ReductionBucket
-from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region, Verdict
+from .records import (
+    CapturedGraph,
+    Collective,
+    ComputeSpan,
+    Copies,
+    GraphKind,
+    MemoryStep,
+    Region,
+    Verdict,
+)
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from ..passes.cost import Cluster
-from ..passes.policy import SchedulePolicy
+from ..passes.schedule_policy import SchedulePolicy
 
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Copies = Literal["none", "compute", "side stream"]

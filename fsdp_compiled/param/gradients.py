@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..expect import unexpected
-from ..sharding.placement import local_of
+from ..sharding.dtensor import local_of
 from .unit import Unit
 
 

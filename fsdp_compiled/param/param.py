@@ -18,13 +18,27 @@ from torch.distributed.tensor import DTensor
 from ..collectives import padded_shard, take_shard
 from ..errors import FSDPError
 from ..policy import resolved
+from ..sharding.dtensor import local_of, outer_parallelism, sharded_spec
 from ..sharding.layout import ShardLayout
-from ..sharding.placement import local_of, outer_parallelism, sharded_spec
 from ..sharding.spec import CommSpec
-from .extension import POST, PRE, AllGatherExtension, check_extension, check_smaller_group, is_extended
+from .extension import (
+    POST,
+    PRE,
+    AllGatherExtension,
+    check_extension,
+    check_smaller_group,
+    is_extended,
+)
 from .gradients import AccumulatedGrad, after_user_hooks, tell_unit
 from .memory import identifiable, same_memory, without_memory
-from .placement import ParamModuleInfo, ParamPlacement, ShardedState, TakenOriginal, check_replacement, comm_spec
+from .placement import (
+    ParamModuleInfo,
+    ParamPlacement,
+    ShardedState,
+    TakenOriginal,
+    check_replacement,
+    comm_spec,
+)
 from .quantised import inner_tensors
 from .replaced import check_untouched, storage_of
 from .unit import Unit

@@ -19,7 +19,14 @@ from ..expect import unexpected
 from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, resolved
 from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo
-from ..sharding.spec import AllGatherSpec, CommSpec, Group, ParamSpec, ReductionSpec, scaling_for
+from ..sharding.spec import (
+    AllGatherSpec,
+    CommSpec,
+    Group,
+    ParamSpec,
+    ReductionSpec,
+    scaling_for,
+)
 from .unit import UnitConfig
 
 

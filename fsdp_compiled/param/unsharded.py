@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..sharding.placement import OuterParallelism, local_of
+from ..sharding.dtensor import OuterParallelism, local_of
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension
 

@@ -13,7 +13,14 @@ from hashlib import sha256
 
 import torch
 
-from .spec import AllGatherBucket, AllGatherSpec, Bucket, ParamSpec, ReductionBucket, Text
+from .spec import (
+    AllGatherBucket,
+    AllGatherSpec,
+    Bucket,
+    ParamSpec,
+    ReductionBucket,
+    Text,
+)
 
 
 @dataclass(frozen=True)

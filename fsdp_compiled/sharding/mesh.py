@@ -9,6 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0; a graph holds a group's name only.
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..expect import expect, shown, unexpected
@@ -17,6 +20,11 @@ from .spec import Group
 # Groups of all or some ranks of another process group, by that and their size. Units share them, because each
 # communicator costs memory and time to create.
 _more_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of this name."""
+    return _resolve_process_group(GroupName(name))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,15 @@ from .cases import FSDPTest, FSDPTestMultiThread
 from .delays import ModuleWithDelay, NestedWrappedModuleWithDelay
 from .experts import MixtureOfExperts
 from .interface import DEVICEInitMode, FSDPInitMode, FSDPTestModel, seeded
-from .models import MLP, DoubleLinear, DummyDDP, MLPStack, NestedLinear, SkipModel, SkipModule
+from .models import (
+    MLP,
+    DoubleLinear,
+    DummyDDP,
+    MLPStack,
+    NestedLinear,
+    SkipModel,
+    SkipModule,
+)
 from .modes import FullyShardMode, compiled_fsdp_test
 from .nested import AlwaysWrapNestedWrappedModule, NestedWrappedModule, NonUniformReqGradNWM
 from .parity import (

@@ -10,7 +10,14 @@ from unittest import mock
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .interface import DEVICEInitMode, FSDPInitMode, RankAndSize, mesh_of, seeded, shard_units
+from .interface import (
+    DEVICEInitMode,
+    FSDPInitMode,
+    RankAndSize,
+    mesh_of,
+    seeded,
+    shard_units,
+)
 from .nested import NestedWrappedModule
 
 

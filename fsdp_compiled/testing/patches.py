@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ..collectives import backend
-from ..hooks import autograd, group
+from ..hooks import backward, group
 from ..hooks.state import FSDPState
 from .threads import ranks_are_threads
 
@@ -126,7 +126,7 @@ def patch_register_post_backward_hook_backward(new_backward: Callable[..., Any])
     Args:
         new_backward: ``(ctx, *grads) -> (None, *grads)``, with the gradients of a unit's inputs.
     """
-    return replaced([(autograd.PostBackward, "backward")], new_backward, as_attribute=staticmethod)
+    return replaced([(backward.PostBackward, "backward")], new_backward, as_attribute=staticmethod)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Generic
 
-from ..policy import MIB, SchedulePolicy
+from ..schedule_policy import MIB, SchedulePolicy
 from .requests import Buckets, Request, Requests, load_of
 from .schedule import decide
 from .simulate import simulate

@@ -15,7 +15,6 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import TorchDynamoPlugin
 
 from fsdp_compiled import FSDPModule, as_torch_fsdp, fully_shard
-from tests import huggingface
 from tests.ecosystem.training import (
     BACKEND,
     MODES,
@@ -27,8 +26,9 @@ from tests.ecosystem.training import (
     my_batches,
     watch,
 )
-from tests.ranks import on_ranks
-from tests.training import assert_close, full_params, mean_over_ranks
+from tests.support import huggingface
+from tests.support.ranks import on_ranks
+from tests.support.training import assert_close, full_params, mean_over_ranks
 
 
 def _accelerator(mode, ram_efficient=False, wrap="transformer_based_wrap", **kwargs):

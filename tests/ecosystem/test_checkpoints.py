@@ -10,8 +10,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.ranks import on_ranks
-from tests.training import MLP, assert_close, batches, full_params, mean_over_ranks, my_part, shard, square_loss
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    assert_close,
+    batches,
+    full_params,
+    mean_over_ranks,
+    my_part,
+    shard,
+    square_loss,
+)
 
 
 def _step(call, optimizer, batch):

@@ -16,10 +16,18 @@ except ImportError:
     pytest.skip("transformers has no DistributedConfig", allow_module_level=True)
 
 from fsdp_compiled import FSDPModule, as_torch_fsdp
-from tests import huggingface
-from tests.ecosystem.training import BACKEND, MODES, alone, assert_equal_losses, assert_mode, my_batches, watch
-from tests.ranks import on_ranks
-from tests.training import mean_over_ranks
+from tests.ecosystem.training import (
+    BACKEND,
+    MODES,
+    alone,
+    assert_equal_losses,
+    assert_mode,
+    my_batches,
+    watch,
+)
+from tests.support import huggingface
+from tests.support.ranks import on_ranks
+from tests.support.training import mean_over_ranks
 
 
 def _load(folder):

@@ -20,11 +20,18 @@ from safetensors import safe_open
 from fsdp_compiled import FSDPModule, fully_shard
 from fsdp_compiled.integrations.pretrained import load_pretrained, shard_pretrained
 from fsdp_compiled.integrations.transformers import ShardedTrainer
-from tests import huggingface
 from tests.ecosystem.test_trainer import STEPS, InOrder, Tokens, _arguments, _losses
-from tests.ecosystem.training import accelerate_on_cpu, alone, assert_equal_losses, assert_mode, each_mode, watch
-from tests.ranks import on_ranks
-from tests.training import assert_close, full, full_params
+from tests.ecosystem.training import (
+    accelerate_on_cpu,
+    alone,
+    assert_equal_losses,
+    assert_mode,
+    each_mode,
+    watch,
+)
+from tests.support import huggingface
+from tests.support.ranks import on_ranks
+from tests.support.training import assert_close, full, full_params
 
 NAMES = ["llama", "qwen3", "gemma", "bert"]
 

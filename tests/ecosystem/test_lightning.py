@@ -22,8 +22,17 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from fsdp_compiled import FSDPModule, as_torch_fsdp, fully_shard
 from fsdp_compiled.hooks import group
 from tests.ecosystem.training import BACKEND, assert_equal_losses, assert_mode, each_mode, watch
-from tests.ranks import on_ranks
-from tests.training import MLP, assert_close, batches, full_params, mean_over_ranks, my_part, square_loss, train
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    assert_close,
+    batches,
+    full_params,
+    mean_over_ranks,
+    my_part,
+    square_loss,
+    train,
+)
 
 STEPS = 3
 

@@ -14,10 +14,10 @@ from peft import LoraConfig, get_peft_model
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, PerTensor, quantize_
 
 from fsdp_compiled import fully_shard
-from tests import huggingface
 from tests.ecosystem.training import MODES, assert_equal_losses, watch
-from tests.ranks import on_ranks
-from tests.training import assert_close, compiled, full, mean_over_ranks, my_part
+from tests.support import huggingface
+from tests.support.ranks import on_ranks
+from tests.support.training import assert_close, compiled, full, mean_over_ranks, my_part
 
 CONFIGS = {
     "int8": Int8WeightOnlyConfig(),

@@ -8,8 +8,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import on_ranks
-from tests.training import MLP, assert_close, batches, full_params, shard, square_loss, train
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    assert_close,
+    batches,
+    full_params,
+    shard,
+    square_loss,
+    train,
+)
 
 MODES = ("eager", "full")
 each_mode = pytest.mark.parametrize("mode", MODES)

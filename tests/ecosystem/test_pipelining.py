@@ -12,8 +12,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 
 from fsdp_compiled import fully_shard
 from tests.ecosystem.training import BACKEND, MODES
-from tests.ranks import on_ranks
-from tests.training import assert_close, batches, full_params
+from tests.support.ranks import on_ranks
+from tests.support.training import assert_close, batches, full_params
 
 WIDTH, STEPS, MICROBATCHES = 8, 3, 4
 

@@ -19,8 +19,8 @@ import train_hf
 from safetensors.torch import load_file
 
 from tests.ecosystem.training import BACKEND, accelerate_on_cpu, each_mode, watch
-from tests.ranks import on_ranks
-from tests.training import assert_close, full_params
+from tests.support.ranks import on_ranks
+from tests.support.training import assert_close, full_params
 
 TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import Trainer, TrainingArguments
 
 from fsdp_compiled import FSDPModule, as_torch_fsdp
-from tests import huggingface
 from tests.ecosystem.training import (
     BACKEND,
     accelerate_on_cpu,
@@ -24,8 +23,9 @@ from tests.ecosystem.training import (
     each_mode,
     watch,
 )
-from tests.ranks import on_ranks
-from tests.training import assert_close, full_params
+from tests.support import huggingface
+from tests.support.ranks import on_ranks
+from tests.support.training import assert_close, full_params
 
 STEPS = 4
 

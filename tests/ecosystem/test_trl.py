@@ -17,9 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from fsdp_compiled import FSDPModule, as_torch_fsdp
-from tests import huggingface
 from tests.ecosystem.training import BACKEND, MODES, accelerate_on_cpu, assert_equal_losses, watch
-from tests.ranks import on_ranks
+from tests.support import huggingface
+from tests.support.ranks import on_ranks
 
 STEPS = 3
 

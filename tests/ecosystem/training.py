@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch._dynamo.utils import counters
 
 from fsdp_compiled.hooks import group
-from tests import huggingface
-from tests.training import my_part
+from tests.support import huggingface
+from tests.support.training import my_part
 
 MODES = ("eager", "full")
 BACKEND = "aot_eager"  # generates no code

@@ -17,7 +17,7 @@ from torch._inductor.compile_fx import compile_fx
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
 from fsdp_compiled.errors import RankFailureError, RankMismatchError
 from fsdp_compiled.passes import CLUSTERS, Link
-from tests.graphs import without_code
+from tests.support.graphs import without_code
 
 MODES = ("eager", "regional", "full")
 WIDTH = 8

@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.collectives import peers
+from fsdp_compiled.agreement import peers
 from tests.faults import raising
 from tests.faults.raising import RaisingModel, user_hook
 from tests.faults.steps import trainer
-from tests.ranks import on_ranks, same_on_ranks
-from tests.training import assert_close, full_params
+from tests.support.ranks import on_ranks, same_on_ranks
+from tests.support.training import assert_close, full_params
 
 TIMES = 50
 ERRORS = {

@@ -15,7 +15,7 @@ from fsdp_compiled.errors import RankFailureError
 from tests.faults.interrupts import RaiseAt
 from tests.faults.steps import Model, trainer
 from tests.faults.test_no_fault import Checkpointed
-from tests.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 TRIES = 60
 

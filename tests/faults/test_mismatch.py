@@ -14,8 +14,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import SchedulePolicy, set_rank_agreement
 from fsdp_compiled.passes import CLUSTERS, Link
-from tests.faults.steps import MACHINE, MODES, Model, assert_all_end, assert_all_refuse, launched, trainer
-from tests.ranks import on_ranks
+from tests.faults.steps import (
+    MACHINE,
+    MODES,
+    Model,
+    assert_all_end,
+    assert_all_refuse,
+    launched,
+    trainer,
+)
+from tests.support.ranks import on_ranks
 
 ODD = 1  # the rank that does something else
 

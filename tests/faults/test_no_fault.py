@@ -14,9 +14,16 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import set_rank_agreement
-from fsdp_compiled.collectives import agreement, peers
-from tests.faults.steps import MODES, Model, Trainer, assert_all_refuse, compiled, trainer
-from tests.ranks import on_ranks
+from fsdp_compiled.agreement import ledger, peers
+from tests.faults.steps import (
+    MODES,
+    Model,
+    Trainer,
+    assert_all_refuse,
+    compiled,
+    trainer,
+)
+from tests.support.ranks import on_ranks
 
 
 class CountingStore:
@@ -50,7 +57,7 @@ WINDOWS = 14  # in _varied, at most
 
 
 def _exchanged():
-    return sum(ledger.exchanged for ledger in agreement._ledgers.values() if ledger is not None)
+    return sum(ledger.exchanged for ledger in ledger._ledgers.values() if ledger is not None)
 
 
 def _varied(training, other):

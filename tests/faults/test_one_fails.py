@@ -12,7 +12,7 @@ from fsdp_compiled.errors import RankFailureError
 from tests.faults import raising
 from tests.faults.raising import RaisingModel
 from tests.faults.steps import CompileClock, trainer
-from tests.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 _TIMEOUT_S = 7.0  # which gloo's reduce-scatters wait for; all others end earlier
 SAID = {

@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.collectives import peers
+from fsdp_compiled.agreement import peers
 from fsdp_compiled.errors import RankFailureError, RankMismatchError
 from tests.faults.steps import WIDTH, Model
-from tests.ranks import on_ranks
-from tests.training import shard
+from tests.support.ranks import on_ranks
+from tests.support.training import shard
 
 MODES = ("eager", "full", "regions")
 PARTS_IN = 4  # the step in which the last rank does something else
@@ -150,7 +150,7 @@ def test_a_forked_child_that_dies_says_nothing_for_its_parent():
     if _is_odd():
         child = os.fork()
         if not child:
-            peers.attend()  # as a forward does
+            peers.register_callbacks()  # as a forward does
             sys.excepthook(ValueError, ValueError("of a child"), None)
             peers._report("raised an error in backward")
             os._exit(threading.active_count() > 1 or peers.world_store() is not None)

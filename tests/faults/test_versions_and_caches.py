@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fsdp_compiled.collectives import agreement
+from fsdp_compiled.agreement import ledger
 from fsdp_compiled.passes import Agree
 from tests.faults.steps import MODES, WIDTH, Trainer, assert_all_refuse, trainer
-from tests.ranks import on_ranks
+from tests.support.ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 6.0
@@ -50,8 +50,8 @@ def test_another_version(tmp_path):
 def test_another_version_on_4_ranks(mode):
     """Here one rank only says that it runs another; processes that do take long to start."""
     training = trainer(mode)
-    said = agreement.versions() if dist.get_rank() != 2 else "fsdp_compiled 0123456789ab, torch 2.0"
-    with patch.object(agreement, "versions", lambda: said):
+    said = ledger.versions() if dist.get_rank() != 2 else "fsdp_compiled 0123456789ab, torch 2.0"
+    with patch.object(ledger, "versions", lambda: said):
         assert_all_refuse(
             training.step,
             "ranks run other versions: ranks 0, 1, 3: fsdp_compiled ",
@@ -97,8 +97,8 @@ def test_one_rank_hits_the_caches_and_another_compiles_longer_than_the_timeout()
             want = _steps()
         torch.compiler.reset()
         counters.clear()
-        for ledger in agreement._ledgers.values():
-            ledger.agreed.clear()  # as in a new process
+        for each in ledger._ledgers.values():
+            each.agreed.clear()  # as in a new process
         cache, is_cold = warm, dist.get_rank() == 1
         if is_cold:
             cache = f"{warm}/empty"

@@ -12,7 +12,7 @@ from math import floor, log10
 
 import torch
 
-from ...passes.policy import SchedulePolicy
+from ...passes.schedule_policy import SchedulePolicy
 from ..records import CapturedGraph, CapturedModel, Collective
 
 LISTED_WIDTH = 48  # characters that a list of names may take in a sentence

@@ -14,7 +14,15 @@ from torch import fx
 
 from ..records import CapturedGraph, CapturedModel, Collective
 from . import figures
-from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
+from .drawing import (
+    COLOUR_OF,
+    COLOURS,
+    Box,
+    Line,
+    Shape,
+    Text,
+    draw,
+)
 from .headline import headline, side_by_side
 
 NAMES = 30  # characters of a table cell's names; they unfold

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 from ..records import CapturedModel
 from . import figures
-from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
+from .drawing import (
+    COLOUR_OF,
+    COLOURS,
+    Box,
+    Line,
+    Shape,
+    Text,
+    draw,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,0 +1,9 @@
+"""Ranks that differ: what they must agree on before collectives start, and what they tell each other when they fail.
+
+It knows contracts and process groups' stores. It must not know units, graphs or how a collective is packed.
+"""
+
+from .ledger import agree, note, number_in, register_callbacks, set_rank_agreement
+from .peers import report_failure
+
+__all__ = ["agree", "note", "number_in", "register_callbacks", "report_failure", "set_rank_agreement"]

@@ -1,0 +1,234 @@
+"""Ranks agree on what they are about to start before they start it, through the store of the process group.
+
+Whatever follows something else on a group for the first time, a graph or a single collective of a hook, is compared
+by all ranks of that group first: each posts a digest, the last to arrive compares and posts the verdict. A collective
+would do for that only if ranks agreed already. What ranks have agreed on may follow again without asking: the steady
+state looks one pair up, and a thread compares afterwards what ran (see :mod:`tripwire`). It knows process groups and
+contracts; it must not know units, or graphs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cache
+from itertools import count
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store  # see peers.py
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..errors import RankFailureError, RankMismatchError
+from ..passes.inductor import source_hash
+from ..sharding.contract import Contract
+from ..sharding.mesh import process_group
+from . import mismatch, peers, tripwire
+
+_KEY = "fsdp_compiled/agreement"
+_LONGEST_PAUSE_S = 0.1  # between two looks at the store
+_ATTENTION_S = 1.0  # how often a rank that waits looks whether others compile or have failed
+_LOOKED_AT = 8  # of the ranks waited for, at a time: all of them would be too many for the store's host
+_AGREED, _DIFFER, _FAILED = "agreed", "differ", "failed"  # verdicts; the last two with a text
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Whether ranks agree, and how long one waits for another that neither comes nor compiles."""
+
+    enabled: bool = True
+    deadline: timedelta | None = None  # None: a little less than the process group's timeout
+
+
+_setting = Setting()
+
+
+def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = None) -> None:
+    """Let ranks agree on collectives before they start them, which they do by default, or not.
+
+    Whatever runs for the first time is compared through the process group's store: every collective of an uncompiled
+    model, and all collectives of a compiled graph together. Ranks that differ raise :class:`RankMismatchError`, which
+    names the first difference, before anything is started. What has followed before is started at once and
+    compared meanwhile: ranks that differ raise by the end of the following step. Call it alike on all ranks.
+
+    Args:
+        enabled: False never compares.
+        deadline: how long a rank waits for one that does not come; while that one compiles, time does not count.
+            None: nine tenths of the process group's timeout, so that others still hear of it.
+
+    Raises:
+        TypeError: not a bool, or not a timedelta.
+        ValueError: ``deadline`` is not positive.
+    """
+    global _setting
+    if not isinstance(enabled, bool):
+        raise TypeError(f"enabled: expected a bool, got {enabled!r} of {type(enabled).__name__}")
+    if deadline is not None and not isinstance(deadline, timedelta):
+        raise TypeError(f"deadline: expected a timedelta or None, got {deadline!r} of {type(deadline).__name__}")
+    if deadline is not None and deadline <= timedelta(0):
+        raise ValueError(f"deadline: expected a positive time, got {deadline}")
+    _setting = Setting(enabled, deadline)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def register_callbacks() -> None:
+    """Let other ranks hear of this one's compilations and failures; called when a model's forward begins."""
+    if _setting.enabled:
+        peers.register_callbacks()
+
+
+def agree(contract: Contract) -> None:
+    """Return once all ranks of the contract's groups are known to be about to start the same.
+
+    Raises:
+        RankMismatchError: ranks differ, or one did not come before the deadline.
+        RankFailureError: a rank that did not come has failed.
+    """
+    if not _setting.enabled:
+        return
+    peers.watch_backward(tripwire.check)
+    for name, part in contract.by_group.items():
+        ledger = _ledger(process_group(name))
+        if ledger is not None:
+            ledger.enter(part)
+
+
+def note(mesh: DeviceMesh, kind: str, what: str) -> None:
+    """Note what comes before the next collective of a mesh's groups: alike on all ranks that run the same."""
+    for ledger in map(_ledgers.get, mesh.get_all_groups() if _setting.enabled else ()):
+        if ledger is not None:
+            ledger.wire.notes[kind] = what
+
+
+def number_in(mesh: DeviceMesh) -> int:
+    """Return how often this was called for the mesh's last group: the same on all ranks that run the same."""
+    return next(_numbers.setdefault(mesh.get_all_groups()[-1], count(1)))
+
+
+@dataclass(eq=False)
+class Ledger:
+    """What the ranks of one process group have agreed on."""
+
+    store: Store
+    rank: int  # of this process in the group
+    ranks: tuple[int, ...]  # of the group, by their numbers in the default group
+    timeout: timedelta
+    agreed: set[tuple[str, str]] = field(default_factory=set)  # digests of what may follow what
+    previous: str = ""  # the digest of what ran last
+    exchanged: int = 0
+
+    def __post_init__(self) -> None:
+        self.wire = tripwire.Tripwire(self.store, self.rank, self.ranks)
+
+    def enter(self, contract: Contract) -> None:
+        """Note that ``contract`` runs next; ask the other ranks if it has not followed the previous one before."""
+        self.wire.check()
+        if (self.previous, contract.digest) not in self.agreed:
+            self._ask(contract)
+            self.agreed.add((self.previous, contract.digest))
+        self.previous = contract.digest
+        self.wire.add(contract)
+
+    def _ask(self, contract: Contract) -> None:
+        peers.go_on()
+        prefix = f"{_KEY}/{self.exchanged}"
+        self.exchanged += 1
+        post = {"versions": versions(), "after": self.previous, "contract": contract.encode()}
+        self.store.set(f"{prefix}/post/{self.rank}", json.dumps(post))
+        digest = f"{contract.digest} {self.previous} {versions()}"
+        self.store.set(f"{prefix}/digest/{self.rank}", digest)
+        if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks):
+            self._decide(prefix, *self._verdict(prefix))
+        else:
+            self._wait(prefix, contract)
+        kind, _, text = self.store.get(f"{prefix}/verdict").decode().partition(" ")
+        if kind != _AGREED:
+            error = RankMismatchError(text) if kind == _DIFFER else RankFailureError(text)
+            peers.report_failure(error)  # here, since an error in backward passes none of our frames
+            raise error
+        old = f"{_KEY}/{self.exchanged - 2}"  # all ranks have come to a later one, so that nobody reads it
+        names = ("arrived", "verdict") if self.rank == 0 else ()
+        for name in (f"post/{self.rank}", f"digest/{self.rank}", *names):
+            self.store.delete_key(f"{old}/{name}")
+
+    def _decide(self, prefix: str, kind: str, text: str = "") -> None:
+        self.store.compare_set(f"{prefix}/verdict", "", f"{kind} {text}")  # the first one counts, on all ranks
+
+    def _verdict(self, prefix: str) -> tuple[str, str]:
+        """Compare what all ranks have posted; tell whether they agree, or in what they do not."""
+        digests = _values(self.store, [f"{prefix}/digest/{rank}" for rank in range(len(self.ranks))])
+        odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+        if odd is None:
+            return _AGREED, ""
+        sides = [[self.ranks[r] for r, digest in enumerate(digests) if digest == digests[one]] for one in (0, odd)]
+        posts = [json.loads(post) for post in _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)])]
+        return _DIFFER, mismatch.difference(sides, posts)
+
+    def _wait(self, prefix: str, contract: Contract) -> None:
+        """Return when there is a verdict; leave one for the others if interrupted."""
+        allowed_s = (_setting.deadline or self.timeout * 0.9).total_seconds()
+        pause, absent, beats = 0.0005, list(range(len(self.ranks))), 0
+        looked = alive = time.monotonic()
+        try:
+            while not self.store.check([f"{prefix}/verdict"]):
+                time.sleep(pause)
+                pause = min(pause * 1.3, _LONGEST_PAUSE_S)
+                if time.monotonic() - looked < min(_ATTENTION_S, allowed_s):
+                    continue
+                looked, before, first = time.monotonic(), beats, absent[:_LOOKED_AT]
+                absent[:_LOOKED_AT] = [rank for rank in first if not self.store.check([f"{prefix}/digest/{rank}"])]
+                beats = sum(peers.beats(self.ranks[rank]) for rank in absent[:_LOOKED_AT])
+                alive = looked if beats != before else alive  # one of them compiles
+                self._look(prefix, contract, [self.ranks[rank] for rank in absent], looked - alive, allowed_s)
+        except BaseException as error:
+            with suppress(RuntimeError):  # the store's host may have ended
+                self._decide(prefix, _FAILED, f"rank {self.ranks[self.rank]} raised {type(error).__name__} and left")
+            raise
+
+    def _look(self, prefix: str, contract: Contract, absent: list[int], silent_s: float, allowed_s: float) -> None:
+        """Decide if all ranks have come, if an absent one has failed, or if all absent ones are silent too long."""
+        first = absent[:_LOOKED_AT]
+        if not absent:
+            self._decide(prefix, *self._verdict(prefix))  # the last one to come has not: it was interrupted
+        elif failure := peers.failure(first):
+            self._decide(prefix, _FAILED, f"{failure}; others waited for it before {mismatch.described(contract)}")
+        elif silent_s > allowed_s:
+            self._decide(prefix, _DIFFER, mismatch.absent(absent, contract, allowed_s, tripwire.last_runs(first)))
+
+
+_ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger | None] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
+
+
+def _ledger(group: dist.ProcessGroup) -> Ledger | None:
+    """Return the ledger of a group; None if no other process is in it."""
+    if group not in _ledgers:
+        store = peers.store_of(group)
+        ranks = tuple(dist.get_process_group_ranks(group))
+        _ledgers[group] = None if store is None else Ledger(store, group.rank(), ranks, _timeout(group))
+    return _ledgers[group]
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta:
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout  # type: ignore[no-any-return]
+    return dist.default_pg_timeout
+
+
+def _values(store: Store, keys: list[str]) -> list[str]:
+    extended = store.has_extended_api()  # type: ignore[attr-defined]
+    return [value.decode() for value in (store.multi_get(keys) if extended else map(store.get, keys))]
+
+
+@cache
+def versions() -> str:
+    """Return what must be the same on every rank whatever it runs: the library, by its source, and torch."""
+    return f"fsdp_compiled {source_hash(Path(__file__).parents[1])[:12]}, torch {torch.__version__}"

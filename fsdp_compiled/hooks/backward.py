@@ -1,0 +1,146 @@
+"""How an eager unit hears of backward: identities around its forward, also under torch.func's transforms.
+
+It knows autograd; what happens before and after a unit's backward it asks its owner to do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..collectives import profiler
+from .casts import map_tensors, tensors_in
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Owner(Protocol):
+    """What the hooks ask of ``FSDPState``."""
+
+    def pre_backward(self) -> None: ...
+    def post_backward(self) -> None: ...
+
+
+def in_functorch() -> bool:
+    """Tell whether a transform of ``torch.func`` (grad, jvp, vmap, ...) is under way."""
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0, as is _DisableFuncTorch; there is no public way out of a transform.
+    return torch._C._are_functorch_transforms_active()
+
+
+def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
+    """Let ``function``, which moves and frees parameters' memory, see plain tensors under ``torch.func``."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not in_functorch():
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def without_grad(function: Callable[P, R]) -> Callable[P, R]:
+    """Run ``function`` without gradients, also under ``inference_mode``: memory first allocated there never trains.
+
+    Unlike ``torch.no_grad`` it restores the caller's modes in C++, where no signal handler can raise before it has.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C._InferenceMode(False):  # checked on torch 2.11.0, 2.13.0 and 2.15.0
+            torch._C._set_grad_enabled(False)
+            return function(*args, **kwargs)
+
+    return run
+
+
+def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Make a unit's method a hook: outside of transforms, and in the profiler's range ``FSDP::what (unit)``."""
+
+    def decorate(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with profiler.of_unit(what, args[0].unit.config.name):  # type: ignore[attr-defined]
+                return method(*args, **kwargs)
+
+        return outside_functorch(run)
+
+    return decorate
+
+
+def before_backward(owner: Owner, output: Any) -> Any:
+    """Call ``owner.pre_backward`` when the first gradient of a tensor in ``output`` arrives."""
+    tensors = tensors_in(output)
+    if in_functorch() or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        return _wrapped(PreBackward, owner, output)
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: owner.pre_backward())
+    return output
+
+
+def after_backward(owner: Owner, inputs: Any) -> Any:
+    """Call ``owner.post_backward`` once the gradients of all tensors in ``inputs`` have been computed."""
+    return _wrapped(PostBackward, owner, inputs)
+
+
+def _wrapped(function: type[_Identity], owner: Owner, value: Any) -> Any:
+    watched = [tensor for tensor in tensors_in(value) if _is_watched(tensor)]
+    if not watched:
+        return value
+    outputs = iter(function.apply(owner, *watched))
+    return map_tensors(lambda tensor: next(outputs) if _is_watched(tensor) else tensor, value)
+
+
+def _is_watched(tensor: Tensor) -> bool:
+    """Tell whether gradients may come; within a transform ``requires_grad`` speaks of that transform alone."""
+    return tensor.requires_grad or (in_functorch() and (tensor.is_floating_point() or tensor.is_complex()))
+
+
+class _Identity(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(owner: Owner, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.owner = inputs[0]
+
+    @staticmethod
+    def jvp(ctx: Any, owner: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        # Operations on tangents run before ``PostBackward``, by the order in which autograd recorded everything.
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
+
+
+class PreBackward(_Identity):
+    """Identity whose backward runs before that of the operations on which its inputs depend."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.owner.pre_backward()
+        return (None, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, owner: None, *tangents: Tensor) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = PreBackward.apply(ctx.owner, *tangents)  # a loss may be of the tangents alone
+        return outputs
+
+
+class PostBackward(_Identity):
+    """Identity whose backward runs after that of the operations that use its outputs."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.owner.post_backward()
+        if torch.is_grad_enabled():  # create_graph=True: a backward through this one needs the parameters once more
+            grads = PreBackward.apply(ctx.owner, *grads)
+        return (None, *grads)

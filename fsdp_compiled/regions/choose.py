@@ -1,0 +1,79 @@
+"""Which units of a model become regions of its graph: blocks that are compiled once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+
+from torch import nn
+
+from ..expect import shown, unexpected
+from ..hooks.context import states_below
+from ..module import FSDPModule, unit_state
+from .block import RegionModule, drop_region, make_region
+
+# "auto" takes blocks that occur at least so often: a region costs about as much to compile as two flat blocks.
+AUTO_COUNT = 4
+
+
+def set_regions(model: nn.Module, regions: str | Sequence[nn.Module]) -> None:
+    """Let the units of ``model`` that ``regions`` says be regions, and no others, see ``fsdp_compiled.compile``."""
+    chosen = _chosen(model, regions)
+    for module in model.modules():
+        if isinstance(module, RegionModule) and module not in chosen:
+            drop_region(module)
+    for module in chosen:
+        make_region(module, unit_state(module).unit)
+
+
+def _chosen(model: nn.Module, regions: str | Sequence[nn.Module]) -> list[nn.Module]:
+    if isinstance(regions, str) and regions in ("off", "auto"):
+        return _equal_units(model) if regions == "auto" else []
+    if isinstance(regions, str) or not isinstance(regions, (list, tuple, nn.ModuleList)):
+        raise unexpected("regions", "'auto', 'off' or a list of modules", shown(regions), error=TypeError)
+    units, chosen = dict(_units(model)), list(dict.fromkeys(regions))
+    for module in chosen:
+        if module not in units:
+            expected = "modules of the model that were given to fully_shard below the outermost one"
+            do = "call fully_shard on it first, before the modules around it"
+            raise unexpected("regions", expected, type(module).__name__, do)
+        if not _is_possible(module):
+            raise ValueError(
+                f"regions: {units[module]} has a forward of its own, {module.forward!r}; a region needs its class's"
+            )
+        inner = next((below for below in module.modules() if below is not module and below in set(chosen)), None)
+        if inner is not None:
+            raise ValueError(f"regions: {units[inner]} lies inside {units[module]}; give one of the two")
+    return chosen
+
+
+def _units(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules of units below the outermost one, and their names; outer ones first."""
+    outermost = {module for state in states_below([model]) if state.is_root for module in state.modules}
+    outermost |= {module for module in [model] if isinstance(module, FSDPModule)}
+    for name, module in model.named_modules():
+        if module not in outermost and isinstance(module, FSDPModule):
+            yield module, name  # type: ignore[misc]  # a mixin of modules
+
+
+def _equal_units(model: nn.Module) -> list[nn.Module]:
+    """Return the units that occur often enough with equal class and parameters, but for those inside of others."""
+    units = [module for module, _ in _units(model) if _is_possible(module)]
+    counts = Counter(map(_kind, units))
+    chosen: dict[nn.Module, None] = {}
+    inside: set[nn.Module] = set()
+    for module in units:
+        if counts[_kind(module)] >= AUTO_COUNT and module not in inside:
+            chosen[module] = None
+            inside.update(module.modules())
+    return list(chosen)
+
+
+def _kind(module: nn.Module) -> Hashable:
+    shapes = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
+    return getattr(type(module), "_fsdp_user_class", type(module)), shapes
+
+
+def _is_possible(module: nn.Module) -> bool:
+    """Tell whether the module runs its class's forward, rather than one that was put on it."""
+    return "forward" not in module.__dict__

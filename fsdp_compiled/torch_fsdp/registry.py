@@ -1,0 +1,70 @@
+"""PyTorch's record of what was applied to a module: ``fully_shard``, ``replicate``. Each leaves the other's alone.
+
+``torch.distributed._composable.replicate`` skips modules by it, as PyTorch's own ``fully_shard`` does.
+``torch.distributed.fsdp.fully_shard.state(module)`` returns the state noted there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
+
+from ..expect import unexpected
+from ..param.unit import Unit
+
+_FULLY_SHARD = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # what states are noted under
+
+
+class _Registry(dict[str, RegistryItem]):
+    """What was applied to a module with parameters of a unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __contains__(self, name: object) -> bool:
+        # FSDP1 and checkpoints ask for the same. There is no other place to refuse from without changing PyTorch.
+        if sys._getframe(1).f_code is _is_composable_with_fsdp.__code__:
+            expected, do = "units of fsdp_compiled.fully_shard alone", "use one of the two for the whole model"
+            got = "torch.distributed.fsdp.fully_shard around or inside this one"
+            raise unexpected(self._unit.config.name, expected, got, do)
+        return super().__contains__(name)
+
+
+def applied(module: nn.Module) -> dict[str, RegistryItem]:
+    """Return what was applied to ``module``, by the name of the function."""
+    return dict(module.__dict__.get(REGISTRY_KEY, {}))
+
+
+def note_unit(module: nn.Module, unit: Unit, state: object = None) -> None:
+    """Let PyTorch's ``fully_shard`` refuse a module with parameters of ``unit``.
+
+    If it was given to ours, its composable functions see that from ``state`` too.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, _Registry(unit))
+    if state is not None:
+        registry["fully_shard"] = RegistryItem()
+        module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+
+
+def check_composable(modules: Sequence[nn.Module]) -> None:
+    """Raise ValueError if something else distributes ``modules``, or what lies below them and does not mix."""
+    undistributed = "a module that nothing distributes yet"
+    for root in modules:
+        if "replicate" in applied(root):
+            do = "use a 2-D mesh, or DataParallelMeshDims(replicate=...), to replicate"
+            raise unexpected(type(root).__name__, undistributed, "one that replicate was applied to", do)
+        for name, module in root.named_modules():
+            where = name or type(root).__name__
+            if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+                do = "shard its .module, with a 2-D mesh to replicate too"
+                raise unexpected(where, undistributed, f"a {type(module).__name__}", do)
+            if "fully_shard" in applied(module) and "_fsdp_state" not in module.__dict__:
+                got, do = "one of torch.distributed.fsdp", "use one of the two for the whole model"
+                raise unexpected(where, "units of fsdp_compiled.fully_shard alone", got, do)

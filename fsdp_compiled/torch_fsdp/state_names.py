@@ -1,0 +1,74 @@
+"""What PyTorch's own tools read of a unit's state, by the names that FSDP2's state has.
+
+Until torch 2.13, ``torch.distributed.pipelining`` ends a step through ``_state_ctx``, ``_fsdp_param_group`` or
+``_fsdp_param_groups``, and ``_root_post_backward_final_callback``; ``torch.distributed.fsdp.share_comm_ctx`` assigns
+``_comm_ctx``, and ``register_fsdp_forward_method`` calls ``_pre_forward`` and ``_post_forward``. Checked on torch
+2.11.0, 2.13.0 and 2.15.0. It must not know what a unit does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch._dynamo.eval_frame import skip_code  # see param/properties.py
+
+from ..hooks.context import FSDPCommContext, FSDPStateContext
+from ..hooks.forward import PostForward, PreForward
+
+
+class _Group:
+    """Stands for a unit's groups of parameters where a tool wants to end each one's backward before all of them."""
+
+    comm_ctx: FSDPCommContext
+
+    def post_backward(self) -> None:
+        """Leave everything to the callback that follows, which reduces what is left in all units."""
+
+
+class TorchNames:
+    """Mixin of ``FSDPState``."""
+
+    pre_forward: PreForward
+    post_forward: PostForward
+    _fsdp_param_groups = (_Group(),)
+
+    def _lazy_init(self) -> FSDPStateContext:
+        raise NotImplementedError
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self.pre_forward.hook(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self.post_forward.hook(module, args, output)
+
+    @property
+    def _fsdp_param_group(self) -> _Group:
+        return _Group()
+
+    @property
+    def _state_ctx(self) -> FSDPStateContext:
+        return self._lazy_init()
+
+    def _root_post_backward_final_callback(self) -> None:
+        self._lazy_init().finish_backward()
+
+    @property
+    def _comm_ctx(self) -> FSDPCommContext:
+        return self._lazy_init().comm
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, comm: FSDPCommContext) -> None:
+        self._lazy_init().comm = comm
+
+    @property
+    def _pre_forward_hook_handle(self) -> Any:
+        raise NotImplementedError(
+            "torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker replaces the hooks of FSDP2 by its own, which "
+            "is not implemented for units of fsdp_compiled; for a compiled model's memory use "
+            "fsdp_compiled.inspect.capture, and for an uncompiled one torch.distributed._tools.mem_tracker.MemTracker"
+        )
+
+
+for _hook in (TorchNames._pre_forward, TorchNames._post_forward):
+    skip_code(_hook.__code__)

@@ -1,0 +1,78 @@
+"""The call of an outermost unit, in which Dynamo begins before the unit's hooks.
+
+It must not know what the hooks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch._dynamo import trace_rules
+from torch._dynamo.eval_frame import skip_code  # see properties.py
+
+from ..agreement import register_callbacks, report_failure
+from ..passes.log import watch
+from .frames import with_room_for_callees
+from .sharded_module import with_code_of_its_own
+
+
+class OutermostState(Protocol):
+    """What the outermost unit's call asks of ``FSDPState``, which this package may not import."""
+
+    run: Callable[..., Any]  # runs the call, and compiles anew without regions that fail
+
+    def begin_call(self) -> None: ...
+    def end_call(self) -> None: ...
+    def reset_iteration(self, drop_accumulated: bool) -> None: ...
+
+
+class TracedCall:
+    """Mixin of the outermost unit: ``torch.compile(model)`` traces its hooks and not only its forward.
+
+    Dynamo begins at the first frame that it does not skip. For a plain module that is ``forward``, after its hooks;
+    for this one it is ``_fsdp_call``, and ``__call__`` runs before guards are evaluated. Units inside are traced with
+    their caller.
+    """
+
+    _fsdp_state: OutermostState
+    _fsdp_call: Callable[..., Any]
+
+    @with_room_for_callees
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        register_callbacks()
+        watch()
+        grad_mode = torch.is_grad_enabled()
+        self._fsdp_state.begin_call()
+        try:
+            return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
+        except BaseException as error:
+            torch._C._set_grad_enabled(grad_mode)  # an interrupt of torch's own code may have left another
+            report_failure(error)
+            self._fsdp_state.reset_iteration(drop_accumulated=False)
+            raise
+        finally:
+            self._fsdp_state.end_call()
+
+    def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def _fsdp_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
+
+    @staticmethod
+    def _fsdp_class_body(user_cls: type) -> dict[str, Any]:
+        body: dict[str, Any] = {"_fsdp_call": with_code_of_its_own(TracedCall._fsdp_traced)}
+        # torch.compile would trace __call__, too, where forward is torch's own code, as nn.Sequential's is
+        if trace_rules.check(user_cls.forward):  # type: ignore[attr-defined]
+            body["forward"] = wraps(user_cls.forward)(TracedCall._fsdp_forward)  # type: ignore[attr-defined]
+        return body
+
+
+skip_code(TracedCall.__call__.__code__)

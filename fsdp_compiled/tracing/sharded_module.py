@@ -1,0 +1,274 @@
+"""Modules that own sharded parameters: what reading ``module.weight`` gives, in eager mode and while Dynamo traces.
+
+It knows modules and their parameters one by one; it must not know which of them share a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import cache
+from inspect import unwrap
+from itertools import count
+from types import FunctionType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0. Unlike torch.compiler.disable it still lets Dynamo inline the
+# function into a caller that it traces.
+from torch._dynamo.comptime import comptime
+from torch._dynamo.eval_frame import skip_code
+
+from ..expect import unexpected
+from ..param.param import FSDPParam
+from ..param.placement import ShardedState
+from ..param.unit import Unit
+from ..torch_fsdp.registry import note_unit
+from . import reads, substituted
+
+_copies = count()  # of functions, to tell their code apart
+
+
+class UnitState(Protocol):
+    """What a module asks of ``FSDPState``, which this package may not import."""
+
+    unit: Unit
+
+    @property
+    def is_used_elsewhere(self) -> bool: ...
+    def reshard(self) -> None: ...
+    def regroup(self) -> None: ...
+
+
+class ShardedModule:
+    """Mixin of every module that owns sharded parameters; it comes before the module's class.
+
+    A read of ``module.weight`` gives
+
+    * while Dynamo traces and no eager hook has all-gathered the unit: the all-gather, as a node of the graph;
+    * in an eager call of this module whose unit no hook has all-gathered, as in an uncompiled piece of a compiled
+      unit: the all-gather, at once;
+    * else what is registered: the DTensor, or the unsharded parameter between the eager hooks.
+    """
+
+    _fsdp_params: dict[str, FSDPParam]
+    _fsdp_units: tuple[UnitState, ...]
+    _fsdp_calling = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            # Not by super(): Dynamo would guard its result for every module in every step.
+            return nn.Module.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
+        return _call(self, super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if getattr(fn, "__code__", None) in nn.Module.share_memory.__code__.co_consts:
+            raise TypeError(
+                f"{type(self).__name__}: a sharded module cannot share its memory with other processes, which would "
+                "have no part in its process groups; share what full_tensor() returns for each value of state_dict()"
+            )
+        _reshard_units(self)
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        _relink(self)
+        return self
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take ``param`` in place of a sharded one, as ``module.weight = ...`` and ``assign=True`` do."""
+        replaced = self.__dict__.get("_fsdp_params", {}).get(name)
+        if replaced is None or replaced.is_registering:
+            super().register_parameter(name, param)  # type: ignore[misc]
+            return
+        replaced.check_replacement(param)
+        _reshard_units(self)
+        replaced.register(param)
+        _relink(self)
+
+    def __delattr__(self, name: str) -> None:
+        sharded = self.__dict__.get("_fsdp_params", {}).get(name)
+        if sharded is not None:
+            why = "expected to stay after fully_shard, which all-gathers it with its unit"
+            raise AttributeError(f"{sharded.name}: {why}; delete it before")
+        super().__delattr__(name)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """Save sharded parameters, even if another thread is in a step, where they are unsharded."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
+        for name, param in self._fsdp_params.items():
+            registered, sharded = self._parameters.get(name), param.sharded_param  # type: ignore[attr-defined]
+            if prefix + name in destination and (registered is sharded or registered is param.unsharded_param):
+                destination[prefix + name] = sharded if keep_vars else sharded.detach()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copied_module(self, memo)
+
+
+class ShardedModuleWithCall(ShardedModule):
+    """The mixin of modules whose class has a ``__call__`` of its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = super(ShardedModule, self).__call__  # type: ignore[misc]
+        return call(*args, **kwargs) if torch.compiler.is_compiling() else _call(self, call, args, kwargs)
+
+
+def _call(module: ShardedModule, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Make the call of a module; a read of its parameters all-gathers them if no hook has done that."""
+    if module._fsdp_calling:
+        return call(*args, **kwargs)
+    try:
+        module.__dict__["_fsdp_calling"] = True
+        return call(*args, **kwargs)
+    finally:
+        module.__dict__["_fsdp_calling"] = False
+
+
+for _function in (ShardedModule.__call__, ShardedModuleWithCall.__call__, _call):
+    skip_code(_function.__code__)
+
+
+def _reader(name: str) -> property:
+    def read(module: ShardedModule) -> Tensor | None:
+        param = module._fsdp_params[name]
+        if torch.compiler.is_compiling():
+            comptime(substituted.check)
+            operands = reads.region.unsharded
+            if operands is not None and param in operands:
+                return operands[param] if param.outer is None else param.outer.wrap(operands[param])
+            if reads.plain_spec(param) is not None or not param.is_hooked:
+                return reads.unsharded(param)
+        elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
+            return reads.unsharded(param)
+        try:
+            return module._parameters[name]  # type: ignore[attr-defined]
+        except KeyError:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}") from None
+
+    skip_code(read.__code__)
+    return property(read)
+
+
+def _relink(module: ShardedModule, *_: object) -> None:
+    """Follow whatever replaced the module's sharded parameters or their storage."""
+    for param in dict.fromkeys(module._fsdp_params.values()):
+        param.relink()
+    for unit in module._fsdp_units:
+        unit.regroup()
+
+
+def is_managed(module: nn.Module, name: str) -> bool:
+    """Tell whether a unit has taken the parameter registered here."""
+    return isinstance(module, ShardedModule) and name in module._fsdp_params
+
+
+def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> None:
+    """Make ``module`` read ``params`` through properties, beside those that it owns already."""
+    mixins: tuple[type, ...] = ()
+    if isinstance(module, ShardedModule):
+        module._fsdp_params.update(params)
+        module._fsdp_units = (*module._fsdp_units, unit)
+    else:
+        module.__dict__["_fsdp_params"] = dict(params)
+        module.__dict__["_fsdp_units"] = (unit,)
+        note_unit(module, unit.unit)
+        module.register_state_dict_pre_hook(_before_save)
+        module.register_load_state_dict_pre_hook(_before_load)
+        module.register_load_state_dict_post_hook(_relink)
+        has_call = _user_class(module).__call__ is not nn.Module.__call__
+        mixins = (ShardedModuleWithCall if has_call else ShardedModule,)
+    rebase(module, add=mixins, names=tuple(module.__dict__["_fsdp_params"]))
+
+
+def _user_class(module: nn.Module) -> type:
+    cls: type = type(module).__dict__.get("_fsdp_user_class", type(module))
+    return cls
+
+
+def rebase(
+    module: nn.Module, add: tuple[type, ...] = (), drop: type | None = None, names: tuple[str, ...] = ()
+) -> None:
+    """Put mixins before the class that the user gave ``module``, and properties for ``names``."""
+    cls, user_cls = type(module), _user_class(module)
+    mixins = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
+    # FSDPModule first, as users of FSDP2 know it; the traced call before the one that Dynamo skips.
+    order = ("FSDPModule", "TracedCall", "RegionModule", "ShardedModule", "ShardedModuleWithCall")
+    in_order = tuple(sorted(mixins, key=lambda mixin: order.index(mixin.__name__)))
+    module.__class__ = _subclass(user_cls, in_order, names or cls.__dict__.get("_fsdp_names", ()))
+
+
+@cache
+def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) -> type:
+    """Return the one subclass of ``user_cls`` with these mixins and sharded names; all state is on instances."""
+    prefix, *_ = mixins[0].__name__.split("Module")
+    body: dict[str, Any] = {name: _reader(name) for name in names}
+    body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
+    body |= {"__module__": user_cls.__module__, "__reduce_ex__": _refuse_pickle}
+    for mixin in mixins:
+        if hasattr(mixin, "_fsdp_class_body"):
+            body |= mixin._fsdp_class_body(user_cls)
+    return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
+
+
+def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function under another code object.
+
+    Dynamo keeps what it compiled, and counts it against its recompile limit, by code object. Equal ones count
+    together, so a constant that nothing reads makes this one differ.
+    """
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    code = code.replace(co_consts=(*code.co_consts, f"copy {next(_copies)}"))
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def copied_module(module: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a module whose units' copies are in ``memo``; ValueError if one is not.
+
+    TypeError if the module has a function that would refer to the original in the copy.
+    """
+    cls = _user_class(module).__name__
+    for unit in module.__dict__.get("_fsdp_units", ()):
+        if id(unit) not in memo:
+            expected = f"all modules with parameters of unit {unit.unit.config.name} to be deep-copied"
+            do = "deep-copy the module that was given to fully_shard, or one around it"
+            raise unexpected(cls, expected, "this one alone", do)
+    copied, state = object.__new__(type(module)), dict(module.__getstate__())
+    for name, value in state.items():
+        if hasattr(value, "_torchdynamo_orig_callable") and getattr(unwrap(value), "__self__", None) is module:
+            value = state[name] = unwrap(value)  # the method of which torch.compile made it
+        cells = getattr(getattr(value, "__func__", value), "__closure__", None) or ()
+        if any(getattr(cell.cell_contents, "__self__", cell.cell_contents) is module for cell in cells):
+            got = f"a {type(value).__name__}, which would still refer to it in a copy"
+            expected, do = "no function that refers to the module", "put it there after deep-copying"
+            raise unexpected(f"{cls}.{name}", expected, got, do, TypeError)
+    memo[id(module)] = copied
+    copied.__setstate__(deepcopy(state, memo))
+    copied.__dict__.pop("_fsdp_calling", None)
+    return copied
+
+
+def _refuse_pickle(module: nn.Module, protocol: object) -> None:
+    raise TypeError(
+        f"{type(module).__name__}: a sharded module cannot be pickled or copied, because it refers to process "
+        "groups; save state_dict(), for example by torch.distributed.checkpoint, and load it into another such model"
+    )
+
+
+def _reshard_units(module: ShardedModule, *_: object) -> None:
+    for unit in module._fsdp_units:
+        unit.reshard()
+
+
+def _before_save(module: ShardedModule, *_: object) -> None:
+    for unit in module._fsdp_units:
+        if not unit.is_used_elsewhere:
+            unit.reshard()
+
+
+def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, metadata: Any, *_: object) -> None:
+    """Refuse what cannot be assigned before any of it is: an outer module's load would not see the failure."""
+    _reshard_units(module)
+    if metadata.get("assign_to_params_buffers"):
+        for name, param in module._fsdp_params.items():
+            if prefix + name in state:
+                param.check_replacement(state[prefix + name])

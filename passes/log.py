@@ -1,0 +1,141 @@
+"""Tells on the logger ``fsdp_compiled`` what a compilation is doing: a line as each phase begins or ends.
+
+Rank 0 logs at level INFO, the others at DEBUG. The logger is registered with torch's, so that
+``TORCH_LOGS=fsdp_compiled`` shows it, and ``TORCH_LOGS=+fsdp_compiled`` that of all ranks. It must not know what a
+pass decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import fx
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
+from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._logging import _internal as torch_logging
+
+from ..sharding.spec import AllGatherBucket
+from .graph import nodes
+from .schedule_policy import SchedulePolicy
+
+NAME = "fsdp_compiled"
+Observer = Callable[[fx.Graph, SchedulePolicy, str, Path], None]
+Slot = Literal["", "joint", "schedule", "schedule only"]  # a pipeline whose begin or end is that of a phase
+
+_log = logging.getLogger(NAME)
+torch_logging.register_log(NAME, NAME)
+
+
+def _level() -> int:
+    return logging.DEBUG if dist.is_initialized() and dist.get_rank() > 0 else logging.INFO
+
+
+def graph_kind() -> str:
+    """Return which graph AOTAutograd is compiling: forward, backward, joint or inference."""
+    name = get_aot_graph_name()
+    return next((kind for kind in ("forward", "backward", "joint", "inference") if kind in name), "graph")
+
+
+def described(graph: fx.Graph) -> str:
+    """Return how many parameters and gradients share how many collectives in a scheduled graph."""
+    launches = (node for node in graph.nodes if nodes.is_launch(node) and nodes.is_first_stage(node))
+    sizes: dict[bool, list[int]] = {True: [], False: []}
+    for bucket in map(nodes.bucket_of, launches):
+        sizes[isinstance(bucket, AllGatherBucket)].append(len(bucket.params))
+    all_gathers, reductions = sizes[True], sizes[False]
+    texts = [f"{_counted(sum(all_gathers), 'all-gather')} in {_counted(len(all_gathers), 'bucket')}"]
+    if reductions:
+        texts.append(f"{_counted(sum(reductions), 'reduction')} in {_counted(len(reductions), 'bucket')}")
+    return ", ".join(texts)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+class _Progress:
+    """The phases of the compilation under way, of which a process has one at a time."""
+
+    def __init__(self) -> None:
+        self._began = self._phase_began = 0.0
+        self._phase = ""  # that is under way
+        self._scheduled = False  # whether a graph was, in this compilation
+
+    def begin(self, args: CallbackArgs) -> None:
+        """Called by torch when it begins to compile."""
+        self._began, self._scheduled = time.perf_counter(), False
+        is_backward = args.callback_trigger is CallbackTrigger.LAZY_BACKWARD
+        self._enter("" if is_backward else "tracing")
+        _log.log(_level(), "compiling backward" if is_backward else "tracing")
+
+    def end(self, _: Any) -> None:
+        """Called by torch when it has compiled."""
+        self._leave()
+        why = (
+            "" if self._scheduled else "; no graph was scheduled: it has no collectives or came from a compile cache"
+        )
+        if self._began:
+            _log.log(_level(), "compilation took %.1f s%s", time.perf_counter() - self._began, why)
+        self._began = 0.0
+
+    @contextmanager
+    def during(self, slot: Slot, graph: fx.Graph) -> Iterator[None]:
+        """Log the phase that ends where passes begin, and what they have done."""
+        if not slot or not _log.isEnabledFor(_level()):
+            yield
+            return
+        self._leave()
+        began = time.perf_counter()
+        yield
+        kind = graph_kind()
+        if slot == "joint" and kind == "joint":
+            self._enter("partitioning into forward and backward")
+        if slot != "joint":
+            self._scheduled = True
+            took, following = time.perf_counter() - began, "; generating code" if slot == "schedule" else ""
+            _log.log(_level(), "%s: scheduled %s in %.1f s%s", kind, described(graph), took, following)
+        if slot == "schedule":
+            self._enter(f"{kind}: code generation")
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._phase_began = phase, time.perf_counter()
+
+    def _leave(self) -> None:
+        if self._phase:
+            _log.log(_level(), "%s took %.1f s", self._phase, time.perf_counter() - self._phase_began)
+        self._phase = ""
+
+
+_progress = _Progress()
+_observers = list[Observer]()
+
+
+def observe(observer: Observer) -> None:
+    """While torch writes a trace, call ``observer`` with every scheduled graph, its policy, kind and the folder."""
+    _observers.append(observer)
+
+
+def scheduled(graph: fx.Graph, policy: SchedulePolicy) -> None:
+    """Let observers see a scheduled graph."""
+    folder = getattr(torch_logging.LOG_TRACE_HANDLER, "root_dir", None)  # of TORCH_TRACE
+    if folder is not None:
+        for observer in _observers:
+            observer(graph, policy, graph_kind(), Path(folder))
+
+
+during = _progress.during
+
+
+def watch() -> None:
+    """Log compilations from now on; called again because ``torch.compiler.reset`` forgets who asked."""
+    if _progress.begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_progress.begin)
+        callback_handler.register_end_callback(_progress.end)

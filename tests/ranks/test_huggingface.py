@@ -1,0 +1,120 @@
+"""Unmodified Hugging Face models: fully_shard per layer and on the model, nothing else."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("transformers")
+
+from fsdp_compiled.passes.graph import nodes
+from fsdp_compiled.regions.block import RegionModule
+from fsdp_compiled.regions.choose import set_regions
+from tests.support import huggingface
+from tests.support.parity import row
+from tests.support.ranks import on_ranks, same_on_ranks
+from tests.support.training import (
+    assert_close,
+    compiled,
+    full_grads,
+    full_params,
+    mean_over_ranks,
+    my_part,
+    units_inside,
+    with_regions,
+)
+
+WITH_INDUCTOR = ("llama",)  # the others with --inductor
+each_mode = pytest.mark.parametrize("mode", ["eager", "full", "regions"])
+
+
+def _assert_trains_like_one_process(name, mode):
+    alone, model = huggingface.build(name), huggingface.build(name, sharded=True)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    torch._dynamo.utils.counters.clear()
+    if mode == "regions":
+        with_regions(model, units_inside(model))
+    call = model if mode == "eager" else compiled(model, inductor=mode == "full" and name in WITH_INDUCTOR)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
+    for tokens in huggingface.token_batches(3):
+        losses = [huggingface.loss(alone, tokens), huggingface.loss(call, my_part(tokens))]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(mean_over_ranks(losses[1]), losses[0].item(), rtol=1e-5, atol=0)
+        assert_close(full_grads(model), full_grads(alone))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(full_params(model), full_params(alone))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (0 if mode == "eager" else 1)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return model
+
+
+@row("Hugging Face models")
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "bert"])
+@each_mode
+@on_ranks(2)
+def test_trains_like_one_process(name, mode):
+    model = _assert_trains_like_one_process(name, mode)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert tied == (name in ("gemma", "bert"))
+
+
+@row("Hugging Face models", mode="regions")
+@on_ranks(2)
+def test_a_sliding_window_trains_in_regions_without_a_cache():
+    """With one, which its config asks for, blocks keep views of what they compute; torch refuses such regions."""
+    alone, model = (huggingface.build("mistral", sharded) for sharded in (False, True))
+    (tokens,) = huggingface.token_batches(1)
+    for use_cache in (True, False):
+        torch._dynamo.reset()
+        model.config.use_cache = alone.config.use_cache = use_cache
+        set_regions(model, units_inside(model))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            loss = huggingface.loss(compiled(model, regions=True), my_part(tokens))
+        texts = [str(each.message) for each in caught if "regions:" in str(each.message)]
+        assert len(texts) == use_cache and all("in training set config.use_cache = False" in text for text in texts)
+        assert all(isinstance(unit, RegionModule) is not use_cache for unit in units_inside(model))
+        for each in (loss, huggingface.loss(alone, tokens)):
+            each.backward()
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (model, alone):
+            each.zero_grad()
+
+
+@row("Hugging Face models", "frozen and LoRA")
+@each_mode
+@on_ranks(2)
+def test_lora_trains_and_reduces_the_adapters_alone(mode):
+    pytest.importorskip("peft")
+    before = full_params(huggingface.build("lora"))
+    model = _assert_trains_like_one_process("lora", mode)
+    trained = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert len(trained) == 2 * 2 * 3 and all(".lora_" in name for name in trained)
+    after = full_params(model)
+    assert trained == {name for name, value in before.items() if not torch.equal(value, after[name])}
+    if mode == "full":
+        reduced = _reduced_in_backward(model)
+        assert sorted(reduced) == sorted(trained)
+        same_on_ranks(reduced)
+
+
+def _reduced_in_backward(model):
+    """Names of the parameters whose gradients the backward graph reduces."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    call = torch.compile(model, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
+    huggingface.loss(call, my_part(huggingface.token_batches(1)[0])).backward()
+    _, backward = graphs
+    return [nodes.spec_of(node).param.name for node in backward.nodes if nodes.is_reduce_grad(node)]

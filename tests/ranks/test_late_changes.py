@@ -1,0 +1,96 @@
+"""What users change between ``fully_shard`` and a forward, and other parallelism around units."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdp_compiled import fully_shard
+from tests.support.parity import row
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    MODES,
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    compiled,
+    full,
+    full_grads,
+    my_part,
+    shard,
+    square_loss,
+)
+
+
+@row("state dict")
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_parameter_put_past_its_module_before_the_first_forward_is_trained(mode):
+    alone, model = MLP(width=9, hidden=5), MLP(width=9, hidden=5)  # uneven
+    call = shard(model, mode)
+    replaced = {}
+    for name in ("scale", "blocks.0.0.weight", "blocks.1.3.bias"):
+        path, _, attribute = name.rpartition(".")
+        module, old = model.get_submodule(path), model.get_parameter(name)
+        new = nn.Parameter(distribute_tensor(full(old).detach() * 2, old.device_mesh, old.placements))
+        module._parameters[attribute] = replaced[name] = new
+        with torch.no_grad():
+            alone.get_parameter(name).mul_(2)
+    if mode == "eager":
+        model.blocks[0].unshard()
+        model.blocks[0].reshard()
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
+    assert all(model.get_parameter(name) is param for name, param in replaced.items())
+
+
+@row("module kinds")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_units_added_and_swapped_while_training(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    assert_trains_like_one_process(model, call, alone, batches(2, 8, 10))
+    for each in (alone, model):
+        torch.manual_seed(5)
+        blocks = [nn.Sequential(nn.Linear(10, 5), nn.Linear(5, 10)) for _ in range(2)]
+        if each is model:
+            blocks = [fully_shard(block) for block in blocks]
+        each.blocks.append(blocks[0])
+        each.blocks[0] = blocks[1]
+    assert_trains_like_one_process(model, call, alone, batches(2, 8, 10))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@row("module kinds", mode="eager")
+@on_ranks(2)
+def test_replicate_around_units_leaves_them_alone():
+    alone, model = MLP(), MLP()
+    for block in model.blocks:
+        fully_shard(block)
+    replicate(model)
+    for data in batches(2, 8, 10):
+        square_loss(alone, data).backward()
+        square_loss(model, my_part(data)).backward()
+        assert_close(full_grads(model), full_grads(alone))
+    assert replicate.state(model)._param_names == ["scale"]
+    assert isinstance(model.blocks[0][0].weight, DTensor)
+
+
+@row("module kinds")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_a_module_under_replicate_stays_whole(mode):
+    alone, model = MLP(), MLP()
+    replicate(model.blocks[1])
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    call = compiled(model, fullgraph=False) if mode == "full" else model
+    for data in batches(2, 8, 10):
+        square_loss(alone, data).backward()
+        square_loss(call, my_part(data)).backward()
+        assert_close(full_grads(model), full_grads(alone))
+    assert not isinstance(model.blocks[1][0].weight, DTensor)

@@ -1,0 +1,304 @@
+"""Where parameters live: smaller groups, replicas, meshes of their own, other parallelism, other units, the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from fsdp_compiled import CPUOffloadPolicy, DataParallelMeshDims, HSDPMeshInfo, ShardPlacementResult, fully_shard
+from fsdp_compiled.hooks.context import states_below
+from fsdp_compiled.param.placement import ShardedState
+from fsdp_compiled.passes.graph import nodes
+from fsdp_compiled.testing import MLPStack
+from tests.support.graphs import record
+from tests.support.parity import row
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    MODES,
+    WITH_REGIONS,
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    compiled,
+    full_grads,
+    full_params,
+    my_part,
+    shard,
+    square_loss,
+)
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
+eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
+
+
+@row("reshard")
+@each_with_regions
+@on_ranks(4)
+def test_reshard_to_a_smaller_group(mode):
+    alone, model = MLP(hidden=9), MLP(hidden=9)  # uneven over 4 and over 2
+    call = shard(model, mode, reshard_after_forward=2)
+    assert_trains_like_one_process(model, call, alone)
+    if mode in ("eager", "regional"):
+        loss = square_loss(call, my_part(batches(1, 8, 10)[0]))
+        param = model.blocks[0][0]._fsdp_params["weight"]
+        assert param.state is ShardedState.SHARDED_POST_FORWARD
+        assert isinstance(model.blocks[0][0].weight, DTensor)
+        loss.backward()
+        assert param.state is ShardedState.SHARDED
+
+
+@row("reshard", mode="full")
+@on_ranks(4)
+def test_backward_gathers_over_the_smaller_group():
+    model = MLP(hidden=9)
+    shard(model, "eager", reshard_after_forward=2)
+    call, recorder = record(model)
+    square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+    worlds = {
+        kind: {
+            nodes.bucket_of(n).spec.group.world
+            for n in recorder.only(kind, after=True).nodes
+            if nodes.is_launch(n) and nodes.stage_of(n) == "all_gather"
+        }
+        for kind in ("forward", "backward")
+    }
+    assert worlds == {"forward": {4}, "backward": {2}}
+    params = [param for state in states_below([model]) for param in state.params]
+    (group,) = {param.spec.post_forward for param in params}
+    smaller = params[0].placement.mesh_info.smaller_group(2)
+    assert (smaller.group, group.world, smaller.rank) == (group, 2, dist.get_rank() % 2)
+    model.set_reshard_after_forward(True)
+    assert model.scale is not None and model._fsdp_params["scale"].spec.post_forward.world == 1
+
+
+@row("meshes")
+@each_with_regions
+@on_ranks(2)
+def test_replicas_only(mode):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="replicate"))
+    assert model.scale.placements == (Replicate(),)
+    assert_trains_like_one_process(model, call, alone)
+
+
+@row("shard_placement_fn", "reshard")
+@eager_and_full
+@pytest.mark.parametrize("reshard", [True, 2])
+@on_ranks(4)
+def test_a_mesh_of_its_own_for_some_parameters(mode, reshard):
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    hybrid = HSDPMeshInfo(both, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def choose(param):
+        if param.dim() == 1:
+            return None
+        return ShardPlacementResult(Shard(1 if param.shape[1] % 2 == 0 else 0), hybrid)
+
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, shard_placement_fn=choose, reshard_after_forward=reshard)
+    assert model.blocks[0][0].weight.placements == (Replicate(), Shard(1))
+    assert model.blocks[0][0].bias.placements == (Shard(0),)
+    kept = {param: (owner.spec.post_forward.world > 1) for param, owner in model.blocks[0][0]._fsdp_params.items()}
+    assert kept == {"weight": False, "bias": reshard is not True}  # the weight is sharded over no more than two
+    assert_trains_like_one_process(model, call, alone)
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share their weight and lie in different units, and the root reads it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(10, 10)
+        self.blocks = nn.ModuleList([nn.Linear(10, 10, bias=False), nn.Linear(10, 10), nn.Linear(10, 10, bias=False)])
+        self.blocks[2].weight = self.blocks[0].weight
+        self.again = self.blocks[0].weight
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x @ self.again
+
+
+@row("tied and shared")
+@each_with_regions
+@on_ranks(2)
+def test_parameters_tied_across_units(mode):
+    alone, model = Tied(), Tied()
+    call = shard(model, mode)
+    assert model.blocks[0].weight is model.blocks[2].weight is model.again
+    assert len(list(model.parameters())) == len(list(alone.parameters()))
+    assert model.state_dict().keys() == alone.state_dict().keys()
+    assert_trains_like_one_process(model, call, alone)
+    model.set_requires_gradient_sync(False)
+    first, second = batches(2, 8, 10)
+    square_loss(call, my_part(first)).backward()
+    model.set_requires_gradient_sync(True)
+    square_loss(call, my_part(second)).backward()
+    for micro in (first, second):
+        square_loss(alone, micro).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+class Parallel(nn.Module):
+    """Two blocks for tensor parallelism, and a norm that stays plain or replicated."""
+
+    def __init__(self, mesh=None) -> None:
+        super().__init__()
+        self.mesh = mesh  # if parameters are DTensors on a full mesh, and so must activations be
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 10)) for _ in range(2))
+
+    def forward(self, x):
+        if self.mesh is not None:
+            x = DTensor.from_local(x, self.mesh, [Shard(0), Replicate()], run_check=False)
+        for block in self.blocks:
+            x = x + block(x)
+        return x if self.mesh is None else x.redistribute(placements=[Shard(0), Replicate()]).to_local()
+
+
+def _rows(batch, mesh):
+    """This rank's rows; ranks of one tensor-parallel group have the same."""
+    return batch.chunk(mesh.size())[mesh.get_local_rank()]
+
+
+def _step(call, data, mesh):
+    loss = square_loss(call, _rows(data, mesh))
+    loss.backward()
+    return loss
+
+
+@row("tensor parallel")
+@pytest.mark.parametrize(
+    ("mode", "hybrid"), [(mode, False) for mode in WITH_REGIONS] + [("eager", True), ("full", True)]
+)
+@on_ranks(4)
+def test_on_top_of_tensor_parallelism(mode, hybrid):
+    if hybrid:
+        # DTensor remembers process groups of equal meshes that are gone; another name makes this one unequal.
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        data_parallel = mesh["replicate", "shard"]
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        data_parallel = mesh["dp"]
+    alone, model = Parallel(), Parallel()
+    for block in model.blocks:
+        parallelize_module(
+            block, mesh["tensor" if hybrid else "tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        )
+    whole = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
+    call = shard(model, mode, mesh=data_parallel)
+    weight = model.blocks[0][0].weight
+    assert weight.to_local().shape == (6 if hybrid else 3, 10)
+    assert weight.device_mesh.mesh_dim_names == mesh.mesh_dim_names
+    assert_close(full_params(model), whole)
+    for data in batches(2, 8, 10):
+        square_loss(alone, data).backward()
+        _step(call, data, mesh[mesh.mesh_dim_names[0]])
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (alone, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+    assert_close(full_params(model), full_params(alone))
+
+
+@row("meshes")
+@eager_and_full
+@on_ranks(4)
+def test_named_dimensions_of_a_full_mesh(mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))  # see test_on_top_of_tensor_parallelism
+    alone, model = Parallel(), Parallel(mesh)
+    plans = {"0": Shard(0), "2": Shard(1)}
+    for block in model.blocks:
+        for name, layer in block.named_children():
+            for key, param in list(layer.named_parameters()):
+                here = Replicate() if name == "2" and key == "bias" else plans[name]
+                setattr(layer, key, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate(), here])))
+
+    call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+    assert model.blocks[0][0].weight.device_mesh == mesh
+    for data in batches(2, 8, 10):
+        square_loss(alone, data).backward()
+        _step(call, data, mesh["data"])
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (alone, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+
+
+@row("CPU offload")
+@each_mode
+@on_ranks(2)
+def test_shards_on_the_cpu(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert_trains_like_one_process(model, call, alone)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+@row("CPU offload", mode="eager")
+@on_ranks(2)
+def test_pinning_needs_an_accelerator():
+    if torch.accelerator.is_available():
+        return
+    with pytest.raises(RuntimeError, match="accelerator|CUDA|NVIDIA|pin"):
+        fully_shard(MLP(), offload_policy=CPUOffloadPolicy())
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_shards_that_get_other_memory_are_pinned_again(monkeypatch):
+    pinned = set()
+
+    def pin_memory(tensor):
+        copy = tensor.clone()
+        pinned.add(copy.untyped_storage().data_ptr())
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: tensor.untyped_storage().data_ptr() in pinned)
+
+    def is_pinned():
+        return [param.to_local().is_pinned() for param in model.parameters()]
+
+    with torch.device("meta"):
+        model = MLP()
+    fully_shard(model, offload_policy=CPUOffloadPolicy())
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        nn.init.ones_(param)
+    model(torch.ones(2, 10))
+    model.reshard()
+    assert all(is_pinned())
+    assert all(param.to_local().eq(1).all() for param in model.parameters())
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+    model(torch.ones(2, 10))
+    model.reshard()
+    assert all(is_pinned())
+    assert all(param.to_local().eq(2).all() for param in model.parameters())
+
+
+@eager_and_full
+@on_ranks(4)
+def test_sequence_parallelism(mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(MLPStack(4, with_seq_parallel=True))
+    alone, model = models
+    model.parallelize(mesh["tp"], mesh["dp"], False)
+    call = compiled(model) if mode == "full" else model
+    data = batches(1, 4, 6, 4)[0]
+    alone(data).square().mean().backward()
+    mine = _rows(data, mesh["dp"])
+    call(mine).to_local().square().sum().div(mine.numel()).backward()
+    assert_close(full_grads(model), full_grads(alone), rtol=1e-4)

@@ -1,0 +1,220 @@
+"""``torch.func`` around a sharded model, and backwards that are repeated or differentiated themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import func, nn
+
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    full_grads,
+    my_part,
+    shard,
+)
+
+TRANSFORMS = {
+    "jvp": lambda call, x, t: torch.cat(func.jvp(call, (x,), (t,))),
+    "jvp of one output": lambda call, x, t: func.jvp(call, (x,), (t,))[1],
+    "grad": lambda call, x, t: func.grad(lambda x: call(x).square().sum())(x),
+    "vjp": lambda call, x, t: func.vjp(call, x)[1](t)[0],
+    "vmap": lambda call, x, t: func.vmap(call)(x),
+    "jacrev": lambda call, x, t: func.jacrev(call)(x),
+    "jacfwd": lambda call, x, t: func.jacfwd(call)(x),
+    "hvp": lambda call, x, t: func.jvp(func.grad(lambda x: call(x).square().sum()), (x,), (t,))[1],
+}
+
+
+def _grads_of_replicas(alone: nn.Module) -> dict[str, torch.Tensor | None]:
+    for param in alone.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+    return full_grads(alone)
+
+
+def _assert_trains_on(model: nn.Module, call, alone: nn.Module) -> None:
+    model.zero_grad()
+    alone.zero_grad()
+    assert_trains_like_one_process(model, call, alone)
+
+
+def _regional(model: MLP) -> MLP:
+    for block in model.blocks:
+        fully_shard_with_compiled_compute(block, compile_kwargs={"backend": "aot_eager"})
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@on_ranks(2)
+def test_transforms_of_an_eager_forward(transform):
+    model, alone = MLP(), MLP()
+    shard(model, "eager")
+    x, tangent = map(my_part, batches(2, 8, 10))
+    for reshard in (True, False, False):
+        model.set_reshard_after_forward(reshard)
+        got, want = (TRANSFORMS[transform](call, x, tangent) for call in (model, alone))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+        got.square().mean().backward()
+        want.square().mean().backward()
+        assert_close(full_grads(model), _grads_of_replicas(alone))
+        model.zero_grad()
+        alone.zero_grad()
+    _assert_trains_on(model, model, alone)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "vmap"])
+@on_ranks(2)
+def test_transforms_around_compiled_layers(transform):
+    model, alone = _regional(MLP()), MLP()
+    x, tangent = map(my_part, batches(2, 8, 10))
+    got, want = (TRANSFORMS[transform](call, x, tangent) for call in (model, alone))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    got.square().mean().backward()
+    want.square().mean().backward()
+    assert_close(full_grads(model), _grads_of_replicas(alone))
+    _assert_trains_on(model, model, alone)
+
+
+def _layers() -> nn.Sequential:  # without LayerNorm, whose forward-mode derivative Dynamo cannot trace
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(10, 14), nn.GELU(), nn.Linear(14, 10))
+
+
+@pytest.mark.parametrize("transform", ["jvp", "grad"])
+@on_ranks(2)
+def test_transforms_inside_a_graph(transform):
+    model, alone = _layers(), _layers()
+    fully_shard(model[0])
+    fully_shard(model)
+    x, tangent = map(my_part, batches(2, 8, 10))
+    step = torch.compile(
+        lambda x, tangent: TRANSFORMS[transform](model, x, tangent), fullgraph=True, backend="aot_eager"
+    )
+    got, want = step(x, tangent), TRANSFORMS[transform](alone, x, tangent)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    got.square().mean().backward()
+    want.square().mean().backward()
+    assert_close(full_grads(model), _grads_of_replicas(alone))
+
+
+@on_ranks(2)
+def test_a_jvp_after_a_forward_that_left_the_model_unsharded():
+    model, alone = MLP(), MLP()
+    shard(model, "eager", reshard_after_forward=False)
+    x, tangent = map(my_part, batches(2, 8, 10))
+    model(x)
+    torch.cat(func.jvp(model, (x,), (tangent,))).sum().backward()
+    torch.cat(func.jvp(alone, (x,), (tangent,))).sum().backward()
+    assert_close(full_grads(model), _grads_of_replicas(alone))
+
+
+@on_ranks(2)
+def test_a_jvp_with_mixed_precision():
+    model, alone = MLP(), MLP().bfloat16()
+    shard(model, "eager", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    x, tangent = map(my_part, batches(2, 8, 10))
+    got = func.jvp(model, (x,), (tangent,))
+    want = func.jvp(alone, (x.bfloat16(),), (tangent.bfloat16(),))
+    torch.testing.assert_close(got, want)
+    for each in (got, want):
+        torch.cat(each).float().square().mean().backward()
+    want_grads = {name: grad.float() for name, grad in _grads_of_replicas(alone).items()}
+    assert_close(full_grads(model), want_grads, rtol=3e-2)
+
+
+@on_ranks(2)
+def test_forward_mode_autograd():
+    from torch.autograd import forward_ad
+
+    model, alone = MLP(), MLP()
+    shard(model, "eager")
+    x, tangent = map(my_part, batches(2, 8, 10))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.requires_grad_(), tangent)
+        got, want = (forward_ad.unpack_dual(call(dual)) for call in (model, alone))
+        torch.testing.assert_close(got.tangent, want.tangent)
+        got.tangent.square().sum().backward()
+        want.tangent.square().sum().backward()
+    assert_close(full_grads(model), _grads_of_replicas(alone))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch's jvp uses it
+def test_a_compiled_model_refuses_transforms_from_outside(fake_group):
+    model = shard(MLP(), "full")
+    x = torch.randn(2, 10)
+    with pytest.raises(Exception, match=r"torch\.func\.jvp\(compiled_fn\)"):
+        func.jvp(model, (x,), (x,))
+
+
+# ---- repeated and differentiated backwards ----
+
+
+@on_ranks(2)
+def test_a_gradient_penalty():
+    model, alone = MLP(), MLP()
+    shard(model, "eager")
+    (x,) = map(my_part, batches(1, 8, 10))
+    x.requires_grad_()
+    for reshard, linear in ((True, True), (True, False), (False, True), (False, False)):
+        model.set_reshard_after_forward(reshard)
+        for call in (model, alone):
+            out = call(x)
+            (grad,) = torch.autograd.grad(out.sum() if linear else out.square().sum(), x, create_graph=True)
+            (grad.square().sum() + out.mean()).backward()
+        assert_close(full_grads(model), _grads_of_replicas(alone))
+        model.zero_grad()
+        alone.zero_grad()
+    _assert_trains_on(model, model, alone)
+
+
+@pytest.mark.parametrize("mode", ["regional", "full"])
+@on_ranks(2)
+def test_a_gradient_penalty_through_a_graph_is_refused(mode):
+    model, alone = MLP(), MLP()
+    call = shard(model, "full") if mode == "full" else _regional(model)
+    (x,) = map(my_part, batches(1, 8, 10))
+    (grad,) = torch.autograd.grad(call(x.requires_grad_()).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        grad.square().sum().backward()
+    model.reset_iter_state()  # or else the optimizer made next would get the unsharded parameters
+    _assert_trains_on(model, call, alone)
+
+
+@pytest.mark.parametrize("mode", ["eager", "regional", "full"])
+@on_ranks(2)
+def test_repeated_backwards(mode):
+    model, alone = MLP(), MLP()
+    call = _regional(model) if mode == "regional" else shard(model, mode)
+    (x,) = map(my_part, batches(1, 8, 10))
+    for each in (call, alone):
+        loss = each(x).square().sum()
+        loss.backward(retain_graph=True)
+        each(x).sum().backward()  # another step in between
+        loss.backward()
+    assert_close(full_grads(model), _grads_of_replicas(alone))
+    with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+        loss_again = call(x).square().sum()
+        loss_again.backward()
+        loss_again.backward()
+    _assert_trains_on(model, call, alone)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_gradients_have_no_graph(mode):
+    model, alone = MLP(), MLP()
+    call = shard(model, mode)
+    (x,) = map(my_part, batches(1, 8, 10))
+    call(x).square().sum().backward(create_graph=True)
+    alone(x).square().sum().backward()
+    assert not any(param.grad.requires_grad for param in model.parameters())
+    assert_close(full_grads(model), _grads_of_replicas(alone))
+    _assert_trains_on(model, call, alone)

@@ -1,0 +1,214 @@
+"""What hypothesis draws of regions.
+
+Programs: what a block of an unsharded model computes; what it keeps for backward may share memory. Calls: with which
+arguments equal blocks of a sharded model are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.compiler import nested_compile_region
+
+from fsdp_compiled import fully_shard
+from fsdp_compiled.passes import region_options
+from tests.support.training import (
+    assert_close,
+    batches,
+    compiled,
+    full_grads,
+    my_part,
+    square_loss,
+    with_regions,
+)
+
+WIDTH = 8
+# from the last value and an earlier one, all of [4, 5, WIDTH], to the next
+STEPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "tanh": lambda x, y: x.tanh(),
+    "exp": lambda x, y: x.sigmoid().exp(),
+    "square": lambda x, y: x * x * 0.1,
+    "add": lambda x, y: x + y,
+    "multiply": lambda x, y: x * y.sigmoid(),
+    "softmax": lambda x, y: x.softmax(-1) * WIDTH,
+    "clone": lambda x, y: x.clone(),
+    "same dtype": lambda x, y: x.to(torch.float64).contiguous(),
+    "flat": lambda x, y: x.reshape(-1, WIDTH).tanh().view(x.shape),
+    "transposed": lambda x, y: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "rolled": lambda x, y: x.roll(1, -1),
+    "padded": lambda x, y: F.pad(x, (1, 0))[..., :WIDTH],
+    "joined": lambda x, y: torch.cat([x, y], -1)[..., 3 : 3 + WIDTH],
+    "halves": lambda x, y: torch.cat([x.chunk(2, -1)[1].sigmoid(), x.chunk(2, -1)[0]], -1),
+    "stacked": lambda x, y: torch.stack([x, y]).select(0, 1) * 1.5,
+}
+# between two calls of the block: from its result, its argument and a sum to the next argument and sum
+AROUND: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "nothing": lambda y, x, total: (y, total),
+    "product": lambda y, x, total: (y, total + y * x),
+    "tanh": lambda y, x, total: (y.tanh(), total),
+    "relu": lambda y, x, total: (y + 1, total + (y * 2).relu()),
+}
+
+
+def programs() -> st.SearchStrategy[tuple[list[tuple[str, int]], str]]:
+    """The steps of a block, each with the index of its earlier value, and what lies between its calls."""
+    steps = st.tuples(st.sampled_from(sorted(STEPS)), st.integers(0, 9))
+    return st.tuples(st.lists(steps, min_size=2, max_size=10), st.sampled_from(sorted(AROUND)))
+
+
+def check_program(steps: list[tuple[str, int]], around: str) -> None:
+    """Compile a model that calls the block 4 times; its output and gradients are those of eager."""
+
+    @nested_compile_region
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        values = [x]
+        for name, index in steps:
+            values.append(STEPS[name](values[-1], values[index % len(values)]))
+        return values[-1] @ weight
+
+    def model(x: Tensor, weight: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for _ in range(4):
+            x, total = AROUND[around](block(x, weight), x, total)
+        return x + total
+
+    torch._dynamo.reset()
+    found = []
+    for call in (model, torch.compile(model, fullgraph=True, options=region_options())):
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((4, 5, WIDTH), (WIDTH, WIDTH))
+        inputs = [torch.randn(s, generator=generator, dtype=torch.float64).mul(0.3).requires_grad_() for s in shapes]
+        output = call(*inputs)
+        output.square().mean().backward()
+        found.append([output.detach(), *(each.grad for each in inputs)])
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
+
+
+# ---- calls ----
+
+
+@dataclass
+class Scaled:
+    """An argument that torch compares with no other."""
+
+    factor: float = 2.0
+    added: Tensor | None = None
+
+
+class Shift:
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+
+SHIFT = Shift(0.5)
+# from a block's input, another tensor like it and the block to an argument
+ARGUMENTS: dict[str, Callable[[Tensor, Tensor, nn.Module], Any]] = {
+    "None": lambda x, other, block: None,
+    "1": lambda x, other, block: 1,
+    "True": lambda x, other, block: True,
+    "1.0": lambda x, other, block: 1.0,
+    "0.5": lambda x, other, block: 0.5,
+    "text": lambda x, other, block: "sin",
+    "x": lambda x, other, block: x,
+    "other": lambda x, other, block: other,
+    "vector": lambda x, other, block: torch.ones_like(other[0]),
+    "buffer": lambda x, other, block: block.buffer,
+    "first buffer": lambda x, other, block: block.first[0].buffer,
+    "tuple": lambda x, other, block: (other, x),
+    "tuple of one": lambda x, other, block: (other,),
+    "list": lambda x, other, block: [other, x],
+    "dict": lambda x, other, block: {"by": other},
+    "other dict": lambda x, other, block: {"to": other},
+    "dataclass": lambda x, other, block: Scaled(),
+    "other dataclass": lambda x, other, block: Scaled(3.0, other),
+    "dataclass in a list": lambda x, other, block: [Scaled(0.5, x)],
+    "object": lambda x, other, block: SHIFT,
+    "other object": lambda x, other, block: Shift(0.25),
+    "function": lambda x, other, block: torch.sin,
+    "closure": lambda x, other, block: lambda y: y * other,
+    "module": lambda x, other, block: block.first[0].below,
+}
+Call = tuple[tuple[str, ...], dict[str, str]]  # names of positional arguments, and of those by keyword
+
+
+def calls() -> st.SearchStrategy[list[Call]]:
+    """How each of some equal blocks is called; few kinds of arguments in each, so that calls resemble each other."""
+
+    def some(kinds: list[str]) -> st.SearchStrategy[list[Call]]:
+        kind = st.sampled_from(kinds)
+        positional = st.lists(kind, max_size=2).map(tuple)
+        return st.lists(st.tuples(positional, st.dictionaries(st.sampled_from("ab"), kind)), min_size=2, max_size=5)
+
+    return st.lists(st.sampled_from(list(ARGUMENTS)), min_size=1, max_size=3).flatmap(some)
+
+
+class Folding(nn.Module):
+    """A block that computes with any arguments."""
+
+    def __init__(self, first: list[Folding]) -> None:
+        super().__init__()
+        self.linear, self.below = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.register_buffer("buffer", torch.rand(WIDTH))
+        self.first = (*first, self)  # all blocks before it; no submodules
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        y = self.linear(x) * self.buffer
+        for index, each in enumerate(args):
+            y = _folded(y / (index + 1.5), each)
+        for name, each in kwargs.items():
+            y = _folded(y + ord(name) % 5, each)
+        return x + y.tanh()
+
+
+def _folded(y: Tensor, value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return y + value.sigmoid()
+    if isinstance(value, Scaled):
+        return _folded(y * value.factor, value.added)
+    if isinstance(value, Shift):
+        return y + value.by
+    if isinstance(value, (tuple, list, dict)):
+        for index, each in enumerate(value):
+            y = _folded(y * (index + 2), value[each] if isinstance(value, dict) else each)
+        return y + isinstance(value, list) + 2 * ("by" in value if isinstance(value, dict) else 0)
+    if callable(value):
+        return y + value(y)
+    return y if value is None else y * (0.3 if isinstance(value, (bool, str)) else value / 3 + isinstance(value, int))
+
+
+class Calling(nn.Module):
+    def __init__(self, calls: Sequence[Call]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.calls, self.blocks = nn.Parameter(torch.rand(WIDTH)), calls, nn.ModuleList()
+        for _ in calls:
+            self.blocks.append(Folding(list(self.blocks)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        other = x.cos()
+        for block, (args, kwargs) in zip(self.blocks, self.calls, strict=True):
+            arguments = [ARGUMENTS[name](x, other, block) for name in args]
+            x = block(x, *arguments, **{key: ARGUMENTS[name](x, other, block) for key, name in kwargs.items()})
+        return x
+
+
+def check_calls(calls: Sequence[Call], rank: int = 0) -> None:
+    """Compile a sharded model whose blocks are regions and called so; its gradients are those of one process."""
+    torch._dynamo.reset()
+    alone, model = Calling(calls).double(), Calling(calls).double()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with_regions(model, model.blocks)
+    (data,) = batches(1, 8, WIDTH).double()
+    square_loss(alone, data).backward()
+    square_loss(compiled(model, regions=True), my_part(data)).backward()
+    assert_close(full_grads(model), full_grads(alone))

@@ -1,0 +1,388 @@
+"""Ranks that agree: what they say when they differ, what they ask for, and what a graph carries."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline
+from torch import nn
+
+from fsdp_compiled import fully_shard, set_rank_agreement
+from fsdp_compiled.agreement import ledger, mismatch, peers, tripwire
+from fsdp_compiled.errors import RankFailureError, RankMismatchError
+from fsdp_compiled.passes.graph import nodes
+from fsdp_compiled.passes.rules import GraphError, verify
+from fsdp_compiled.sharding.contract import Collective, Contract
+from tests.support.graphs import record
+
+FIRST = Collective("world", "all-gather", "sent as float32", ("a.weight float32[8, 8]", "a.bias float32[8]"))
+SECOND = replace(FIRST, params=("b.weight float32[8, 8]", "b.bias float32[8]"))
+SHORT = replace(FIRST, params=("a.weight float32[8, 8]",))
+REDUCTION = replace(FIRST, kind="reduce-scatter", how="sent as float32 (sum, divided by 1 before and 2 after)")
+BASIS = ("schedule: SchedulePolicy()", "cluster: CPU, 1 ranks on a node")
+
+
+# ---- what they say ----
+
+
+def _difference(ours, theirs, sides=([0], [1]), versions=("1", "1")):
+    posts = [
+        {"versions": version, "contract": contract.encode()}
+        for version, contract in zip(versions, (ours, theirs), strict=True)
+    ]
+    return mismatch.difference(sides, posts)
+
+
+def _graph(*collectives, **changed):
+    basis = dict(fact.split(": ", 1) for fact in BASIS) | changed
+    return Contract(collectives, tuple(f"{name}: {value}" for name, value in basis.items()))
+
+
+def test_another_layer():
+    assert_expected_inline(
+        _difference(Contract((FIRST,)), Contract((SECOND,)), sides=([0, 2, 3], [1])),
+        """ranks were about to start different collectives: ranks 0, 2, 3: all-gather of a.weight float32[8, 8] and 1 more, sent as float32; rank 1: all-gather of b.weight float32[8, 8] and 1 more, sent as float32. Ranks took different paths through the program: look where they branch by rank or by data""",  # noqa: E501
+    )
+
+
+def test_another_kind_another_dtype_and_fewer_parameters():
+    said = _difference(Contract((FIRST,)), Contract((REDUCTION,)))
+    assert "rank 0: all-gather of a.weight" in said and "rank 1: reduce-scatter of a.weight" in said
+    said = _difference(Contract((FIRST,)), Contract((replace(FIRST, how="sent as bfloat16"),)))
+    assert "rank 0: all-gather of a.weight float32[8, 8] and 1 more, sent as float32; rank 1: " in said
+    assert "and 1 more, sent as bfloat16" in said
+    said = _difference(Contract((FIRST,)), Contract((SHORT,)))
+    assert (
+        "rank 0: all-gather of 2 parameters, the first a.weight float32[8, 8]; rank 1: all-gather of 1 parameter"
+        in said
+    )
+
+
+def test_a_graph_with_more_collectives():
+    said = _difference(_graph(FIRST, SECOND), _graph(FIRST))
+    both = "rank 0: all-gather of b.weight float32[8, 8] and 1 more, sent as float32; rank 1: none"
+    assert f"different collectives: {both} (collective 2 of a graph). " in said
+    assert said.endswith("Ranks compiled different code: look where the model branches by rank or by data")
+
+
+def test_the_first_parameter_that_differs_is_named():
+    first, second = (replace(FIRST, params=("a", "b", each)) for each in ("c", "d"))
+    assert "rank 0: all-gather of c, sent as float32; rank 1: all-gather of d," in _difference(
+        _graph(first), _graph(second)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fact", "other", "advice"),
+    [
+        ("schedule", "SchedulePolicy(prefetch=2)", "they compile with different SchedulePolicy objects: give the same one on every rank (rank 0: SchedulePolicy(); rank 1: SchedulePolicy(prefetch=2))"),  # noqa: E501
+        ("cluster", "CPU, 2 ranks on a node", "they estimate for different machines: set LOCAL_WORLD_SIZE alike, or SchedulePolicy(cluster=...) (rank 0: CPU, 1 ranks on a node; rank 1: CPU, 2 ranks on a node)"),  # noqa: E501
+    ],
+)  # fmt: skip
+def test_why_schedules_differ(fact, other, advice):
+    assert _difference(_graph(FIRST), _graph(SECOND, **{fact: other})).endswith(f"Likely {advice}")
+
+
+def test_one_compiles_and_the_other_does_not():
+    advice = "runs a compiled graph where others do not; compile on every rank or on none"
+    assert _difference(_graph(FIRST, SECOND), Contract((FIRST,))).endswith(f"rank 0 {advice}")
+    assert _difference(Contract((FIRST,)), _graph(FIRST, SECOND)).endswith(f"rank 1 {advice}")
+
+
+def test_other_versions_come_before_other_collectives():
+    assert_expected_inline(
+        _difference(Contract((FIRST,)), Contract((SECOND,)), versions=("fsdp_compiled 1, torch 2", "torch 3")),
+        """ranks run other versions: rank 0: fsdp_compiled 1, torch 2; rank 1: torch 3; install one on all""",
+    )
+
+
+def test_the_same_collective_after_others():
+    assert_expected_inline(
+        _difference(Contract((FIRST,)), Contract((FIRST,))),
+        """rank 0 and rank 1 came to all-gather of a.weight float32[8, 8] and 1 more, sent as float32 after different collectives; an error or a branch that only some ranks took came before""",  # noqa: E501
+    )
+
+
+# ---- ledgers: threads stand for ranks ----
+
+
+class _CountingStore(dist.Store):
+    """Counts what is asked of a store."""
+
+    def __init__(self, store):
+        super().__init__()
+        self.inner, self.count = store, Counter()
+
+    def __getattribute__(self, name):
+        own = {"inner", "count", "__class__", "__init__"}
+        if name in own:
+            return super().__getattribute__(name)
+        self.count[name] += 1
+        return getattr(self.inner, name)
+
+
+def _ledgers(world, deadline_s=20.0):
+    """One ledger for each of ``world`` ranks, over one store."""
+    store = _CountingStore(dist.HashStore())
+    return [ledger.Ledger(store, rank, tuple(range(world)), timedelta(seconds=deadline_s)) for rank in range(world)]
+
+
+def _enter(ledgers, *contracts):
+    """Let each rank enter its contract at once; return what each raised, or None."""
+
+    def one(ledger, contract):
+        try:
+            ledger.enter(contract)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ledgers)) as pool:
+        return list(pool.map(one, ledgers, contracts * len(ledgers) if len(contracts) == 1 else contracts))
+
+
+A, B, C = (Contract((each,)) for each in (FIRST, SECOND, REDUCTION))
+
+
+def test_one_exchange_for_each_new_transition_and_none_for_known_ones():
+    ledgers = _ledgers(2)
+    for contract in (A, B, C, A, B, C, A, B):
+        assert _enter(ledgers, contract) == [None, None]
+    assert [ledger.exchanged for ledger in ledgers] == [4, 4]  # A, A to B, B to C, C to A
+    count = ledgers[0].store.count
+    before = count["set"], count["get"]
+    for contract in (C, A, B, C):
+        assert _enter(ledgers, contract) == [None, None]
+    assert (count["set"], count["get"]) == before
+
+
+def test_the_store_keeps_two_exchanges():
+    ledgers = _ledgers(3)  # nothing comes twice, so that no window ends
+    for number in range(20):
+        assert _enter(ledgers, Contract((replace(FIRST, params=(str(number),)),))) == [None] * 3
+    assert ledgers[0].store.inner.num_keys() <= 2 * (2 * 3 + 2)
+
+
+def test_all_ranks_say_the_same_of_one_that_differs():
+    ledgers = _ledgers(4)
+    assert _enter(ledgers, A) == [None] * 4
+    errors = _enter(ledgers, B, B, C, B)
+    assert {type(error) for error in errors} == {RankMismatchError}
+    (said,) = set(map(str, errors))
+    assert "ranks 0, 1, 3: all-gather of b.weight" in said and "rank 2: reduce-scatter of a.weight" in said
+    assert _enter(ledgers, B) == [None] * 4  # they may go on from where they were
+
+
+def test_the_same_after_different_collectives():
+    ledgers = _ledgers(2)
+    ledgers[1].previous = "another"
+    assert all("after different collectives" in str(error) for error in _enter(ledgers, A))
+
+
+def test_a_rank_that_does_not_come(monkeypatch):
+    monkeypatch.setattr(ledger, "_ATTENTION_S", 0.05)
+    monkeypatch.setattr(tripwire, "last_runs", lambda ranks: mismatch.last_runs(dict.fromkeys(ranks, "that")))
+    first, second = _ledgers(2)
+    assert _enter((first, second), A) == [None, None]
+    first.timeout = timedelta(seconds=0.3)
+    with pytest.raises(RankMismatchError) as caught:
+        first.enter(B)
+    assert_expected_inline(
+        str(caught.value),
+        """rank 1 neither came to all-gather of b.weight float32[8, 8] and 1 more, sent as float32 nor compiled in 0.27 s. What ran last: rank 1: that. Look there for another path through the program or an error, or allow more time by set_rank_agreement(deadline=)""",  # noqa: E501
+    )
+    with pytest.raises(RankMismatchError, match="rank 1 neither came"):
+        second.enter(C)  # it comes late, and must not go on alone
+    first.timeout = timedelta(seconds=20)
+    assert _enter((first, second), C) == [None, None]
+
+
+def test_what_ran_last():
+    assert mismatch.last_runs({3: "", 5: ""}) == ""
+    assert (
+        mismatch.last_runs({3: "this", 5: "", 6: "that", 7: "this"})
+        == "What ran last: ranks 3, 7: this; rank 5: nothing that others know of; rank 6: that"
+    )
+
+
+def test_time_does_not_count_while_the_other_compiles(monkeypatch):
+    monkeypatch.setattr(ledger, "_ATTENTION_S", 0.05)
+    beats = iter(range(8))
+    monkeypatch.setattr(peers, "beats", lambda rank: next(beats, 8))
+    first, second = _ledgers(2, deadline_s=0.3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.enter, A)
+        assert waiting.exception(timeout=20).args[0].startswith("rank 1 neither came")
+        assert next(beats, None) is None  # all beats were seen before time was up
+        assert second.exchanged == 0
+
+
+def test_a_rank_that_has_failed(monkeypatch):
+    monkeypatch.setattr(ledger, "_ATTENTION_S", 0.05)
+    monkeypatch.setattr(peers, "failure", lambda awaited: f"rank {awaited[0]} raised ValueError: no")
+    first, second = _ledgers(2)
+    message = "^rank 1 raised ValueError: no; others waited for it before all-gather of a.weight"
+    with pytest.raises(RankFailureError, match=message):
+        first.enter(A)
+    with pytest.raises(RankFailureError, match=message):
+        second.enter(A)
+
+
+def test_a_rank_that_is_interrupted_as_it_waits_spoils_the_exchange(monkeypatch):
+    def interrupt(awaited):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ledger, "_ATTENTION_S", 0.05)
+    first, second = _ledgers(2)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(peers, "failure", interrupt)
+        first.enter(A)
+    with pytest.raises(RankFailureError, match="^rank 0 raised KeyboardInterrupt and left$"):
+        second.enter(A)
+    assert _enter((first, second), A) == [None, None]
+
+
+def test_the_last_rank_is_interrupted_before_it_decides(monkeypatch):
+    monkeypatch.setattr(ledger, "_ATTENTION_S", 0.05)
+    first, second = _ledgers(2)
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.enter, A)
+        while not first.store.check([f"{ledger._KEY}/0/digest/0", f"{ledger._KEY}/0/arrived"]):
+            pass
+        patch.setattr(second, "_verdict", lambda prefix: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.enter(A)
+        waiting.result(timeout=20)
+
+
+# ---- arguments ----
+
+
+@pytest.fixture
+def setting():
+    before = ledger._setting
+    yield
+    ledger._setting = before
+
+
+@pytest.mark.usefixtures("setting")
+def test_arguments():
+    with pytest.raises(TypeError, match="^enabled: expected a bool, got 1 of int$"):
+        set_rank_agreement(1)
+    with pytest.raises(TypeError, match="^deadline: expected a timedelta or None, got 5 of int$"):
+        set_rank_agreement(deadline=5)
+    with pytest.raises(ValueError, match="^deadline: expected a positive time, got 0:00:00$"):
+        set_rank_agreement(deadline=timedelta(0))
+    assert ledger._setting == ledger.Setting(True, None)
+    set_rank_agreement(False, deadline=timedelta(seconds=3))
+    assert ledger._setting == ledger.Setting(False, timedelta(seconds=3))
+    set_rank_agreement()
+    assert ledger._setting == ledger.Setting()
+
+
+@pytest.mark.usefixtures("setting")
+def test_the_deadline_goes_before_the_groups_timeout(monkeypatch):
+    set_rank_agreement(deadline=timedelta(seconds=0.1))
+    first, _ = _ledgers(2, deadline_s=600)
+    with pytest.raises(RankMismatchError, match="in 0.1 s"):
+        first.enter(A)
+
+
+@pytest.mark.usefixtures("setting", "fake_group")
+def test_turned_off_it_does_not_look_for_a_group():
+    other = Contract((replace(FIRST, group="there is none"),))
+    with pytest.raises(Exception, match="there is none"):
+        ledger.agree(other)
+    set_rank_agreement(False)
+    ledger.agree(other)
+
+
+# ---- processes ----
+
+
+def test_a_process_that_has_ended():
+    ours = peers._process()
+    if not ours:
+        pytest.skip("the system does not tell of processes")
+    machine, number, start = ours.rsplit(" ", 2)
+    assert not peers._has_ended(ours)
+    assert peers._has_ended(f"{machine} {number} {int(start) + 1}")  # another process has its number now
+    assert peers._has_ended(f"{machine} {2**22 + 1} {start}")
+    with subprocess.Popen(["sleep", "60"]) as killed:
+        state = peers._state(killed.pid)
+        assert not peers._has_ended(f"{machine} {killed.pid} {state[1]}")
+        killed.kill()
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+        assert peers._has_ended(f"{machine} {killed.pid} {state[1]}")  # though its parent has not asked for it
+    assert not peers._has_ended(f"another {machine.split()[1]} {2**22 + 1} {start}")  # of another machine
+
+
+# ---- the graph's contract ----
+
+
+class _Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x).relu()
+        return x
+
+
+@pytest.fixture
+def graphs(fake_group):
+    model = _Model()
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model)
+    call, recorder = record(model)
+    call(torch.randn(3, 8)).sum().backward()
+    return recorder
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_the_first_launch_carries_all_collectives(graphs, kind):
+    launches = list(filter(nodes.is_launch, graphs.only(kind, after=True).nodes))
+    contracts = [nodes.contract_at(launch) for launch in launches]
+    assert contracts[0] is not None and not any(contracts[1:])
+    kinds = [each.kind for each in contracts[0].collectives]
+    assert kinds == [nodes.stage_of(launch).replace("_", "-") for launch in launches]
+    wanted = {f"blocks.{n}.{name}" for n in range(2) for name in ("weight", "bias")}
+    named = {param.split()[0] for each in contracts[0].collectives for param in each.params}
+    assert named == wanted
+    facts = dict(fact.split(": ", 1) for fact in contracts[0].basis)
+    assert facts.keys() == {"schedule", "cluster"}
+
+
+def test_a_contract_elsewhere_breaks_a_rule(graphs):
+    graph = graphs.only("backward", after=True)
+    first, second, *_ = filter(nodes.is_launch, graph.nodes)
+    verify(graph)
+    nodes.set_contract(second, nodes.contract_at(first))
+    with pytest.raises(GraphError, match=f"contract: {second.name} carries the graph's contract, but launches after"):
+        verify(graph)
+
+
+def test_what_a_contract_was_decided_from_is_not_compared():
+    assert _graph(FIRST).digest == _graph(FIRST, schedule="another").digest == Contract((FIRST,)).digest
+    assert len({Contract(each).digest for each in ((FIRST,), (SECOND,), (FIRST, SECOND), (SECOND, FIRST))}) == 4
+    assert Contract.unpack(_graph(FIRST).pack()) == _graph(FIRST)
+
+
+def test_each_group_agrees_on_its_own_collectives():
+    other = replace(FIRST, group="replicas", kind="all-reduce")
+    parts = _graph(FIRST, other, SECOND).by_group
+    assert {name: part.collectives for name, part in parts.items()} == {
+        "world": (FIRST, SECOND),
+        "replicas": (other,),
+    }
+    assert {part.basis for part in parts.values()} == {BASIS}
