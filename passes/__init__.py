@@ -12,35 +12,31 @@ from typing import Any
 
 from . import inductor
 from .agree import Agree
-from .bucket import Bucket
 from .cost import CLUSTERS, Cluster, Link
 from .expand import Expand
 from .inductor import Pass, Pipeline, beside_users_passes
 from .inductor import source_hash as source_hash
 from .log import watch
-from .lower import Lower
 from .normalize import Normalize
 from .pin import Pin
-from .reorder import Reorder
 from .reshard import Reshard
+from .schedule import Schedule
 from .schedule_policy import DEFAULT, SchedulePolicy
 from .unalias import Protect, Unalias, region_options
 
 __all__ = [
     "CLUSTERS",
     "Agree",
-    "Bucket",
     "Cluster",
     "Expand",
     "Link",
-    "Lower",
     "Normalize",
     "Pass",
     "Pin",
     "Pipeline",
     "Protect",
-    "Reorder",
     "Reshard",
+    "Schedule",
     "SchedulePolicy",
     "Unalias",
     "beside_users_passes",
@@ -68,9 +64,7 @@ def post_grad(policy: SchedulePolicy) -> tuple[Pass, ...]:
     """Return what runs on the forward and the backward graph each, before Inductor's own passes."""
     return (
         Normalize(),  # a parameter that is read twice would travel twice
-        Bucket(policy),  # every collective costs a launch, and an exposed one costs all its time
-        Lower(),  # one launch and one wait for each collective, which the next pass moves apart
-        Reorder(policy),  # a collective that is waited for at once is fully exposed
+        Schedule(policy),  # every collective costs a launch, and one that is waited for at once is fully exposed
         Agree(policy),  # ranks that differ would hang, or compute with each other's numbers
     )
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..sharding.contract import Collective, Contract, collectives_of
+from ..sharding.contract import Contract, collective_of
 from .graph import nodes
-from .graph.liveness import cluster_of
+from .graph.read import cluster_of
 from .schedule_policy import DEFAULT, SchedulePolicy
 
 
@@ -30,7 +30,8 @@ class Agree:
 
     def __call__(self, graph: fx.Graph) -> None:
         launches = list(filter(nodes.is_launch, graph.nodes))
-        collectives = tuple(each for launch in launches for each in _started_by(launch))
+        started = (collective_of(nodes.bucket_of(launch), nodes.stage_of(launch)) for launch in launches)
+        collectives = tuple(each for each in started if each is not None)  # a copy to the host is none
         if collectives:
             nodes.set_contract(launches[0], Contract(collectives, self._basis(graph)))
 
@@ -40,9 +41,3 @@ class Agree:
             f"schedule: {replace(self.policy, cluster=None)!r}",
             f"cluster: {cluster.name}, {cluster.ranks_per_node} ranks on a node",
         )
-
-
-def _started_by(launch: fx.Node) -> tuple[Collective, ...]:
-    """Return the collective of one launch; a copy to the host is none."""
-    wanted = nodes.stage_of(launch).replace("_", "-")
-    return tuple(each for each in collectives_of(nodes.bucket_of(launch)) if each.kind == wanted)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from .graph import nodes
+from .graph import emit, nodes
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class Expand:
     def __call__(self, graph: fx.Graph) -> None:
         for node in list(graph.nodes):
             if nodes.is_unshard_all(node) or nodes.is_reduce_all(node):
-                nodes.expand(node)
+                emit.expand(node)

@@ -22,7 +22,6 @@ from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handl
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._logging import _internal as torch_logging
 
-from ..sharding.spec import AllGatherBucket
 from .graph import nodes
 from .schedule_policy import SchedulePolicy
 
@@ -46,15 +45,13 @@ def graph_kind() -> str:
 
 def described(graph: fx.Graph) -> str:
     """Return how many parameters and gradients share how many collectives in a scheduled graph."""
-    launches = (node for node in graph.nodes if nodes.is_launch(node) and nodes.is_first_stage(node))
-    sizes: dict[bool, list[int]] = {True: [], False: []}
-    for bucket in map(nodes.bucket_of, launches):
-        sizes[isinstance(bucket, AllGatherBucket)].append(len(bucket.params))
-    all_gathers, reductions = sizes[True], sizes[False]
-    texts = [f"{_counted(sum(all_gathers), 'all-gather')} in {_counted(len(all_gathers), 'bucket')}"]
-    if reductions:
-        texts.append(f"{_counted(sum(reductions), 'reduction')} in {_counted(len(reductions), 'bucket')}")
-    return ", ".join(texts)
+    sizes: dict[str, list[int]] = {}
+    for launch in (node for node in graph.nodes if nodes.is_launch(node) and nodes.is_first_stage(node)):
+        sizes.setdefault(nodes.kind_of(launch).noun, []).append(len(nodes.bucket_of(launch).params))
+    texts = (
+        f"{_counted(sum(each), noun)} in {_counted(len(each), 'bucket')}" for noun, each in sorted(sizes.items())
+    )
+    return ", ".join(texts) or "nothing"
 
 
 def _counted(count: int, noun: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .graph import nodes
+from .graph import emit, nodes
 
 aten = torch.ops.aten
 
@@ -66,8 +66,8 @@ def _adds_two_reductions(node: fx.Node) -> bool:
 def _reduce_the_sum(node: fx.Node) -> None:
     reductions = node.all_input_nodes
     spec = nodes.spec_of(reductions[0])
-    terms = [nodes.insert_cast(node, nodes.source_of(reduction), spec.reduction.dtype) for reduction in reductions]
-    node.replace_all_uses_with(nodes.insert_reduce_grad(node, nodes.insert(node, aten.add.Tensor, *terms), spec))
+    terms = [emit.insert_cast(node, nodes.source_of(reduction), spec.reduction.dtype) for reduction in reductions]
+    node.replace_all_uses_with(emit.insert_reduce_grad(node, emit.insert(node, aten.add.Tensor, *terms), spec))
     for dead in (node, *reductions):
         node.graph.erase_node(dead)
 
@@ -79,4 +79,4 @@ def _put_users_of_reduced_gradients_last(graph: fx.Graph) -> None:
             late.add(node)
         else:
             early.append(node)
-    nodes.put_in_order([*early, *(node for node in graph.nodes if node in late)], graph)
+    emit.put_in_order([*early, *(node for node in graph.nodes if node in late)], graph)

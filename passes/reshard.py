@@ -13,9 +13,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..sharding.spec import CommSpec
 from .cost import Cluster
-from .graph import nodes
+from .graph import emit, nodes
 from .graph.anchors import mark_parameters
-from .graph.liveness import cluster_of
+from .graph.read import cluster_of
 from .schedule_policy import DEFAULT, SchedulePolicy
 
 
@@ -112,8 +112,8 @@ def _keep_over_smaller_group(node: fx.Node) -> None:
     if any(nodes.is_take_shard(user) for user in node.users):
         return
     behind, spec = node.next, nodes.spec_of(node)
-    shard = nodes.insert_take_shard(behind, node, spec)
-    again = nodes.insert_unshard(behind, shard, spec.after_forward)
+    shard = emit.insert_take_shard(behind, node, spec)
+    again = emit.insert_unshard(behind, shard, spec.after_forward)
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not shard)
     _tag(shard, keep=True)
     _tag(again, keep=False)

@@ -63,7 +63,7 @@ def _stage_out_of_turn(graph: fx.Graph) -> Iterator[str]:
     for node in filter(nodes.is_launch, graph.nodes):
         if nodes.is_first_stage(node):
             continue
-        stages, (handle,) = nodes.bucket_of(node).stages, nodes.inputs_of(node)  # type: ignore[union-attr]
+        stages, (handle,) = nodes.bucket_of(node).stages, nodes.inputs_of(node)
         before = stages[stages.index(nodes.stage_of(node)) - 1]
         wait = nodes.list_of(handle) if nodes.is_getitem(handle) else handle
         if not nodes.is_wait(wait) or nodes.stage_of(wait) != before:
@@ -79,7 +79,7 @@ def _bucket_of_other_tensors(graph: fx.Graph) -> Iterator[str]:
             yield f"{node.name} takes {len(given)} tensors for {len(bucket.params)} parameters"
             continue
         for source, param, layout in zip(given, bucket.params, bucket.layouts, strict=True):
-            numel = layout.shard_numel if nodes.stage_of(node) == "all_gather" else layout.numel
+            numel = layout.shard_numel if nodes.kind_of(node).is_ahead else layout.numel
             if (got := nodes.value_of(source).numel()) != numel:
                 yield f"{node.name} takes {source.name} of {got} elements for {param.name}, expected {numel}"
 

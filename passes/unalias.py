@@ -21,7 +21,7 @@ from torch._inductor import config, custom_graph_pass, ir  # see inductor.py; it
 from torch._inductor.virtualized import V
 
 from .cost.compute import is_view
-from .graph import nodes
+from .graph import emit, nodes
 from .inductor import source_hash
 
 _MAYBE_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
@@ -75,7 +75,7 @@ def _unalias(call: fx.Node, region: fx.Graph) -> None:
             continue
         known = dict(operands)
         for node in _made_of_arguments(result):
-            known[node] = nodes.insert_copy(item, node, known)
+            known[node] = emit.insert_copy(item, node, known)
         item.replace_all_uses_with(known[result])
         call.graph.erase_node(item)
 

@@ -92,7 +92,8 @@ def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
 
 def _name(collective: Collective, params: Sequence[str]) -> str:
     more = f" and {len(params) - 1} more" if len(params) > 1 else ""
-    return f"{collective.kind} of {params[0]}{more}, {collective.how}"
+    how = ", ".join(filter(None, (collective.how, collective.form)))
+    return f"{collective.kind} of {params[0]}{more}, {how}"
 
 
 def described(contract: Contract) -> str:

@@ -3,8 +3,8 @@
 It knows tensors and what travels (:mod:`sharding`). It must not know modules, units, or when a collective runs.
 """
 
-from . import bucket_operators as bucket_operators
-from .all_gather import launch_all_gather
+from .all_gather import all_gather_bucket, launch_all_gather
+from .bucket_operators import define_kind
 from .interfaces import AllGather, Comm, Hook, ReduceScatter, register
 from .operators import reduce_grad, unshard, unshard_all, with_gradient
 from .reduction import launch_reduction, launch_replica_reduction
@@ -17,6 +17,8 @@ __all__ = [
     "Hook",
     "Pending",
     "ReduceScatter",
+    "all_gather_bucket",
+    "define_kind",
     "launch_all_gather",
     "launch_reduction",
     "launch_replica_reduction",

@@ -7,6 +7,7 @@ tensors and buckets; it must not know units, or when anything waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -14,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..passes.cost import CLUSTERS, Cluster
+from ..passes.cost.cluster import AllGatherKind
+from ..passes.kinds import Kind, Request, Times
 from ..sharding.layout import ShardLayout
 from ..sharding.mesh import process_group
-from ..sharding.spec import AllGatherBucket
+from ..sharding.spec import AllGatherBucket, AllGatherSpec, CommSpec, ParamSpec
 from . import backend, copies, profiler, reference, streams
 from .interfaces import AllGather, registered
 from .streams import Pending
@@ -55,7 +59,7 @@ def launch_all_gather(
 def _launch(
     shards: Sequence[Tensor], bucket: AllGatherBucket, allocate: Allocate | None
 ) -> Pending[Sequence[Tensor]]:
-    device, world = compute_device(shards, bucket), bucket.spec.group.world
+    device, world = bucket.device_of(shards), bucket.spec.group.world
     if not bucket.inputs_persist:
         shards = _packed_copies(shards, bucket, device)
     is_filled_now = bucket.into_place or world == 1 or streams.streams_of(device) is not None
@@ -81,11 +85,6 @@ def _launch(
 def unpadded(parameter: Tensor, layout: ShardLayout) -> Tensor:
     """Return the parameter of ``layout.shape`` from a padded one."""
     return parameter if layout.is_even else parameter.narrow(layout.dim, 0, layout.shape[layout.dim])
-
-
-def compute_device(shards: Sequence[Tensor], bucket: AllGatherBucket) -> torch.device:
-    """Return the device of the unsharded parameters."""
-    return torch.device(bucket.spec.device) if bucket.spec.device else shards[0].device
 
 
 def _new_parameters(bucket: AllGatherBucket, device: torch.device) -> list[Tensor]:
@@ -145,3 +144,65 @@ def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> 
     ]
     copies.unpack_parameters(output, padded, [layout.dim for layout in bucket.layouts])
     return outs
+
+
+# ---- the kind ----
+
+
+def all_gather_bucket(
+    spec: AllGatherSpec, params: Sequence[ParamSpec], device: torch.device, cluster: Cluster | None = None
+) -> AllGatherBucket:
+    """Return the bucket of these parameters, gathered each into its own memory where that is faster.
+
+    Only dimension 0 can be, and an empty parameter only alone. Compute runs on ``device``; without a ``cluster``, one
+    stands for all devices of a type, because ranks on unequal machines must decide alike.
+    """
+    bucket = AllGatherBucket(spec, tuple(params))
+    if spec.group.world == 1 or spec.comm or any(param.dim for param in params):
+        return bucket
+    cluster = cluster or CLUSTERS["CPU" if device.type == "cpu" else "H100"]
+    is_faster = (len(params) == 1 or all(bucket.sizes)) and cluster.saves_by_gathering_into_place(bucket.sizes)
+    return replace(bucket, into_place=is_faster)
+
+
+def _bucket_of_one(text: str, shard: Tensor) -> AllGatherBucket:
+    spec = CommSpec.decode(text).for_input(shard.shape, shard.dtype)
+    return AllGatherBucket(spec.all_gather, (spec.param,))
+
+
+def _bucket_of(requests: Sequence[Request], cluster: Cluster) -> AllGatherBucket:
+    bucket = all_gather_bucket(requests[0].spec, [r.param for r in requests], requests[0].device, cluster)  # type: ignore[arg-type]
+    return replace(bucket, inputs_persist=all(request.inputs_persist for request in requests))
+
+
+def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
+    bucket, (lane,), device = _bucket_of(requests, cluster), requests[0].lanes, requests[0].device
+    kind = AllGatherKind(
+        into_place=bucket.into_place,
+        beside=device.type != "cpu",
+        inputs_persist=bucket.inputs_persist,
+        from_host=bool(bucket.spec.device) and device.type != "cpu",
+    )
+    times = cluster.all_gather_times([request.bytes for request in requests], lane, kind)
+    return Times((times.us,), times.pack_us, times.unpack_us)
+
+
+def _results(like: Tensor, bucket: AllGatherBucket) -> list[Tensor]:
+    return [like.new_empty(layout.shape, dtype=bucket.spec.dtype) for layout in bucket.layouts]
+
+
+def _wait(pending: Pending[Sequence[Tensor]], stage: str, bucket: AllGatherBucket) -> list[Tensor]:
+    return [unpadded(*each) for each in zip(pending.wait(), bucket.layouts, strict=True)]
+
+
+ALL_GATHER = Kind(
+    "all-gather",
+    opaque="unshard",
+    bucket=AllGatherBucket,
+    launch={"all_gather": launch_all_gather},
+    wait=_wait,
+    results=_results,
+    read=_bucket_of_one,
+    make=_bucket_of,
+    times=_times,
+)

@@ -9,22 +9,22 @@ at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..agreement import agree
 from ..passes.graph import nodes
-from ..sharding.contract import contract_of
 from ..sharding.layout import ShardLayout
 from ..sharding.mesh import process_group
-from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
+from ..sharding.spec import CommSpec
 from . import reference
-from .all_gather import launch_all_gather, unpadded
+from .all_gather import ALL_GATHER, all_gather_bucket
+from .bucket_operators import run_alone
 from .library import define, differentiate
-from .reduction import launch_reduction
+from .reduction import REDUCTION
 
 _SHARD, _UNSHARDED, _PARTIAL = range(3)  # what a gradient goes to: see the first three arguments of unshard
 
@@ -94,25 +94,17 @@ def _subclass_with_gradient(unsharded: Tensor, *others: Any) -> Tensor:
     return _WithGradient.apply(unsharded, *others)
 
 
-def _spec_for(shard: Tensor, text: str) -> CommSpec:
-    return CommSpec.decode(text).for_input(shard.shape, shard.dtype)
-
-
 def _unshard(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, text: str) -> Tensor:
-    spec = _spec_for(shard, text)
-    layout = spec.layout
-    bucket = AllGatherBucket(spec.all_gather, (spec.param,), into_place=layout.dim == 0 and not spec.all_gather.comm)
-    agree(contract_of(bucket))
-    (padded,) = launch_all_gather([shard], bucket).wait()
-    return unpadded(padded, layout)
+    bucket = ALL_GATHER.bucket_of_one(text, shard)
+    bucket = all_gather_bucket(bucket.spec, bucket.params, bucket.device_of([shard]))  # type: ignore[arg-type]
+    return run_alone(ALL_GATHER, shard, bucket)
 
 
 def _unshard_fake(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, text: str) -> Tensor:
-    spec = _spec_for(shard, text)
+    bucket = ALL_GATHER.bucket_of_one(text, shard)
     if shard.device.type == "meta":
-        raise RuntimeError(meta_parameter(spec.param.name))
-    device = spec.all_gather.device or shard.device
-    return shard.new_empty(spec.layout.shape, dtype=spec.all_gather.dtype, device=device)
+        raise RuntimeError(meta_parameter(bucket.params[0].name))
+    return shard.new_empty(bucket.layouts[0].shape, dtype=bucket.spec.dtype, device=bucket.device_of([shard]))
 
 
 def meta_parameter(name: str) -> str:
@@ -124,21 +116,13 @@ def meta_parameter(name: str) -> str:
 
 
 def _reduce_grad(grad: Tensor, text: str) -> Tensor:
-    spec = CommSpec.decode(text)
-    bucket = ReductionBucket(spec.reduction, (spec.param,), inputs_persist=True)
-    agree(contract_of(bucket))
-    pending = launch_reduction([grad], bucket)
-    (reduced,) = pending.wait()
-    if spec.reduction.to_host:
-        pending.wait_on_host()
-    return reduced
+    bucket = REDUCTION.bucket_of_one(text, grad)
+    return run_alone(REDUCTION, grad, replace(bucket, inputs_persist=True))  # type: ignore[type-var]
 
 
 def _reduce_grad_fake(grad: Tensor, text: str) -> Tensor:
-    spec = CommSpec.decode(text)
-    layout = spec.param.layout(spec.reduction.shards.world)
-    device = "cpu" if spec.reduction.to_host else grad.device
-    return grad.new_empty(layout.shard_shape, dtype=spec.param.dtype, device=device)
+    (result,) = REDUCTION.results(grad, REDUCTION.bucket_of_one(text, grad))
+    return result
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -8,14 +8,17 @@ anything waits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..passes.cost import Cluster
+from ..passes.kinds import Kind, Request, Times
 from ..sharding.mesh import process_group
-from ..sharding.spec import ReductionBucket
+from ..sharding.spec import CommSpec, ReductionBucket, ReductionSpec
 from . import backend, copies, profiler, reference, streams
 from .interfaces import Hook, ReduceScatter, registered
 from .streams import Pending
@@ -189,3 +192,64 @@ def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: Redu
     carried = torch.empty_like(packed)
     copies.pack_shards(parts, carried)
     return packed.add_(carried)
+
+
+# ---- the kind ----
+
+_LAUNCH = {
+    "reduce_scatter": launch_reduce_scatter,
+    "all_reduce": launch_all_reduce,
+    "copy_to_host": launch_copy_to_host,
+}
+
+
+def _launch_in_graph(stage: str, given: Sequence[Tensor] | Tensor, bucket: ReductionBucket) -> Pending[Any]:
+    """Start a stage on gradients, or on what the stage before returned; the last one returns sharded gradients."""
+    packed = given if isinstance(given, Tensor) else pack(given, bucket).view(-1)
+    is_last = stage == bucket.stages[-1]
+    return _LAUNCH[stage](packed, bucket, lambda packed: finish_reduction(packed, bucket) if is_last else packed)
+
+
+def _wait(pending: Pending[Any], stage: str, bucket: ReductionBucket) -> Any:
+    result = pending.wait()
+    if stage == "copy_to_host":
+        pending.wait_on_host()
+    return result
+
+
+def _bucket_of_one(text: str, grad: Tensor) -> ReductionBucket:
+    spec = CommSpec.decode(text)
+    return ReductionBucket(spec.reduction, (spec.param,))
+
+
+def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
+    spec, size, lanes = requests[0].spec, sum(request.bytes for request in requests), requests[0].lanes
+    assert isinstance(spec, ReductionSpec)
+    scattered = size // spec.shards.world
+    collectives = lanes[:-1] if spec.to_host else lanes
+    first, *others = collectives
+    passes = 2 if spec.shards.world == 1 else 1  # over replicas alone: an all-reduce goes around twice
+    stages_us = [first.link.collective_us(size, first.world, True, passes)]
+    stages_us += [lane.link.collective_us(scattered, lane.world, True, passes=2) for lane in others]
+    if spec.to_host:
+        stages_us.append(cluster.host_us(scattered) if requests[0].device.type != "cpu" else 0.0)
+    return Times(tuple(stages_us), cluster.packing_us(size))
+
+
+def _results(like: Tensor, bucket: ReductionBucket) -> list[Tensor]:
+    device = "cpu" if bucket.spec.to_host else None
+    shapes = zip(bucket.layouts, bucket.params, strict=True)
+    return [like.new_empty(layout.shard_shape, dtype=param.dtype, device=device) for layout, param in shapes]
+
+
+REDUCTION = Kind(
+    "reduction",
+    opaque="reduce_grad",
+    bucket=ReductionBucket,
+    launch={stage: partial(_launch_in_graph, stage) for stage in _LAUNCH},
+    wait=_wait,
+    results=_results,
+    is_ahead=False,
+    read=_bucket_of_one,
+    times=_times,
+)

@@ -6,7 +6,7 @@ It knows the order of one group's operations; it must not know modules' hooks or
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from ..agreement import agree
-from ..collectives import Pending, launch_all_gather, launch_reduction, launch_replica_reduction
+from ..collectives import Pending, all_gather_bucket, launch_all_gather, launch_reduction, launch_replica_reduction
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
-from ..passes.cost.cluster import gathers_into_place
 from ..sharding.contract import Contract, contract_of
 from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
 from .backward import without_grad
@@ -132,9 +131,8 @@ class FSDPParamGroup:
         ]
 
     def _all_gather_bucket(self, specs: Sequence[CommSpec]) -> AllGatherBucket:
-        bucket = AllGatherBucket(specs[0].all_gather, tuple(spec.param for spec in specs))
-        dims, device = [spec.param.dim for spec in specs], self.params[0].placement.device
-        return replace(bucket, into_place=gathers_into_place(bucket.spec, dims, bucket.sizes, device))
+        device = self.params[0].placement.device
+        return all_gather_bucket(specs[0].all_gather, [spec.param for spec in specs], device)
 
     @without_grad
     def wait_unshard(self) -> None:

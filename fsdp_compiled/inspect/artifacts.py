@@ -19,7 +19,7 @@ from torch import fx
 from torch._guards import CompileContext
 from torch._logging._internal import trace_structured
 
-from ..passes.graph.liveness import cluster_of
+from ..passes.graph.read import cluster_of
 from ..passes.schedule_policy import SchedulePolicy
 from .reading import Scheduled, captured_graph
 from .records import GraphKind
@@ -56,7 +56,9 @@ def _artifact(name: str, encoding: str, text: str) -> None:
 def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Capture:
     read = Scheduled(graph, policy)
     found = captured_graph(read, kind, fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)))
-    params = {param.name: param for lowered in read.buckets for param in lowered.bucket.params}
+    params = (
+        {request.param.name: request.param for bucket in read.plan.buckets for request in bucket} if read.plan else {}
+    )
     return Capture(
         model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),
         parameters=sum(param.layout(1).numel for param in params.values()),

@@ -1,7 +1,7 @@
 """From a scheduled graph to records: which collectives it holds, when they run, what they carry.
 
-Times and memory are read from the order in which nodes stand in the graph and from the sizes that were traced, not
-from the passes' decisions.
+What ran is the plan that the passes emitted, found in the graph itself. Times are estimated again, for the sizes that
+were traced rather than for the nominal number of tokens.
 """
 
 from __future__ import annotations
@@ -9,68 +9,63 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import accumulate, pairwise, takewhile
-from typing import NamedTuple
+from dataclasses import replace
+from itertools import accumulate, chain, pairwise, takewhile
 
 from torch import fx
 
-from ..passes.graph import nodes, requests
-from ..passes.graph.anchors import AnchoredCompute
-from ..passes.graph.liveness import Compute, cluster_of
-from ..passes.planning.buckets import auto_bound
-from ..passes.planning.requests import load_of
+from ..passes.cost import Cluster
+from ..passes.cost.compute import node_us
+from ..passes.graph import nodes
+from ..passes.graph.emit import PLACE, POSITION, Place
+from ..passes.graph.read import cluster_of
+from ..passes.kinds import Request
 from ..passes.planning.simulate import Timed, simulate
-from ..passes.planning.tasks import Kind, bytes_in_flight
+from ..passes.planning.tasks import Load, Plan, bytes_in_flight
 from ..passes.schedule_policy import SchedulePolicy
-from ..sharding.spec import AllGatherBucket, Group, ReductionBucket
-from .records import (
-    CapturedGraph,
-    Collective,
-    ComputeSpan,
-    Copies,
-    GraphKind,
-    MemoryStep,
-    Region,
-    Verdict,
-)
+from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region, Verdict
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 
 
 class Scheduled:
-    """A graph as :class:`Reorder` left it: its buckets, when they and compute run, and the bytes in flight.
+    """A graph as :class:`Schedule` left it: its plan, when operations and compute run, and the bytes in flight.
 
     Args:
-        graph: lowered, and before Inductor's own passes.
+        graph: with launches and waits, and before Inductor's own passes.
         policy: by which it was scheduled; its cluster, or the one that the graph computes on, gives the times.
     """
 
     def __init__(self, graph: fx.Graph, policy: SchedulePolicy) -> None:
-        self.buckets = requests.lowered_buckets(graph)
-        self.compute, cluster = Compute(graph, requests.is_ours), cluster_of(graph, policy.cluster)
-        asked, grouped = requests.lowered_requests(self.compute, self.buckets, cluster)
-        self.load = load_of(asked, grouped)
-        self.actions = requests.actions_of(graph, self.buckets)
-        self.timeline = simulate(self.load, self.actions)
-        self.in_flight = bytes_in_flight(self.load, self.actions)  # at each position of compute
-        decided = requests.lowered_requests(
-            AnchoredCompute(graph, requests.is_ours, policy.tokens), self.buckets, cluster
-        )[0]
-        bound_bytes = auto_bound(decided) if policy.in_flight_bytes == "auto" else policy.in_flight_bytes
-        self.bound_bytes = bound_bytes if self.buckets else 0
+        places: dict[fx.Node, Place] = {node: node.meta[PLACE] for node in graph.nodes if PLACE in node.meta}
+        self.launches = {(place.task, place.stage): node for node, place in places.items()}
+        self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))
+        self.compute = _compute_of(graph, len(self.plan.load.compute_us))
+        clock = _Clock(cluster_of(graph, policy.cluster))
+        self.us = {node: clock.us(node) for together in self.compute for node in together}
+        compute_us = tuple(sum(map(self.us.__getitem__, together)) for together in self.compute)
+        self.load = replace(self.plan.load, compute_us=compute_us)
+        self.timeline = simulate(self.load, self.plan.actions)
+        self.in_flight = bytes_in_flight(self.load, self.plan.actions)  # at each position of compute
+
+    @property
+    def requests(self) -> Iterator[Request]:
+        """What travels."""
+        return chain.from_iterable(self.plan.buckets)
 
     def spans(self) -> tuple[ComputeSpan, ...]:
-        ends = [*(position for position, _, _ in self.timeline.compute[1:]), self.compute.end]
+        ends = [*(position for position, _, _ in self.timeline.compute[1:]), len(self.compute)]
         runs = zip(self.timeline.compute, ends, strict=False)
         return tuple(span for (first, start_us, _), end in runs for span in self._spans(first, end, start_us))
 
     def _spans(self, first: int, end: int, start_us: float) -> Iterator[ComputeSpan]:
         """Yield what runs from ``first`` to before ``end``, apart where a region is called."""
-        calls = [at for at in range(first, end) if nodes.region_of(self.compute.nodes[at]) is not None]
-        for at, until in pairwise(sorted({first, end, *calls, *(call + 1 for call in calls)})):
-            node = self.compute.nodes[at]
-            end_us = start_us + sum(self.load.compute_us[at:until])
-            yield ComputeSpan(node.name, until - at, start_us, end_us, _block_of(node) if at in calls else "")
+        inside = [node for together in self.compute[first:end] for node in together]
+        calls = [at for at, node in enumerate(inside) if nodes.region_of(node) is not None]
+        for at, until in pairwise(sorted({0, len(inside), *calls, *(call + 1 for call in calls)})):
+            end_us = start_us + sum(self.us[node] for node in inside[at:until])
+            block = _block_of(inside[at]) if at in calls else ""
+            yield ComputeSpan(inside[at].name, until - at, start_us, end_us, block)
             start_us = end_us
 
     def memory(self) -> tuple[MemoryStep, ...]:
@@ -86,14 +81,40 @@ class Scheduled:
 
     def regions(self) -> tuple[Region, ...]:
         calls = defaultdict[str, list[fx.Node]](list)
-        for node in self.compute.nodes:
+        for node in self.us:
             if nodes.region_of(node) is not None:
                 calls[str(node.args[1])].append(node)
-        found = []
-        for name, each in calls.items():
-            us = self.load.compute_us[self.compute.position[each[0]]]
-            found.append(Region(name, nodes.region_module_of(each[0]), tuple(map(_block_of, each)), us))
-        return tuple(found)
+        return tuple(
+            Region(name, nodes.region_module_of(each[0]), tuple(map(_block_of, each)), self.us[each[0]])
+            for name, each in calls.items()
+        )
+
+
+def _compute_of(graph: fx.Graph, positions: int) -> list[list[fx.Node]]:
+    """Return the compute nodes at each position; one that has none counts with what stands before it."""
+    found: list[list[fx.Node]] = [[] for _ in range(positions)]
+    position = 0
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output") and not nodes.is_ours(node):
+            position = node.meta.get(POSITION, position)
+            found[position].append(node)
+    return found
+
+
+class _Clock:
+    """Estimates nodes with the sizes that they have, and each region once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._regions: dict[fx.Graph, float] = {}
+
+    def us(self, node: fx.Node) -> float:
+        region = nodes.region_of(node)
+        if region is None:
+            return node_us(node, self._cluster)
+        if region not in self._regions:
+            self._regions[region] = sum(map(self.us, region.nodes))
+        return self._regions[region]
 
 
 def captured_graph(
@@ -104,12 +125,12 @@ def captured_graph(
         kind=kind,
         module=module,
         before=before,
-        collectives=collectives(read, module.graph),
+        collectives=_collectives(read, module.graph),
         compute=read.spans(),
         memory=read.memory(),
         peak_unsharded_bytes=max(read.in_flight),
-        bound_bytes=read.bound_bytes,
-        kept_bytes=sum(task.kept_bytes for task in read.load.all_gathers),
+        bound_bytes=read.plan.bound_bytes,
+        kept_bytes=sum(request.kept_bytes for request in read.requests),
         code=code,
         regions=read.regions(),
     )
@@ -126,60 +147,45 @@ def _block_of(call: fx.Node) -> str:
     return ".".join(parts[0] for parts in common) or call.name
 
 
-def collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]:
+def _collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...]:
     """Return the collectives in order of launch, with their positions in ``final``, the graph that is compiled."""
     place = {node: index for index, node in enumerate(final.nodes)}
     by_name = {node.name: node for node in place}
-    found = []
-    all_buckets = (
-        each for kind in (AllGatherBucket, ReductionBucket) for each in requests.numbered(scheduled.buckets, kind)
-    )
-    for index, lowered in all_buckets:
-        for part in _parts(lowered):
-            timed = scheduled.timeline.collectives[part.kind, index]
-            launch, wait = by_name[part.stage.launch.name], by_name[part.stage.wait.name]
-            made = Collective(
-                kind=nodes.stage_of(part.stage.launch),  # type: ignore[arg-type]  # no copy to the host
-                params=tuple(param.name for param in lowered.bucket.params),
-                dtype=lowered.bucket.spec.dtype,
-                bytes=part.bytes,
-                group=part.group.name,
-                world=part.group.world,
-                launch=place[launch],
-                wait=place[wait],
-                first_use=_first_use(wait, place),
-                estimate_us=timed.end_us - timed.start_us,
-                exposed_us=timed.exposed_us,
-                start_us=timed.start_us,
-                end_us=timed.end_us,
-                copies=part.copies,
-                verdict=_verdict(scheduled, part.kind, index, timed),
-            )
-            found.append(made)
+    found = list[Collective]()
+    for (task, stage), launch in sorted(scheduled.launches.items()):
+        bucket, name = nodes.bucket_of(launch), nodes.stage_of(launch)
+        timed, group = scheduled.timeline.operations[task, stage], bucket.group_of(name)
+        if group is None and found:  # a copy to the host: what compute waits for it is counted for what it copies
+            found[-1] = replace(found[-1], exposed_us=found[-1].exposed_us + timed.exposed_us)
+        if group is None or group.world == 1:
+            continue
+        (wait,) = launch.users
+        made = Collective(
+            kind=name,
+            params=tuple(param.name for param in bucket.params),
+            dtype=bucket.spec.dtype,
+            bytes=bucket.bytes_of(name),
+            group=group.name,
+            world=group.world,
+            launch=place[by_name[launch.name]],
+            wait=place[by_name[wait.name]],
+            first_use=_first_use(by_name[wait.name], place),
+            estimate_us=timed.end_us - timed.start_us,
+            exposed_us=timed.exposed_us,
+            start_us=timed.start_us,
+            end_us=timed.end_us,
+            copies=_copies(launch, stage),
+            verdict=_verdict(scheduled, task, stage, timed),
+        )
+        found.append(made)
     return tuple(sorted(found, key=lambda collective: collective.launch))
 
 
-class _Part(NamedTuple):
-    """A collective of a bucket; ``kind`` is its name in the schedule."""
-
-    kind: Kind
-    stage: requests.Stage
-    group: Group
-    bytes: int
-    copies: Copies
-
-
-def _parts(lowered: requests.LoweredBucket) -> list[_Part]:
-    """Return the collectives that communicate."""
-    bucket, stages, size = lowered.bucket, lowered.collectives, sum(lowered.bucket.sizes)
-    if isinstance(bucket, AllGatherBucket):
-        on_gpu = nodes.value_of(stages[0].launch).device.type == "cuda"
-        copies: Copies = "none" if bucket.into_place else "side stream" if on_gpu else "compute"
-        return [_Part("all_gather", stages[0], bucket.spec.group, size, copies)] if bucket.world > 1 else []
-    shards, replicas = bucket.spec.shards, bucket.spec.replicas
-    first = _Part("reduction", stages[0], shards if shards.world > 1 else replicas, size, "compute")
-    second = [_Part("all_reduce", stage, replicas, size // shards.world, "none") for stage in stages[1:]]
-    return [first, *second] if first.group.world > 1 else []
+def _copies(launch: fx.Node, stage: int) -> Copies:
+    if stage or getattr(nodes.bucket_of(launch), "into_place", False):
+        return "none"
+    is_beside = nodes.kind_of(launch).is_ahead and nodes.value_of(launch).device.type != "cpu"
+    return "side stream" if is_beside else "compute"
 
 
 def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:
@@ -190,23 +196,23 @@ def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:
     return min(map(place.__getitem__, readers), default=len(place) - 1)
 
 
-def _verdict(scheduled: Scheduled, kind: Kind, index: int, timed: Timed) -> Verdict:
-    load, bound_bytes = scheduled.load, scheduled.bound_bytes
-    estimate_us = timed.end_us - timed.start_us
+def _verdict(scheduled: Scheduled, index: int, stage: int, timed: Timed) -> Verdict:
+    load, bound_bytes = scheduled.load, scheduled.plan.bound_bytes
+    estimate_us, task = timed.end_us - timed.start_us, scheduled.load.tasks[index]
     if timed.exposed_us <= _NEGLIGIBLE * estimate_us:
         return Verdict.HIDDEN
     if estimate_us * load.compute_blocked_fraction > timed.exposed_us / 2:
         return Verdict.SHARES_CORES
     if timed.start_us > timed.launched_us:
         return Verdict.LINK_BUSY
-    if kind != "all_gather":
+    if not task.is_ahead:
         return Verdict.LITTLE_AFTER
-    task, key = load.all_gathers[index], ("launch", kind, index)
-    launch = next(a.position for a in scheduled.actions if (a.verb, a.kind, a.index) == key)
-    if not sum(load.compute_us[: task.first]):
+    key = ("launch", index, stage)
+    launch = next(a.position for a in scheduled.plan.actions if (a.verb, a.task, a.stage) == key)
+    if not sum(load.compute_us[: task.needed]):
         return Verdict.FIRST
-    if launch and bound_bytes and scheduled.in_flight[launch - 1] + task.counted > bound_bytes:
+    if launch and bound_bytes and scheduled.in_flight[launch - 1] + task.output_bytes > bound_bytes:
         return Verdict.MEMORY_BOUND
-    if task.earliest == launch and launch:
+    if task.ready == launch and launch:
         return Verdict.INPUT_LATE
     return Verdict.LITTLE_BEFORE

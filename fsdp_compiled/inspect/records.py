@@ -12,7 +12,6 @@ from torch import fx
 from ..passes.cost import Cluster
 from ..passes.schedule_policy import SchedulePolicy
 
-CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce"]
 Copies = Literal["none", "compute", "side stream"]
 GraphKind = Literal["forward", "backward", "inference"]
 
@@ -35,6 +34,7 @@ class Collective:
     """One collective of a graph. Positions count the nodes of :attr:`CapturedGraph.module`'s graph from 0.
 
     Args:
+        kind: such as "all_gather", "reduce_scatter" or "all_reduce".
         params: full names of the parameters in its bucket.
         dtype: of the data that it transfers.
         bytes: of the unsharded side: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor.
@@ -48,7 +48,7 @@ class Collective:
             own memory. Shards that the graph itself computes are always packed on the compute stream.
     """
 
-    kind: CollectiveKind
+    kind: str
     params: tuple[str, ...]
     dtype: torch.dtype
     bytes: int

@@ -11,16 +11,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from hashlib import sha256
 
-import torch
-
-from .spec import (
-    AllGatherBucket,
-    AllGatherSpec,
-    Bucket,
-    ParamSpec,
-    ReductionBucket,
-    Text,
-)
+from .spec import Bucket, ParamSpec, Text, word
 
 
 @dataclass(frozen=True)
@@ -28,9 +19,10 @@ class Collective(Text):
     """One collective as every rank of its group must see it."""
 
     group: str  # name of the process group
-    kind: str  # "all-gather", "reduce-scatter" or "all-reduce"
+    kind: str  # such as "all-gather" or "reduce-scatter"
     how: str  # the dtype that travels and, of a reduction, how the sum becomes a mean
     params: tuple[str, ...]  # name, dtype and shape of each parameter, in packing order
+    form: str = ""  # how the buffers are made up, where ranks could differ in it
 
 
 @dataclass(frozen=True)
@@ -68,30 +60,21 @@ class Contract(Text):
         return cls.decode(zlib.decompress(b85decode(text)).decode())
 
 
-def collectives_of(bucket: Bucket) -> tuple[Collective, ...]:
-    """Return the collectives of a bucket that involve other ranks, in order."""
-    spec, params = bucket.spec, tuple(map(_described, bucket.params))
-    how = f"sent as {_word(spec.dtype)}"
-    if isinstance(spec, AllGatherSpec):
-        groups = {"all-gather": spec.group}
-    else:
-        groups = {"reduce-scatter": spec.shards, "all-reduce": spec.replicas}
-        scaling = spec.scaling
-        how += f" ({scaling.op}, divided by {scaling.pre_divide:g} before and {scaling.post_divide:g} after)"
-    how += f" by communicator {spec.comm}" if spec.comm else ""
-    return tuple(Collective(group.name, kind, how, params) for kind, group in groups.items() if group.world > 1)
+def collective_of(bucket: Bucket, stage: str) -> Collective | None:
+    """Return one stage of a bucket as other ranks see it; None if it involves none."""
+    group = bucket.group_of(stage)
+    if group is None or group.world == 1:
+        return None
+    params = tuple(map(_described, bucket.params))
+    return Collective(group.name, stage.replace("_", "-"), bucket.spec.how, params, bucket.form)
 
 
 @lru_cache(maxsize=4096)
-def contract_of(bucket: AllGatherBucket | ReductionBucket) -> Contract:
+def contract_of(bucket: Bucket) -> Contract:
     """Return what ranks have to agree on before a bucket travels alone; the same record for an equal bucket."""
-    return Contract(collectives_of(bucket))
+    return Contract(tuple(each for stage in bucket.stages if (each := collective_of(bucket, stage)) is not None))
 
 
 def _described(param: ParamSpec) -> str:
     dim = f" sharded along dim {param.dim}" if param.dim else ""
-    return f"{param.name} {_word(param.dtype)}{list(param.shape or ())}{dim}"
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{param.name} {word(param.dtype)}{list(param.shape or ())}{dim}"

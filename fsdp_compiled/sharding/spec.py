@@ -8,17 +8,15 @@ constant that a parameter's read takes, in every step.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property, lru_cache
 from itertools import compress
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
 from .layout import PackedLayout, ShardLayout
-
-Stage = Literal["all_gather", "reduce_scatter", "all_reduce", "copy_to_host"]
 
 
 class Text:
@@ -121,8 +119,42 @@ class ParamSpec:
         return ShardLayout(self.shape, self.dim, world)
 
 
+class Spec:
+    """How something travels: the base of the specs of all kinds of collectives."""
+
+    dtype: torch.dtype  # that travels
+
+    @property
+    def world(self) -> int:
+        """Ranks that share each parameter; 1 where each has all of it."""
+        return 1
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nothing travels, and :meth:`local_steps` give the result."""
+        return False
+
+    @property
+    def how(self) -> str:
+        """What ranks compare beside the parameters."""
+        return f"sent as {word(self.dtype)}"
+
+    def key(self, param: ParamSpec) -> Hashable:
+        """Return what must be equal for parameters that share a collective."""
+        return self
+
+    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...]:
+        """Return what is left to do where nothing travels: casts, and divisions by a number."""
+        return ()
+
+
+def word(dtype: torch.dtype) -> str:
+    """Return a dtype's name."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
-class AllGatherSpec:
+class AllGatherSpec(Spec):
     """An all-gather."""
 
     group: Group  # of the ranks that hold the shards
@@ -131,13 +163,24 @@ class AllGatherSpec:
     device: str = ""  # type of the device of compute where shards live on the CPU; "" where they live with compute
 
     @property
+    def world(self) -> int:
+        return self.group.world
+
+    @property
     def is_local(self) -> bool:
-        """Whether nothing travels: the shard is the parameter, but for its dtype."""
+        """Whether the shard is the parameter, but for its dtype."""
         return self.group.world == 1 and not self.device
+
+    @property
+    def how(self) -> str:
+        return super().how + (f" by communicator {self.comm}" if self.comm else "")
+
+    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...]:
+        return (self.dtype,)
 
 
 @dataclass(frozen=True)
-class ReductionSpec:
+class ReductionSpec(Spec):
     """A reduce-scatter and, over replicas, an all-reduce."""
 
     dtype: torch.dtype  # of the reduce-scatter input
@@ -149,9 +192,25 @@ class ReductionSpec:
     to_host: bool = False  # whether the shards live on the CPU, and so their gradients
 
     @property
+    def world(self) -> int:
+        return self.shards.world
+
+    @property
     def is_local(self) -> bool:
-        """Whether nothing travels and nobody looks: the gradient is the result, but for dtype and division."""
+        """Whether the gradient is the result, but for dtype and division, and no hook sees it."""
         return self.shards.world * self.replicas.world == 1 and not self.hook and not self.to_host
+
+    @property
+    def how(self) -> str:
+        scaling = self.scaling
+        mean = f"{scaling.op}, divided by {scaling.pre_divide:g} before and {scaling.post_divide:g} after"
+        return f"{super().how} ({mean})" + (f" by communicator {self.comm}" if self.comm else "")
+
+    def key(self, param: ParamSpec) -> Hashable:
+        return self, param.unit if self.hook or self.comm else ""  # the user's code sees one unit's gradients
+
+    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...]:
+        return self.dtype, self.scaling.pre_divide, param.dtype
 
     def over_shards_only(self) -> ReductionSpec:
         """Return the reduction that stops before the replicas: a partial gradient, which stays with compute."""
@@ -206,13 +265,30 @@ def _for_input(spec: CommSpec, shape: tuple[int, ...], dtype: torch.dtype) -> Co
 class Bucket(Text):
     """What one collective carries: ``params`` or their gradients, in packing order. Where shards lie is the same."""
 
-    spec: AllGatherSpec | ReductionSpec
+    spec: Spec
     params: tuple[ParamSpec, ...]
 
     @property
-    def world(self) -> int:
-        """Ranks that share each parameter."""
-        return (self.spec.group if isinstance(self.spec, AllGatherSpec) else self.spec.shards).world
+    def stages(self) -> tuple[str, ...]:
+        """The operations in turn. Each has operators and a range of its name."""
+        raise NotImplementedError
+
+    def group_of(self, stage: str) -> Group | None:
+        """Return the process group of a stage; None for a copy, which involves no other rank."""
+        raise NotImplementedError
+
+    def bytes_of(self, stage: str) -> int:
+        """Return the bytes that a stage works on, counted unsharded: an all-gather's output, a reduction's input."""
+        return sum(self.sizes)
+
+    def device_of(self, inputs: Sequence[torch.Tensor]) -> torch.device:
+        """Return the device of compute."""
+        return inputs[0].device
+
+    @property
+    def form(self) -> str:
+        """How its buffers are made up, where ranks could differ in it; "" where one buffer is packed."""
+        return ""
 
     @cached_property
     def units(self) -> tuple[str, ...]:
@@ -222,7 +298,7 @@ class Bucket(Text):
     @cached_property
     def layouts(self) -> tuple[ShardLayout, ...]:
         """How the ranks share each parameter."""
-        return tuple(param.layout(self.world) for param in self.params)
+        return tuple(param.layout(self.spec.world) for param in self.params)
 
     @cached_property
     def packed(self) -> PackedLayout:
@@ -248,6 +324,20 @@ class AllGatherBucket(Bucket):
     into_place: bool = False  # each parameter is gathered straight into its own memory, not copied out of one buffer
     inputs_persist: bool = True
 
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return ("all_gather",)
+
+    def group_of(self, stage: str) -> Group:
+        return self.spec.group
+
+    @property
+    def form(self) -> str:
+        return "each into its own memory" if self.into_place and len(self.params) > 1 else ""
+
+    def device_of(self, inputs: Sequence[torch.Tensor]) -> torch.device:
+        return torch.device(self.spec.device) if self.spec.device else inputs[0].device
+
 
 @dataclass(frozen=True)
 class ReductionBucket(Bucket):
@@ -258,9 +348,16 @@ class ReductionBucket(Bucket):
     inputs_persist: bool = False
 
     @cached_property
-    def stages(self) -> tuple[Stage, ...]:
-        """The operations in turn: a reduce-scatter or an all-reduce or both, and perhaps a copy to the host."""
-        stages: tuple[Stage, ...] = ("reduce_scatter", "all_reduce", "copy_to_host")
+    def stages(self) -> tuple[str, ...]:
+        """A reduce-scatter or an all-reduce or both, and perhaps a copy to the host."""
         all_reduces = self.spec.replicas.world > 1
         scatters = self.spec.shards.world > 1 or not all_reduces
-        return tuple(compress(stages, (scatters, all_reduces, self.spec.to_host)))
+        return tuple(
+            compress(("reduce_scatter", "all_reduce", "copy_to_host"), (scatters, all_reduces, self.spec.to_host))
+        )
+
+    def group_of(self, stage: str) -> Group | None:
+        return {"reduce_scatter": self.spec.shards, "all_reduce": self.spec.replicas}.get(stage)
+
+    def bytes_of(self, stage: str) -> int:
+        return sum(self.sizes) // (1 if stage == self.stages[0] else self.spec.shards.world)

@@ -15,8 +15,8 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..cost import EFFICIENCY, Cluster
+from ..cost.compute import is_view
 from . import nodes
-from .liveness import Compute
 
 SEQUENCE = 4096  # nominal length of a sequence, in tokens, unless there are fewer tokens
 PARAMETER = "fsdp_compiled_parameter"  # key in the meta of a parameter's value: its :class:`Weight`
@@ -38,8 +38,8 @@ class Weight(NamedTuple):
         return Weight(numel, shape[-1] if shape else 1)
 
 
-class AnchoredCompute(Compute):
-    """Compute whose positions are its anchors, and what lies between two of them.
+class AnchoredCompute:
+    """A graph's compute in order, whose positions are its anchors, and what lies between two of them.
 
     An *anchor* reads a parameter, makes the gradient of one that is no vector, is an attention, or is a region with
     such nodes. Anchor ``k`` has position ``2 k + 1``; everything between it and the anchor before, position ``2 k``.
@@ -48,7 +48,7 @@ class AnchoredCompute(Compute):
 
     Args:
         graph: with parameters all-gathered by operators of ours, opaque or lowered.
-        is_ours: as for :class:`Compute`.
+        is_ours: tells what is no compute, but belongs to a collective.
         tokens: nominal number of them, that a rank's batch holds.
     """
 
@@ -56,8 +56,10 @@ class AnchoredCompute(Compute):
         known = {node: Weight.of(shape) for node, shape in nodes.unsharded_of(graph)}
         known |= {n: n.meta[PARAMETER] for n in graph.nodes if n.op == "placeholder" and PARAMETER in n.meta}
         values = _with_derived(graph, known)
-        super().__init__(graph, lambda node: node in values or is_ours(node))
         self._tokens, self._values = tokens, values
+        inside = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
+        self.nodes = [node for node in inside if node not in values and not is_ours(node)]
+        self.position: dict[fx.Node, int] = {}
         makers = _makers([(source, Weight.of(shape)) for source, shape in nodes.gradients_of(graph)])
         self._anchors = list(_anchors(graph, values, makers))
         anchors, count = {node for node, _ in self._anchors}, 0
@@ -72,7 +74,25 @@ class AnchoredCompute(Compute):
 
     def after(self, source: fx.Node) -> int:
         """Return the first position at which ``source`` exists; the end if parameters alone give it."""
-        return self.end if source in self._values else super().after(source)
+        return self.end if source in self._values else self.position.get(source, -1) + 1
+
+    def reads(self, tensor: fx.Node) -> tuple[int, int]:
+        """Return the positions of the first and the last node that read ``tensor``, or a view of it.
+
+        Nodes that have no position are looked through. Both are the end of the graph if nothing reads it.
+        """
+        first, last = self.end, -1
+        stack, seen = [(tensor, True)], set[fx.Node]()
+        while stack:
+            source, is_direct = stack.pop()
+            for user in source.users:
+                place = self.position.get(user)
+                if place is not None:
+                    first, last = min(first, place) if is_direct else first, max(last, place)
+                if user not in seen and (place is None or is_view(user)):
+                    seen.add(user)
+                    stack.append((user, is_direct and place is None))
+        return first, max(first, last)
 
     def time(self, cluster: Cluster) -> tuple[float, ...]:
         """Return the estimated time at each position in microseconds, for the nominal number of tokens."""

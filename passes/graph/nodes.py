@@ -1,24 +1,25 @@
-"""The library's operators as FX nodes: what each is, what it carries, what is known about its tensors; and new ones.
+"""The library's operators as FX nodes: what each is, what it carries, what is known about its tensors.
 
-This file alone knows operator names, schemas and argument positions. It knows nothing of modules, process groups or
-schedules.
+This file alone knows how operators are named and where their arguments stand. It knows nothing of modules, process
+groups or schedules; what a kind of collective is, it asks :mod:`kinds`.
 """
 
 from __future__ import annotations
 
-import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import fx
 
 from ...sharding.contract import Contract
-from ...sharding.spec import AllGatherBucket, CommSpec, ParamSpec, ReductionBucket, Stage
+from ...sharding.spec import Bucket, CommSpec, ParamSpec
+from .. import kinds
+from ..kinds import Kind
 
 NAMESPACE = "fsdp_compiled"
 UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
@@ -30,10 +31,13 @@ WITH_GRADIENT_SCHEMA = (
 )
 TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
 
-Half = Literal["launch", "wait"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
 PART = 16  # results of a long list are taken from parts of it, since torch walks through the list for each of them
-BUCKET = "fsdp_compiled_bucket"  # key in the meta of an opaque node: the number of the bucket that it joins
+_LAUNCH, _WAIT = f"{NAMESPACE}.launch_", f"{NAMESPACE}.wait_"
+
+
+def opaque_schema(name: str) -> str:
+    """Return the schema of a kind's opaque operator that has no other arguments than a tensor and a bucket of it."""
+    return f"{name}(Tensor input, str bucket) -> Tensor"
 
 
 def launch_schema(stage: str) -> str:
@@ -61,46 +65,11 @@ is_with_gradient = partial(_is_op, "with_gradient")  # the identity, which was t
 is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for a smaller group
 
 
-def travels(node: fx.Node) -> bool:
-    """Tell whether ``node`` is an ``unshard`` or a ``reduce_grad`` for which anything leaves this rank's compute."""
-    if is_unshard(node):
-        return not spec_of(node).all_gather.is_local
-    return is_reduce_grad(node) and not spec_of(node).reduction.is_local
-
-
-_HALVES: dict[str, tuple[Half, Stage]] = {
-    f"{NAMESPACE}.{half}_{stage}.default": (half, stage) for half in ("launch", "wait") for stage in STAGES
-}
-
-
-def _is_half(wanted: Half, node: fx.Node) -> bool:
-    half, _ = _HALVES.get(str(node.target), (None, None))
-    return half == wanted
-
-
-is_launch = partial(_is_half, "launch")  # tells whether a node starts a stage of a bucket
-is_wait = partial(_is_half, "wait")  # waits for one
-
-
-def stage_of(node: fx.Node) -> Stage:
-    """Return the stage that a launch or a wait belongs to."""
-    return _HALVES[str(node.target)][1]
-
-
-def bucket_of(node: fx.Node) -> AllGatherBucket | ReductionBucket:
-    """Return what a launch or a wait carries."""
-    text = str(node.args[1])
-    return AllGatherBucket.decode(text) if stage_of(node) == "all_gather" else ReductionBucket.decode(text)
-
-
-def is_first_stage(launch: fx.Node) -> bool:
-    """Tell whether a launch takes tensors, rather than the handle of the stage before."""
-    bucket = bucket_of(launch)
-    return isinstance(bucket, AllGatherBucket) or stage_of(launch) == bucket.stages[0]
-
-
-def inputs_of(launch: fx.Node) -> list[fx.Node]:
-    return list(launch.args[0])  # type: ignore[arg-type]
+def is_communication(node: fx.Node) -> bool:
+    """Tell whether ``node`` is an operator of ours, or takes a result out of one."""
+    if is_getitem(node):
+        return is_communication(list_of(node))
+    return node.op == "call_function" and str(node.target).startswith(f"{NAMESPACE}.")
 
 
 def has_ours(graph: fx.Graph) -> bool:
@@ -108,10 +77,129 @@ def has_ours(graph: fx.Graph) -> bool:
     return any(map(is_communication, graph.nodes))
 
 
+# ---- opaque operators ----
+
+
+def opaque_kind(node: fx.Node) -> Kind | None:
+    """Return the kind of collective that an opaque node asks for; None if ``node`` is none."""
+    name = str(node.target)
+    if node.op != "call_function" or not name.startswith(f"{NAMESPACE}."):
+        return None
+    return kinds.of_opaque(name.removeprefix(f"{NAMESPACE}.").removesuffix(".default"))
+
+
+def asked_of(node: fx.Node) -> Bucket:
+    """Return the bucket of an opaque node alone."""
+    kind = opaque_kind(node)
+    assert kind is not None
+    return kind.bucket_of_one(str(node.args[-1]), value_of(source_of(node)))
+
+
+def travels(node: fx.Node) -> bool:
+    """Tell whether ``node`` is an opaque one for which anything leaves this rank's compute."""
+    return opaque_kind(node) is not None and not asked_of(node).spec.is_local
+
+
 def spec_of(node: fx.Node) -> CommSpec:
     """Return the spec of an ``unshard``, ``reduce_grad`` or ``with_gradient`` node."""
     value = value_of(source_of(node))
     return CommSpec.decode(str(node.args[-1])).for_input(value.shape, value.dtype)
+
+
+def params_of(nodes: Sequence[fx.Node]) -> list[ParamSpec]:
+    """Return what travels at each node. Models of one class name units alike; in one graph they are numbered."""
+    met, params = Counter[tuple[str, str, str]](), list[ParamSpec]()
+    for node in nodes:
+        (param,) = asked_of(node).params
+        place = (str(node.target), param.unit, param.name)
+        if met[place]:
+            outermost, dot, rest = param.unit.partition(".")
+            param = replace(param, unit=f"{outermost}#{met[place]}{dot}{rest}")
+        met[place] += 1
+        params.append(param)
+    return params
+
+
+# ---- launches and waits ----
+
+
+def is_launch(node: fx.Node) -> bool:
+    """Tell whether ``node`` starts a stage of a bucket."""
+    return node.op == "call_function" and str(node.target).startswith(_LAUNCH)
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Tell whether ``node`` waits for a stage."""
+    return node.op == "call_function" and str(node.target).startswith(_WAIT)
+
+
+def stage_of(node: fx.Node) -> str:
+    """Return the stage that a launch or a wait belongs to."""
+    return str(node.target).removesuffix(".default").removeprefix(_LAUNCH).removeprefix(_WAIT)
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """Return the kind of a launch or a wait."""
+    return kinds.of_stage(stage_of(node))
+
+
+def bucket_of(node: fx.Node) -> Bucket:
+    """Return what a launch or a wait carries."""
+    bucket: Bucket = kind_of(node).bucket.decode(str(node.args[1]))
+    return bucket
+
+
+def is_first_stage(launch: fx.Node) -> bool:
+    """Tell whether a launch takes tensors, rather than the handle of the stage before."""
+    return stage_of(launch) == bucket_of(launch).stages[0]
+
+
+def is_ours(node: fx.Node) -> bool:
+    """Tell whether ``node`` is a launch, a wait, or takes a result out of a wait."""
+    return is_wait(list_of(node)) if is_getitem(node) else is_launch(node) or is_wait(node)
+
+
+def inputs_of(launch: fx.Node) -> list[fx.Node]:
+    return list(launch.args[0])  # type: ignore[arg-type]
+
+
+def results_of_wait(wait: fx.Node) -> dict[int, fx.Node]:
+    """Return the results of a wait that are read, by their index."""
+    items = (item for item in getitems_of(wait) if not is_part(item))
+    return dict(sorted((index_of(item), item) for item in items))
+
+
+def set_contract(launch: fx.Node, contract: Contract) -> None:
+    """Let ranks agree on ``contract`` before ``launch``."""
+    launch.args = (*launch.args[:2], contract.pack())
+
+
+def contract_at(launch: fx.Node) -> Contract | None:
+    """Return what ranks agree on before ``launch``."""
+    return Contract.unpack(str(launch.args[2])) if len(launch.args) > 2 else None
+
+
+def unsharded_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
+    """Yield what a graph, opaque or lowered, makes of parameters ahead of use, with the unsharded shapes."""
+    for node in graph.nodes:
+        if (kind := opaque_kind(node)) is not None and kind.is_ahead:
+            yield node, asked_of(node).layouts[0].shape
+        elif is_wait(node) and kind_of(node).is_ahead:
+            layouts = bucket_of(node).layouts
+            yield from ((item, layouts[index].shape) for index, item in results_of_wait(node).items())
+
+
+def gradients_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
+    """Yield the unsharded gradients that a graph, opaque or lowered, reduces, with their shapes."""
+    for node in graph.nodes:
+        if (kind := opaque_kind(node)) is not None and not kind.is_ahead:
+            yield source_of(node), asked_of(node).layouts[0].shape
+        elif is_launch(node) and not kind_of(node).is_ahead and is_first_stage(node):
+            layouts = bucket_of(node).layouts
+            yield from ((grad, layout.shape) for grad, layout in zip(inputs_of(node), layouts, strict=True))
+
+
+# ---- tensors and lists ----
 
 
 def source_of(node: fx.Node) -> fx.Node:
@@ -142,58 +230,18 @@ def list_of(item: fx.Node) -> fx.Node:
     return source_of(source) if is_part(source) else source
 
 
+def index_of(item: fx.Node) -> int:
+    """Return which result in the list of :func:`list_of` a ``getitem`` takes."""
+    source, index = source_of(item), int(item.args[1])  # type: ignore[arg-type]
+    return source.args[1].start + index if is_part(source) else index  # type: ignore[union-attr]
+
+
 def getitems_of(source: fx.Node) -> Iterator[fx.Node]:
     """Yield every ``getitem`` from a list, the parts before what is taken from them."""
     for user in filter(is_getitem, source.users):
         yield user
         if is_part(user):
             yield from getitems_of(user)
-
-
-def computes_on(node: fx.Node) -> torch.device:
-    """Return the device where compute uses what an ``unshard`` makes, or makes what a ``reduce_grad`` takes."""
-    return value_of(source_of(node) if is_reduce_grad(node) else node).device
-
-
-def params_of(graph: fx.Graph) -> dict[fx.Node, ParamSpec]:
-    """Return what travels at each node. Models of one class name units alike; in one graph they are numbered."""
-    met, params = Counter[tuple[bool, str, str]](), dict[fx.Node, ParamSpec]()
-    for node in filter(travels, graph.nodes):
-        param = spec_of(node).param
-        place = (is_unshard(node), param.unit, param.name)
-        if met[place]:
-            outermost, dot, rest = param.unit.partition(".")
-            param = replace(param, unit=f"{outermost}#{met[place]}{dot}{rest}")
-        met[place] += 1
-        params[node] = param
-    return params
-
-
-def unsharded_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
-    """Yield what a graph, opaque or lowered, all-gathers, with the unsharded shapes."""
-    for node in graph.nodes:
-        if is_unshard(node):
-            yield node, spec_of(node).layout.shape
-        elif is_wait(node) and stage_of(node) == "all_gather":
-            layouts = bucket_of(node).layouts
-            yield from ((item, layouts[index_of(item)].shape) for item in getitems_of(node) if not is_part(item))
-
-
-def gradients_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
-    """Yield the unsharded gradients that a graph, opaque or lowered, reduces, with their shapes."""
-    for node in graph.nodes:
-        if is_reduce_grad(node):
-            yield source_of(node), spec_of(node).layout.shape
-        elif is_launch(node) and stage_of(node) != "all_gather" and is_first_stage(node):
-            layouts = bucket_of(node).layouts
-            yield from ((grad, layout.shape) for grad, layout in zip(inputs_of(node), layouts, strict=True))
-
-
-def is_communication(node: fx.Node) -> bool:
-    """Tell whether ``node`` is an operator of ours, or takes a result out of one."""
-    if is_getitem(node):
-        return is_communication(list_of(node))
-    return node.op == "call_function" and str(node.target).startswith(f"{NAMESPACE}.")
 
 
 def is_parameter(node: fx.Node) -> bool:
@@ -212,6 +260,9 @@ def is_heavy(node: fx.Node) -> bool:
     """Tell whether ``node`` is compute that Inductor runs by itself, at a place of its own, or a region of it."""
     named = node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
     return named or region_of(node) is not None
+
+
+# ---- regions ----
 
 
 def region_of(node: fx.Node) -> fx.Graph | None:
@@ -238,103 +289,3 @@ def results_of(region: fx.Graph) -> Sequence[fx.Node | None]:
     """Return what a region returns."""
     (output,) = region.find_nodes(op="output")
     return output.args[0]  # type: ignore[return-value]
-
-
-def index_of(item: fx.Node) -> int:
-    """Return which result in the list of :func:`list_of` a ``getitem`` takes."""
-    source, index = source_of(item), int(item.args[1])  # type: ignore[arg-type]
-    return source.args[1].start + index if is_part(source) else index  # type: ignore[union-attr]
-
-
-# ---- writing ----
-
-# What AOTAutograd has noted of a node, by which it parts forward from backward.
-_OF_TRACING = ("partitioner_tag", "autograd_backward", "seq_nr", "recompute", "ac_graph_id", "nn_module_stack")
-
-
-def insert(before: fx.Node, op: Callable[..., Any], *args: Any, value: Any = None) -> fx.Node:
-    """Insert ``op(*args)`` and return its node; ``args`` may hold nodes at any depth.
-
-    Its fake value is ``value``, or what ``op`` returns for those of ``args``.
-    """
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(op, args)
-    node.meta["val"] = op(*fx.map_arg(args, value_of)) if value is None else value
-    return node
-
-
-def insert_copy(before: fx.Node, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Insert what ``node`` of another graph does, on what stands in this one for its arguments."""
-    with before.graph.inserting_before(before):
-        copy = before.graph.node_copy(node, known.__getitem__)
-    copy.meta |= {key: before.meta[key] for key in _OF_TRACING if key in before.meta}
-    return copy
-
-
-def insert_cast(before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """Insert a conversion to ``dtype``, unless ``node`` has that already."""
-    if value_of(node).dtype == dtype:
-        return node
-    return insert(before, torch.ops.prims.convert_element_type.default, node, dtype)
-
-
-def insert_reduce_grad(before: fx.Node, grad: fx.Node, spec: CommSpec, value: Any = None) -> fx.Node:
-    return insert(before, torch.ops.fsdp_compiled.reduce_grad.default, grad, spec.encode(), value=value)
-
-
-def insert_unshard(before: fx.Node, shard: fx.Node, spec: CommSpec, value: Any = None) -> fx.Node:
-    """Insert an all-gather of ``shard``, without a gradient."""
-    return insert(before, torch.ops.fsdp_compiled.unshard.default, shard, None, None, spec.encode(), value=value)
-
-
-def insert_take_shard(before: fx.Node, unsharded: fx.Node, spec: CommSpec) -> fx.Node:
-    """Insert the cut of an unsharded parameter for the smaller group, to this rank's padded piece."""
-    group = spec.post_forward
-    args = (unsharded, spec.param.dim, group.world, group.name)
-    return insert(before, torch.ops.fsdp_compiled.take_shard.default, *args)
-
-
-def set_contract(launch: fx.Node, contract: Contract) -> None:
-    """Let ranks agree on ``contract`` before ``launch``."""
-    launch.args = (*launch.args[:2], contract.pack())
-
-
-def contract_at(launch: fx.Node) -> Contract | None:
-    """Return what ranks agree on before ``launch``."""
-    return Contract.unpack(str(launch.args[2])) if len(launch.args) > 2 else None
-
-
-def insert_stage(
-    before: fx.Node, name: Stage, inputs: Sequence[fx.Node], bucket: AllGatherBucket | ReductionBucket
-) -> list[fx.Node]:
-    """Insert the launch and the wait of one stage and return the wait's results."""
-    ops, text = torch.ops.fsdp_compiled, bucket.encode()
-    launch = insert(before, getattr(ops, f"launch_{name}").default, list(inputs), text)
-    wait = insert(before, getattr(ops, f"wait_{name}").default, launch, text)
-    count = len(wait.meta["val"])
-    if count <= PART:
-        return [insert(before, operator.getitem, wait, index) for index in range(count)]
-    parts = [insert(before, operator.getitem, wait, slice(start, start + PART)) for start in range(0, count, PART)]
-    return [insert(before, operator.getitem, parts[index // PART], index % PART) for index in range(count)]
-
-
-def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
-    """Move the nodes, which are all of the graph's, into this order."""
-    last = graph._root
-    for node in order:
-        if last.next is not node:
-            last.append(node)
-        last = node
-
-
-def expand(node: fx.Node) -> None:
-    """Replace an ``unshard_all`` or ``reduce_all`` by an operator for each result that is read."""
-    sources: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
-    specs = [CommSpec.decode(text) for text in node.args[-1]]  # type: ignore[union-attr, arg-type]
-    insert_one = insert_unshard if is_unshard_all(node) else insert_reduce_grad
-    for item in list(node.users):
-        single = insert_one(node, sources[index_of(item)], specs[index_of(item)], item.meta["val"])
-        single.meta |= {key: node.meta[key] for key in _OF_TRACING if key in node.meta}
-        item.replace_all_uses_with(single)
-        node.graph.erase_node(item)
-    node.graph.erase_node(node)

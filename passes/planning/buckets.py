@@ -1,22 +1,22 @@
-"""Decides which all-gathers, and which reductions, share a collective.
+"""Decides which requests share a collective, and with that the schedule.
 
-Candidates of many sizes are scheduled and simulated; the one that ends first wins.
+Candidates of many sizes are scheduled and simulated; the one that ends first wins, and is what is emitted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import inf
-from typing import Generic
 
+from ..kinds import Kind, Request
 from ..schedule_policy import MIB, SchedulePolicy
-from .requests import Buckets, Request, Requests, load_of
-from .schedule import decide
+from .placing import place
 from .simulate import simulate
-from .tasks import AllGatherTask, Load, ReductionTask, bytes_in_flight, least_bytes
+from .tasks import Action, Load, Members, Plan, Requests, Task, alive_at, bytes_in_flight, least_bytes, task_of
 
 LEAST_AUTO_BOUND = 64 * MIB  # below it, launches cost more than memory
 MOST_PARAMS = 1024  # in a bucket of more, compiling takes long: some of what torch does for each result is quadratic
@@ -25,71 +25,69 @@ _HALVINGS = 8  # of the bound: the sizes that are tried
 _PARTS = 6  # and all bytes in up to so many equal parts
 _RAMPS = (0, 2, 4)  # how many buckets, from the one that nothing can hide, are each half of the next
 
-Bucket = tuple[Request, ...]
+Buckets = tuple[Members, ...]
 
 
-def decide_buckets(requests: Requests, policy: SchedulePolicy) -> Buckets:
-    """Return the buckets that ``policy`` asks for, cut where the memory bound has no room for them.
+def decide(requests: Requests, policy: SchedulePolicy) -> Plan:
+    """Return the schedule that ``policy`` asks for, its buckets cut where the memory bound has no room for them.
 
     Raises:
         ValueError: ``policy.in_flight_bytes`` is less than what some node of the graph needs at once.
     """
-    requests = requests.compressed()
-    bound = auto_bound(requests) if policy.in_flight_bytes == "auto" else policy.in_flight_bytes
-    if policy.bucket == "auto":
-        return _shortest(requests, bound, None if policy.prefetch == "auto" else policy.prefetch)
-    if policy.bucket == "unit":
-        buckets = Buckets(_by_unit(requests.all_gathers), _by_unit(requests.reductions))
-    else:
-        cap = 0 if policy.bucket == "none" else policy.bucket
-        buckets = Buckets(_filled(requests.all_gathers, cap), _filled(requests.reductions, cap))
-    return _cut_to_fit(requests, buckets, bound)
+    small, positions = requests.compressed()
+    auto, prefetch = policy.in_flight_bytes == "auto", None if policy.prefetch == "auto" else policy.prefetch
+    search = _Search(small, auto_bound(small) if auto else policy.in_flight_bytes, prefetch)  # type: ignore[arg-type]
+    found = search.shortest() if policy.bucket == "auto" else search.scored(_as_asked(small, policy.bucket))
+    original = {request.index: request for request in requests.each}
+    buckets = tuple(tuple(original[request.index] for request in bucket) for bucket in found.buckets)
+    actions = tuple(replace(action, position=positions[action.position]) for action in found.actions)
+    return Plan(buckets, requests.load(buckets), actions, search.bound_bytes)
 
 
 def auto_bound(requests: Requests) -> int:
     """Return the bound that ``in_flight_bytes="auto"`` stands for, see :class:`SchedulePolicy`."""
-    needed = max(least_bytes(load_of(requests, Buckets.alone(requests))))
-    unsharded, reduced = Counter[str](), Counter[str]()  # bytes of each unit
-    for all_gather in requests.all_gathers:
-        unsharded[all_gather.param.unit] += all_gather.task.counted
-    for reduction in requests.reductions:
-        reduced[reduction.param.unit] += reduction.task.bytes
-    two_largest = sum(size for units in (unsharded, reduced) for _, size in units.most_common(2))
+    needed = max(least_bytes(requests.load((request,) for request in requests.each)))
+    units: dict[bool, Counter[str]] = {True: Counter(), False: Counter()}  # bytes of each unit, ahead of use or not
+    for request in requests.each:
+        units[request.kind.is_ahead][request.param.unit] += request.bytes - request.kept_bytes
+    two_largest = sum(size for of_units in units.values() for _, size in of_units.most_common(2))
     return max(LEAST_AUTO_BOUND, needed, two_largest)
+
+
+def _as_asked(requests: Requests, bucket: str | int) -> Buckets:
+    if bucket == "unit":
+        return _by_unit(requests.each)
+    return _filled(requests.each, 0 if isinstance(bucket, str) else bucket)
 
 
 # ---- filling ----
 
 
-def _by_unit(requests: Sequence[Request]) -> tuple[Bucket[Request], ...]:
-    return _pack(requests, lambda request: (request.key, request.param.unit), lambda _: inf)
+def _by_unit(requests: Sequence[Request]) -> Buckets:
+    return _fill(requests, lambda request: (request.key, request.param.unit), lambda _: inf)
 
 
-def _filled(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = True) -> tuple[Bucket[Request], ...]:
+def _filled(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = True) -> Buckets:
     """Fill buckets up to ``cap`` bytes; the first ``ramp`` of each key are smaller, each half of the next.
 
     If ``apart``, what is kept until backward shares no bucket with what is not; it would hold its memory until the
     last member has been read.
     """
-    return _pack(
+    return _fill(
         requests,
-        lambda request: (request.key, apart and _is_kept(request.task)),
+        lambda request: (request.key, apart and request.kept_bytes > 0),
         lambda count: cap >> max(ramp - count, 0),
         MOST_PARAMS,
     )
 
 
-def _filled_from_the_end(requests: Sequence[Request], cap: int, ramp: int) -> tuple[Bucket[Request], ...]:
+def _filled_from_the_end(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = True) -> Buckets:
     """Do the same from the last request backwards, so that the last buckets are the small ones."""
-    return tuple(bucket[::-1] for bucket in reversed(_filled(requests[::-1], cap, ramp)))
-
-
-def _is_kept(task: AllGatherTask | ReductionTask) -> bool:
-    return isinstance(task, AllGatherTask) and task.kept_bytes > 0
+    return tuple(bucket[::-1] for bucket in reversed(_filled(requests[::-1], cap, ramp, apart)))
 
 
 @dataclass
-class _Open(Generic[Request]):
+class _Open:
     """A bucket that may still grow."""
 
     cap: float
@@ -100,26 +98,24 @@ class _Open(Generic[Request]):
     requests: list[Request] = field(default_factory=list)
 
     def takes(self, request: Request) -> bool:
-        task = request.task
-        has_room = self.size + task.bytes <= self.cap and len(self.requests) < self.most
-        return has_room and max(self.ready, task.ready) <= min(self.needed, task.needed)
+        has_room = self.size + request.bytes <= self.cap and len(self.requests) < self.most
+        return has_room and max(self.ready, request.ready) <= min(self.needed, request.needed)
 
     def add(self, request: Request) -> None:
-        task = request.task
-        self.size += task.bytes
-        self.ready, self.needed = max(self.ready, task.ready), min(self.needed, task.needed)
+        self.size += request.bytes
+        self.ready, self.needed = max(self.ready, request.ready), min(self.needed, request.needed)
         self.requests.append(request)
 
 
-def _pack(
-    requests: Sequence[Request],
+def _fill(
+    requests: Iterable[Request],
     key_of: Callable[[Request], Hashable],
     cap_of: Callable[[int], float],
     most: float = inf,
-) -> tuple[Bucket[Request], ...]:
+) -> Buckets:
     """Give each request to the newest bucket of its key, or to a new one, whose cap follows from its number."""
-    opened: dict[Hashable, list[_Open[Request]]] = {}
-    buckets: list[_Open[Request]] = []
+    opened: dict[Hashable, list[_Open]] = {}
+    buckets: list[_Open] = []
     for request in requests:
         same_key = opened.setdefault(key_of(request), [])
         if not same_key or not same_key[-1].takes(request):
@@ -129,86 +125,119 @@ def _pack(
     return tuple(tuple(bucket.requests) for bucket in buckets)
 
 
-# ---- the memory bound ----
+# ---- the shortest of many candidates ----
 
 
-def _cut_to_fit(requests: Requests, buckets: Buckets, bound: int) -> Buckets:
-    """Halve the buckets that are alive wherever even the latest schedule exceeds the bound, until none does."""
-    while True:
-        load = load_of(requests, buckets)
-        crowded = [p for p, size in enumerate(least_bytes(load)) if size > bound]
-        if not crowded:
-            return buckets
-        cut = Buckets(
-            _halved(buckets.all_gathers, [(g.first, g.last) for g in load.all_gathers], crowded),
-            _halved(buckets.reductions, [(r.made, r.ready - 1) for r in load.reductions], crowded),
-        )
-        if cut.count == buckets.count:
-            raise ValueError(_too_little(requests, load, bound))
-        buckets = cut
+@dataclass(frozen=True)
+class _Scored:
+    """Buckets that fit, their schedule, and what counts in the choice."""
+
+    buckets: Buckets
+    actions: list[Action]
+    total_us: float
+    peak_bytes: int
+
+    @property
+    def rank(self) -> tuple[int, int, float]:
+        return len(self.buckets), self.peak_bytes, self.total_us
 
 
-def _halved(
-    buckets: Sequence[Bucket[Request]], alive: Sequence[tuple[int, int]], crowded: Sequence[int]
-) -> tuple[Bucket[Request], ...]:
-    pieces: list[Bucket[Request]] = []
-    for bucket, (first, last) in zip(buckets, alive, strict=True):
-        is_crowded = bisect_left(crowded, first) < bisect_right(crowded, last)
-        half = len(bucket) // 2 if is_crowded else 0
-        pieces += [piece for piece in (bucket[:half], bucket[half:]) if piece]
-    return tuple(pieces)
+@dataclass
+class _Search:
+    """The candidates of one graph; tasks of equal buckets are computed once."""
+
+    requests: Requests
+    bound_bytes: int
+    prefetch: int | None
+    _tasks: dict[int, tuple[Members, Task]] = field(default_factory=dict)  # by the identity of the bucket kept there
+
+    def shortest(self) -> _Scored:
+        """Try many sizes for one kind after the other, and return what ends first by simulation."""
+        kinds = dict.fromkeys(request.kind for request in self.requests.each)
+        best: dict[Kind, Buckets] = {kind: _filled(self._of(kind), self.bound_bytes) for kind in kinds}
+        found: _Scored | None = None
+        for kind in kinds:
+            tried = [best | {kind: buckets} for buckets in self._candidates(kind)]
+            scored = [self.scored(tuple(chain(*buckets.values()))) for buckets in tried]
+            found = _best([*scored, found] if found is not None else scored)
+            best = {each: tuple(b for b in found.buckets if b[0].kind is each) for each in kinds}
+        return found if found is not None else self.scored(())
+
+    def scored(self, buckets: Buckets) -> _Scored:
+        """Return ``buckets``, cut to fit, with their schedule."""
+        buckets, load = self._cut_to_fit(buckets)
+        actions = place(load, self.bound_bytes, self.prefetch)
+        peak_bytes = max(bytes_in_flight(load, actions))
+        return _Scored(buckets, actions, simulate(load, actions).total_us, peak_bytes)
+
+    def _of(self, kind: Kind) -> list[Request]:
+        return [request for request in self.requests.each if request.kind is kind]
+
+    def _candidates(self, kind: Kind) -> list[Buckets]:
+        """Return different buckets of a kind's requests, each choice once."""
+        requests, bound = self._of(kind), self.bound_bytes
+        fill = _filled if kind.is_ahead else _filled_from_the_end
+        total, largest = sum(request.bytes for request in requests), max(request.bytes for request in requests)
+        caps = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
+        caps |= {bound >> halvings for halvings in range(_HALVINGS + 1)}
+        # by the caps of the first buckets and the later ones; one above the total is as good as the total
+        sizes = {
+            tuple(min(cap >> k, total) for k in range(ramp + 1)): (cap, ramp)
+            for cap in sorted(caps)
+            for ramp in _RAMPS
+        }
+        found = [_by_unit(requests), *(fill(requests, cap, ramp) for cap, ramp in sizes.values())]
+        if any(request.kept_bytes for request in requests):
+            found += [fill(requests, cap, apart=False) for cap in sorted({min(cap, total) for cap in caps})]
+        return list({tuple(tuple(r.index for r in bucket) for bucket in each): each for each in found}.values())
+
+    def _load(self, buckets: Buckets) -> Load:
+        for bucket in buckets:
+            if id(bucket) not in self._tasks:
+                self._tasks[id(bucket)] = bucket, task_of(bucket, self.requests.cluster)
+        return self.requests.load_of([self._tasks[id(bucket)][1] for bucket in buckets])
+
+    # ---- the memory bound ----
+
+    def _cut_to_fit(self, buckets: Buckets) -> tuple[Buckets, Load]:
+        """Halve the buckets that are alive wherever even the latest schedule exceeds the bound, until none does."""
+        while True:
+            load = self._load(buckets)
+            crowded = [p for p, size in enumerate(least_bytes(load)) if size > self.bound_bytes]
+            if not crowded:
+                return buckets, load
+            cut = tuple(
+                piece
+                for bucket, task in zip(buckets, load.tasks, strict=True)
+                for piece in _halved(bucket, task, crowded)
+            )
+            if len(cut) == len(buckets):
+                raise ValueError(_too_little(self.requests, load, self.bound_bytes))
+            buckets = cut
+
+
+def _best(scored: Sequence[_Scored]) -> _Scored:
+    soon = min(each.total_us for each in scored) * _AS_GOOD
+    return min((each for each in scored if each.total_us <= soon), key=lambda each: each.rank)
+
+
+def _halved(bucket: Members, task: Task, crowded: Sequence[int]) -> Buckets:
+    first, last = alive_at(task)
+    is_crowded = bisect_left(crowded, first) < bisect_right(crowded, last)
+    half = len(bucket) // 2 if is_crowded else 0
+    return tuple(piece for piece in (bucket[:half], bucket[half:]) if piece)
 
 
 def _too_little(requests: Requests, load: Load, bound: int) -> str:
     in_use = least_bytes(load)
     at = in_use.index(max(in_use))
-    alive = [(r.task.counted, r.param.name) for r in requests.all_gathers if r.task.first <= at <= r.task.last]
-    grads = [r for r in requests.reductions if r.task.made <= at < r.task.ready]
-    alive += [(r.task.bytes, f"gradient of {r.param.name}") for r in grads]
+    alive = [
+        (r.bytes - r.kept_bytes, r.param.name) for r in requests.each if r.made is None and r.needed <= at <= r.last
+    ]
+    grads = [r for r in requests.each if r.made is not None and max(r.made, 0) <= at < r.ready]
+    alive += [(r.bytes, f"gradient of {r.param.name}") for r in grads]
     names = ", ".join(f"{name} ({size} bytes)" for size, name in sorted(alive, reverse=True) if size)
     return (
         f"SchedulePolicy.in_flight_bytes: expected at least {in_use[at]} for this graph, got {bound}; "
         f"one place needs at once: {names}. Allow that many bytes, or use 'auto'"
     )
-
-
-# ---- the shortest of many candidates ----
-
-
-def _shortest(requests: Requests, bound: int, prefetch: int | None) -> Buckets:
-    """Try many sizes for all-gathers, then for reductions, and return the buckets whose simulation ends first."""
-    start = Buckets(_filled(requests.all_gathers, bound), _filled(requests.reductions, bound))
-    sized = [replace(start, all_gathers=each) for each in _candidates(requests.all_gathers, bound, _filled)]
-    best = _best(requests, sized, bound, prefetch)
-    ends = _candidates(requests.reductions, bound, _filled_from_the_end)
-    return _best(requests, [best, *(replace(best, reductions=each) for each in ends)], bound, prefetch)
-
-
-def _candidates(
-    requests: Sequence[Request], bound: int, fill: Callable[..., tuple[Bucket[Request], ...]]
-) -> list[tuple[Bucket[Request], ...]]:
-    """Return different buckets of ``requests``, each choice once."""
-    total = sum(request.task.bytes for request in requests)
-    largest = max((request.task.bytes for request in requests), default=0)
-    caps = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
-    caps |= {bound >> halvings for halvings in range(_HALVINGS + 1)}
-    # by the caps of the first buckets and the later ones; one above the total is as good as the total
-    sizes = {
-        tuple(min(cap >> k, total) for k in range(ramp + 1)): (cap, ramp) for cap in sorted(caps) for ramp in _RAMPS
-    }
-    found: list[tuple[Bucket[Request], ...]] = [_by_unit(requests)]
-    found += [fill(requests, cap, ramp) for cap, ramp in sizes.values()]
-    if any(_is_kept(request.task) for request in requests):
-        found += [fill(requests, cap, apart=False) for cap in sorted({min(cap, total) for cap in caps})]
-    return list({tuple(tuple(r.index for r in bucket) for bucket in each): each for each in found}.values())
-
-
-def _best(requests: Requests, candidates: Sequence[Buckets], bound: int, prefetch: int | None) -> Buckets:
-    scored = []
-    for buckets in (_cut_to_fit(requests, buckets, bound) for buckets in candidates):
-        load = load_of(requests, buckets)
-        actions = decide(load, bound, prefetch)
-        peak = max(bytes_in_flight(load, actions))
-        scored.append((simulate(load, actions).total_us, buckets.count, peak, buckets))
-    soon = min(total for total, *_ in scored) * _AS_GOOD
-    return min((s for s in scored if s[0] <= soon), key=lambda s: s[1:3] + s[:1])[3]

@@ -1,7 +1,7 @@
 """What a schedule places: tasks in a graph's compute, actions on them, and the memory that they take.
 
-A task is a bucket as the schedule sees it. Positions count compute nodes; "at position p" means before compute node p
-runs, and the position after the last one is the end of the graph.
+A task is a bucket of requests as the schedule sees it. Positions count compute nodes; "at position p" means before
+compute node p runs, and the position after the last one is the end of the graph.
 """
 
 from __future__ import annotations
@@ -11,80 +11,73 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
-Kind = Literal["all_gather", "reduction", "all_reduce"]
+from ..cost import Cluster
+from ..kinds import Request
+
+Members = tuple[Request, ...]  # of a bucket: requests of one kind that share a collective
 
 
-@dataclass(frozen=True)
-class AllGatherTask:
-    """An all-gather; times are in microseconds."""
+class Stage(NamedTuple):
+    """One operation of a task."""
 
-    bytes: int  # of the unsharded parameters
-    us: float  # time on the link
-    first: int  # position of the first compute node that reads the result
-    last: int  # position of the last one
-    earliest: int = 0  # position before which its input does not exist
-    kept_bytes: int = 0  # of ``bytes``, what the user keeps unsharded until backward; no part of the bound
-    lane: str = ""  # name of the link
-    pack_us: float = 0.0  # compute time of packing
-    unpack_us: float = 0.0  # compute time of unpacking
-
-    @property
-    def ready(self) -> int:
-        """Position at which its input exists."""
-        return self.earliest
-
-    @property
-    def needed(self) -> int:
-        """Position of the first compute node that reads the result."""
-        return self.first
-
-    @property
-    def counted(self) -> int:
-        """Bytes in flight from launch to the last read."""
-        return self.bytes - self.kept_bytes
+    us: float  # time on the lane
+    lane: str = ""  # operations on one lane run one after the other
 
 
 @dataclass(frozen=True)
-class ReductionTask:
-    """A reduction: a reduce-scatter, an all-reduce, or one after the other; times are in microseconds.
+class Task:
+    """A bucket; times are in microseconds.
 
-    The bytes of a gradient count from the compute node that makes it until the reduction is waited for.
+    The memory of a task that is started ahead of its use are ``output_bytes``, from the launch to the last read. Of
+    any other it is ``inputs``, each from the compute node that makes it until the first stage is waited for.
     """
 
-    parts: tuple[tuple[int, int], ...]  # of each gradient: position of that node, -1 for a graph input, and bytes
-    us: float  # time of the first collective on its link
-    needed: int  # position of the first compute node that reads the result
-    lane: str = ""  # name of the link
-    all_reduce_us: float = 0.0  # time of an all-reduce that follows; 0 for none
-    all_reduce_lane: str = ""  # name of its link
-    pack_us: float = 0.0  # compute time of packing
-    host_us: float = 0.0  # time of the copy to the host, which starts as soon as the result is complete; 0 for none
+    stages: tuple[Stage, ...]
+    ready: int  # position at which all inputs exist
+    needed: int  # position of the first compute node that reads a result
+    last: int = 0  # position of the last one, of what is started ahead
+    output_bytes: int = 0  # without what the user keeps unsharded until backward
+    inputs: tuple[tuple[int, int], ...] = ()  # position of the node that makes it, -1 for a graph input, and bytes
+    is_ahead: bool = True
+    pack_us: float = 0.0  # compute time before the launch
+    unpack_us: float = 0.0  # compute time after the first wait
 
     @property
-    def made(self) -> int:
-        """Position from which on gradients exist."""
-        return max(min(position for position, _ in self.parts), 0)
+    def us(self) -> float:
+        """Time on all lanes."""
+        return sum(stage.us for stage in self.stages)
 
-    @property
-    def ready(self) -> int:
-        """Position at which all gradients exist."""
-        return max(position for position, _ in self.parts) + 1
+    @cached_property
+    def input_bytes(self) -> int:
+        """Of all inputs."""
+        return sum(size for _, size in self.inputs)
 
-    @property
-    def bytes(self) -> int:
-        """Of all gradients."""
-        return sum(size for _, size in self.parts)
+
+def task_of(bucket: Members, cluster: Cluster) -> Task:
+    """Return the task of a bucket."""
+    first = bucket[0]
+    times = first.kind.times(bucket, cluster)
+    return Task(
+        tuple(Stage(us, lane.name) for us, lane in zip(times.stages_us, first.lanes, strict=True)),
+        ready=max(request.ready for request in bucket),
+        needed=min(request.needed for request in bucket),
+        last=max(request.last for request in bucket),
+        output_bytes=sum(r.bytes - r.kept_bytes for r in bucket) if first.kind.is_ahead else 0,
+        inputs=tuple((request.made, request.bytes) for request in bucket if request.made is not None),
+        is_ahead=first.kind.is_ahead,
+        pack_us=times.pack_us,
+        unpack_us=times.unpack_us,
+    )
 
 
 @dataclass(frozen=True)
 class Load:
-    """One graph's work: compute in a fixed order, and the collectives to place in it, in any order."""
+    """One graph's work: compute in a fixed order, and the tasks to place in it, in any order."""
 
     compute_us: tuple[float, ...]  # estimated time of each compute node
-    all_gathers: tuple[AllGatherTask, ...]
-    reductions: tuple[ReductionTask, ...] = ()
+    tasks: tuple[Task, ...]
     compute_blocked_fraction: float = 0.0  # see :class:`Cluster`
 
     @cached_property
@@ -92,15 +85,79 @@ class Load:
         """When each position is reached by compute alone, microseconds."""
         return [0.0, *accumulate(self.compute_us)]
 
+    @cached_property
+    def ahead(self) -> list[tuple[int, Task]]:
+        """The tasks that are started ahead of their use, each with its index."""
+        return [(index, task) for index, task in enumerate(self.tasks) if task.is_ahead]
+
+    @cached_property
+    def behind(self) -> list[tuple[int, Task]]:
+        """The tasks that are started as soon as their inputs exist, each with its index."""
+        return [(index, task) for index, task in enumerate(self.tasks) if not task.is_ahead]
+
+
+@dataclass(frozen=True)
+class Requests:
+    """A graph's compute and its requests, those of each kind in the order in which buckets are filled."""
+
+    compute_us: tuple[float, ...]
+    each: tuple[Request, ...]
+    cluster: Cluster
+
+    def load(self, buckets: Iterable[Members]) -> Load:
+        """Return what a schedule has to place for these buckets."""
+        return self.load_of(task_of(bucket, self.cluster) for bucket in buckets)
+
+    def load_of(self, tasks: Iterable[Task]) -> Load:
+        """Return the same, for the tasks of buckets."""
+        return Load(self.compute_us, tuple(tasks), self.cluster.compute_blocked_fraction)
+
+    def compressed(self) -> tuple[Requests, list[int]]:
+        """Return the same requests with one position for each run of compute that nothing begins or ends in.
+
+        The list tells for each of its positions, the end included, the one before.
+        """
+        marks = {0, len(self.compute_us)}
+        for request in self.each:
+            marks |= {request.ready, request.needed}
+            marks |= {request.last + 1} if request.kind.is_ahead else {request.made or 0}
+        positions = sorted(mark for mark in marks if 0 <= mark <= len(self.compute_us))
+
+        def within(position: int) -> int:
+            return bisect_right(positions, position) - 1
+
+        each = tuple(
+            replace(
+                request,
+                ready=within(request.ready),
+                needed=within(request.needed),
+                last=within(request.last),
+                made=None if request.made is None else within(request.made),
+            )
+            for request in self.each
+        )
+        clock = [0.0, *accumulate(self.compute_us)]
+        return Requests(tuple(clock[b] - clock[a] for a, b in pairwise(positions)), each, self.cluster), positions
+
 
 @dataclass(frozen=True)
 class Action:
-    """The launch of a collective, or the wait for it, at a position."""
+    """The launch of a task's stage, or the wait for it, at a position."""
 
     position: int
     verb: Literal["launch", "wait"]
-    kind: Kind
-    index: int
+    task: int  # index
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule as it is decided, emitted and inspected: the tasks, one for each bucket, and what starts when."""
+
+    buckets: tuple[Members, ...]
+    load: Load  # by nominal times
+    actions: tuple[Action, ...]  # in order
+    bound_bytes: int  # on :func:`bytes_in_flight`
 
 
 # ---- memory ----
@@ -108,55 +165,34 @@ class Action:
 
 def least_bytes(load: Load) -> list[int]:
     """Return, for each position, the bytes in flight while it runs if everything is launched as late as possible
-    and every reduction is waited for at once: what no schedule of these buckets can go below.
+    and every first stage is waited for at once: what no schedule of these buckets can go below.
     """
-    return bytes_between(load, [g.first for g in load.all_gathers], [r.ready for r in load.reductions])
+    return bytes_between(load, [task.needed for _, task in load.ahead], [task.ready for _, task in load.behind])
 
 
 def bytes_in_flight(load: Load, actions: Iterable[Action]) -> list[int]:
     """Return, for each position, the bytes in flight while it runs under a schedule."""
-    at = {(action.verb, action.kind, action.index): action.position for action in actions}
-    launched = [at["launch", "all_gather", index] for index in range(len(load.all_gathers))]
-    return bytes_between(load, launched, [at["wait", "reduction", index] for index in range(len(load.reductions))])
+    at = {(action.verb, action.task): action.position for action in actions if action.stage == 0}
+    return bytes_between(
+        load, [at["launch", index] for index, _ in load.ahead], [at["wait", index] for index, _ in load.behind]
+    )
 
 
 def bytes_between(load: Load, launched: Iterable[int], reduced: Iterable[int]) -> list[int]:
-    """Return the bytes in flight at each position, given where all-gathers start and where reductions are done."""
+    """Return the bytes in flight at each position, given where tasks start ahead and where the others are done."""
     change = [0] * (len(load.compute_us) + 2)
-    for all_gather, start in zip(load.all_gathers, launched, strict=True):
-        change[start] += all_gather.counted
-        change[all_gather.last + 1] -= all_gather.counted
-    for reduction, end in zip(load.reductions, reduced, strict=True):
-        for made, size in reduction.parts:
+    for (_, task), start in zip(load.ahead, launched, strict=True):
+        change[start] += task.output_bytes
+        change[task.last + 1] -= task.output_bytes
+    for (_, task), end in zip(load.behind, reduced, strict=True):
+        for made, size in task.inputs:
             change[max(made, 0)] += size
-        change[end] -= reduction.bytes
+        change[end] -= task.input_bytes
     return list(accumulate(change))[:-1]
 
 
-# ---- fewer positions ----
-
-
-def compress(load: Load) -> tuple[Load, list[int]]:
-    """Return the same load with one position for each run of compute that nothing begins or ends in.
-
-    The list tells for each of its positions, the end included, the one in ``load``.
-    """
-    marks = {0, len(load.compute_us)}
-    for all_gather in load.all_gathers:
-        marks |= {all_gather.earliest, all_gather.first, all_gather.last + 1}
-    for reduction in load.reductions:
-        marks |= {reduction.needed, *(p for made, _ in reduction.parts for p in (made, made + 1))}
-    positions = sorted(mark for mark in marks if 0 <= mark <= len(load.compute_us))
-
-    def within(position: int) -> int:
-        return bisect_right(positions, position) - 1
-
-    all_gathers = tuple(
-        replace(g, first=within(g.first), last=within(g.last), earliest=within(g.earliest)) for g in load.all_gathers
-    )
-    reductions = tuple(
-        replace(r, parts=tuple((within(made), size) for made, size in r.parts), needed=within(r.needed))
-        for r in load.reductions
-    )
-    compute = tuple(load.clock[b] - load.clock[a] for a, b in pairwise(positions))
-    return replace(load, compute_us=compute, all_gathers=all_gathers, reductions=reductions), positions
+def alive_at(task: Task) -> tuple[int, int]:
+    """Return the first and the last position at which even the latest schedule holds the task's memory."""
+    if task.is_ahead:
+        return task.needed, task.last
+    return max(min(made for made, _ in task.inputs), 0), task.ready - 1

@@ -10,7 +10,7 @@ from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
-from fsdp_compiled.passes import Lower
+from fsdp_compiled.passes import Schedule
 from fsdp_compiled.passes.graph import nodes
 from tests.support.builder import Builder, spec
 from tests.support.graphs import record, target_name
@@ -430,7 +430,7 @@ def test_an_exception_between_launch_and_wait_leaves_nothing_behind():
 
 @on_ranks(2)
 def test_cuda_graphs_are_refused():
-    b = Builder(Lower())
+    b = Builder(Schedule(SchedulePolicy(bucket="none")))
     unsharded = b.unshard(b.input("primals_1", 2, device="cuda"), spec((4,), "w", world=2))
     with config.patch("triton.cudagraphs", True), pytest.raises(NotImplementedError, match="CUDA graphs .* cannot"):
         b.text(unsharded)

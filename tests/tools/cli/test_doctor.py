@@ -179,7 +179,7 @@ def test_slots_of_this_process():
         slots = _slots(names)
     assert slots == [
         ("ok", "Expand, Unalias, Reshard"),
-        ("ok", "Normalize, Bucket, Lower, Reorder, Agree; after ours: UserPass"),
+        ("ok", "Normalize, Schedule, Agree; after ours: UserPass"),
         ("ok", "Pin"),
     ]
     with config.patch({names[0]: print}):

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdp_compiled.collectives.all_gather import all_gather_bucket
 from fsdp_compiled.passes import CLUSTERS, Cluster, Link, cost
 from fsdp_compiled.passes.cost import Lane
-from fsdp_compiled.passes.cost.cluster import AllGatherKind, gathers_into_place
-from fsdp_compiled.sharding.spec import AllGatherSpec, Group
+from fsdp_compiled.passes.cost.cluster import AllGatherKind
+from fsdp_compiled.sharding.spec import AllGatherSpec, Group, ParamSpec
 
 LINK = Link(latency_us=10.0, hop_us=2.0, bytes_per_s=1e9, reduce_factor=1.5, knee_bytes=10_000)
 TOY = Cluster("toy", 2e12, 1e12, 1e12, 3.0, LINK, Link(50.0, 5.0, 1e8), ranks_per_node=4)
@@ -53,9 +54,11 @@ def test_an_all_gather_and_the_copies_around_it():
 
 def test_what_can_be_gathered_into_place():
     def into_place(spec, dims, sizes):
-        return gathers_into_place(spec, dims, sizes, torch.device("cpu"))
+        shapes = [(size // 4, 4) if dim == 0 else (4, size // 4) for dim, size in zip(dims, sizes, strict=True)]
+        params = [ParamSpec("w", "u", shape, dim, torch.uint8) for shape, dim in zip(shapes, dims, strict=True)]
+        return all_gather_bucket(spec, params, torch.device("cpu")).into_place
 
-    plain = AllGatherSpec(Group("g", 4), torch.float32)
+    plain = AllGatherSpec(Group("g", 4), torch.uint8)
     assert into_place(plain, [0], [4])
     assert into_place(plain, [0, 0], [2**20, 2**20])
     assert not into_place(plain, [0, 0], [4, 4])  # copying costs less

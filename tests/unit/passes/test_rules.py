@@ -7,14 +7,14 @@ from unittest import mock
 import pytest
 import torch
 
-from fsdp_compiled.passes import Bucket, Lower, Reorder, SchedulePolicy
+from fsdp_compiled.passes import Schedule, SchedulePolicy
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.rules import GraphError, verify
 from tests.support.builder import Builder, spec
 
 
 def _lowered():
-    b = Builder(Bucket(SchedulePolicy(bucket="unit")), Lower(), Reorder())
+    b = Builder(Schedule(SchedulePolicy(bucket="unit")))
     first = b.unshard(b.input("s1", 2), spec((8,), "w1"))
     second = b.unshard(b.input("s2", 4), spec((16,), "w2"))
     third = b.unshard(b.input("s3", 4), spec((16,), "w3", unit="other"))
@@ -23,7 +23,7 @@ def _lowered():
 
 
 def _reduced(**how):
-    b = Builder(Bucket(SchedulePolicy(bucket="unit")), Lower(), Reorder())
+    b = Builder(Schedule(SchedulePolicy(bucket="unit")))
     b.text(b.reduce_grad(b.input("g", 8), spec((8,), "w", **how)))
     return b.graph
 

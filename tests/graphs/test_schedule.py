@@ -7,9 +7,9 @@ from unittest import mock
 import expecttest
 import torch
 
-from fsdp_compiled.passes import Bucket, Lower, Normalize, Reorder, SchedulePolicy
+from fsdp_compiled.passes import Normalize, Schedule, SchedulePolicy
 from fsdp_compiled.passes.graph import nodes
-from fsdp_compiled.passes.graph.liveness import cluster_of
+from fsdp_compiled.passes.graph.read import cluster_of
 from fsdp_compiled.sharding.spec import Group, Scaling, scaling_for
 from tests.support.builder import Builder, spec
 
@@ -36,9 +36,9 @@ def test_divisors():
     assert half.op == "sum" and half.pre_divide * half.post_divide == 64.0 and half.pre_divide == 8.0
 
 
-def on(device: str, reorder: bool = False):
+def on(device: str):
     """A builder, and its inputs on a device; shards are named as AOTAutograd names parameters."""
-    b = Builder(Bucket(UNIT), Lower(), *([Reorder(UNIT)] if reorder else []))
+    b = Builder(Schedule(UNIT))
     return b, lambda name, *shape, **kwargs: b.input(name, *shape, device=device, **kwargs)
 
 
@@ -124,9 +124,9 @@ getitem = getitem(wait_all_reduce_default, 0) [5] float32""",
             build,
             """\
 launch_all_gather_default = launch_all_gather([primals_1], w) [1] uint8
+launch_reduce_scatter_default = launch_reduce_scatter([g], w) [1] uint8
 wait_all_gather_default = wait_all_gather(launch_all_gather_default, w)
 getitem = getitem(wait_all_gather_default, 0) [4, 8] float32
-launch_reduce_scatter_default = launch_reduce_scatter([g], w) [1] uint8
 wait_reduce_scatter_default = wait_reduce_scatter(launch_reduce_scatter_default, w)
 getitem_1 = getitem(wait_reduce_scatter_default, 0) [4, 2] float32""",
         )
@@ -163,7 +163,7 @@ getitem = getitem(wait_all_gather_default, 0) [8] float32""",
         )
 
     def test_shards_on_the_cpu_and_compute_on_a_gpu(self):
-        b = Builder(Bucket(UNIT), Lower(), Reorder(UNIT))
+        b = Builder(Schedule(UNIT))
         specs = [spec((8,), name, device="cuda") for name in ("w1", "w2")]
         unsharded = [b.unshard(b.input(f"primals_{s.param.name}", 2), s) for s in specs]
         grads = [b.call(neg, each) for each in unsharded]
@@ -189,7 +189,7 @@ getitem_4 = getitem(wait_copy_to_host_default, 1) [2] float32""",
         self.assertEqual(cluster_of(b.graph, None).name, "H100")
 
     def test_the_host_waits_before_compute_reads_what_was_copied_to_it(self):
-        b = Builder(Lower(), Reorder())
+        b = Builder(Schedule(SchedulePolicy(bucket="none")))
         grads = [b.input(name, 4, device="cuda") for name in ("g1", "g2")]
         parts = [b.reduce_grad(grad, spec((4,), grad.name, device="cuda")) for grad in grads]
         lines = b.text(b.call(neg, parts[0]), parts[1]).splitlines()
@@ -210,7 +210,7 @@ wait_copy_to_host""",
 
 
 def test_the_users_own_collectives_and_hook_are_in_the_bucket():
-    b = Builder(Bucket(UNIT), Lower())
+    b = Builder(Schedule(UNIT))
     own = {"comm": "1", "hook": "2", "shards": Group("own", 4)}
     b.text(
         b.unshard(b.input("primals_1", 2), spec((8,), "w", all_gather_comm="0")),
@@ -223,7 +223,7 @@ def test_the_users_own_collectives_and_hook_are_in_the_bucket():
 
 def test_what_does_not_share_a_collective():
     different = [{}, {"all_gather_comm": "0"}, {"comm": "1"}, {"hook": "2"}, {"shards": Group("own", 4)}]
-    b = Builder(Bucket(UNIT), Lower())
+    b = Builder(Schedule(UNIT))
     unsharded = [b.unshard(b.input(f"s{i}", 2), spec((8,), f"w{i}", **how)) for i, how in enumerate(different)]
     parts = [b.reduce_grad(b.input(f"g{i}", 8), spec((8,), f"w{i}", **how)) for i, how in enumerate(different)]
     b.text(*unsharded, *parts)
@@ -233,7 +233,7 @@ def test_what_does_not_share_a_collective():
 
 
 def test_users_of_an_early_reduction_move_behind_its_bucket():
-    b = Builder(Normalize(), Bucket(UNIT), Lower())
+    b = Builder(Normalize(), Schedule(UNIT))
     first = b.reduce_grad(b.input("g1", 8), spec((8,), "w"))
     late_input = b.input("g2", 8)
     total = b.graph.call_function(torch.ops.aten.add.Tensor, (first, first))
@@ -244,8 +244,8 @@ def test_users_of_an_early_reduction_move_behind_its_bucket():
 
 
 def test_lowering_twice_changes_nothing():
-    b = Builder(Bucket(UNIT), Lower())
+    b = Builder(Schedule(UNIT))
     b.text(b.unshard(b.input("s1", 2, 3), spec((8, 3), "w1")))
     once = str(b.graph)
-    Lower()(b.graph)
+    Schedule(UNIT)(b.graph)
     assert str(b.graph) == once

@@ -10,23 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp_compiled.collectives.all_gather import ALL_GATHER
+from fsdp_compiled.collectives.reduction import REDUCTION
 from fsdp_compiled.passes import (
     CLUSTERS,
-    Bucket,
     Cluster,
     Link,
-    Lower,
+    Schedule,
     SchedulePolicy,
     post_grad,
     rules,
 )
 from fsdp_compiled.passes.cost import Lane
 from fsdp_compiled.passes.graph import nodes
-from fsdp_compiled.passes.graph.anchors import AnchoredCompute
-from fsdp_compiled.passes.graph.requests import is_ours, lowered_buckets, lowered_requests, opaque_requests
-from fsdp_compiled.passes.planning.buckets import auto_bound, decide_buckets
-from fsdp_compiled.passes.planning.requests import AllGatherRequest, Buckets, ReductionRequest, Requests, load_of
-from fsdp_compiled.passes.planning.tasks import AllGatherTask, ReductionTask
+from fsdp_compiled.passes.graph.emit import PLACE
+from fsdp_compiled.passes.kinds import Request
+from fsdp_compiled.passes.planning.buckets import auto_bound, decide
+from fsdp_compiled.passes.planning.tasks import Requests
 from fsdp_compiled.sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec, ReductionSpec
 from tests.support.builder import Builder, spec
 
@@ -37,92 +37,92 @@ LANE = Lane(LINK, 2)
 GROUP = Group("g", 2)
 
 
-def all_gather(index, task, unit="u", lane=LANE, key=0):
+def all_gather(index, size, first, last, earliest=0, unit="u", lane=LANE, key=0):
     # of dimension 1, which is never gathered into place
     param = ParamSpec(f"w{index}", unit, (2, 2), 1, torch.float32)
-    return AllGatherRequest(index, param, AllGatherSpec(GROUP, torch.float32), task, lane, key=key)
+    spec = AllGatherSpec(GROUP, torch.float32)
+    return Request(index, ALL_GATHER, param, spec, size, earliest, first, last, (lane,), key=("gather", key))
 
 
-def reduction(index, task, name, unit="u", lane=LANE):
+def reduction(index, size, made, needed, name, unit="u", lane=LANE):
     param = ParamSpec(name, unit, (2, 2), 0, torch.float32)
-    return ReductionRequest(index, param, ReductionSpec(torch.float32, GROUP), task, (lane,))
+    spec = ReductionSpec(torch.float32, GROUP)
+    return Request(index, REDUCTION, param, spec, size, made + 1, needed, needed, (lane,), made, key="reduction")
 
 
 def layers(sizes, compute_us, units=None, cluster=TOY, lane=LANE):
     """A backward graph: each layer reads a parameter of ``sizes`` bytes, then makes a gradient as large."""
     end = len(sizes)
     units = units or [f"u{i}" for i in range(end)]
-    all_gathers = [all_gather(i, AllGatherTask(size, 0.0, i, i), units[i], lane) for i, size in enumerate(sizes)]
-    reductions = [
-        reduction(end + i, ReductionTask(((i, size),), 0.0, end), f"w{i}", units[i], lane)
-        for i, size in enumerate(sizes)
-    ]
-    return Requests((compute_us,) * end, tuple(all_gathers), tuple(reductions), cluster)
+    all_gathers = [all_gather(i, size, i, i, unit=units[i], lane=lane) for i, size in enumerate(sizes)]
+    reductions = [reduction(end + i, size, i, end, f"w{i}", units[i], lane) for i, size in enumerate(sizes)]
+    return Requests((compute_us,) * end, (*all_gathers, *reductions), cluster)
 
 
-def shown(buckets):
-    return (
-        [[r.param.name for r in bucket] for bucket in buckets.all_gathers],
-        [[r.param.name for r in bucket] for bucket in buckets.reductions],
-    )
+def decided(requests, policy):
+    """The buckets of each kind."""
+    buckets = decide(requests, policy).buckets
+    return [[bucket for bucket in buckets if bucket[0].kind is kind] for kind in (ALL_GATHER, REDUCTION)]
+
+
+def shown(kinds):
+    return tuple([[r.param.name for r in bucket] for bucket in buckets] for buckets in kinds)
 
 
 def test_none_is_every_parameter_alone():
-    gathers, reductions = shown(decide_buckets(layers([10] * 3, 1.0), SchedulePolicy(bucket="none")))
+    gathers, reductions = shown(decided(layers([10] * 3, 1.0), SchedulePolicy(bucket="none")))
     assert gathers == reductions == [["w0"], ["w1"], ["w2"]]
 
 
 def test_one_bucket_per_unit_wherever_its_parameters_stand():
     work = layers([10] * 4, 1.0, units=["root", "a", "a", "root"])
-    gathers, _ = shown(decide_buckets(work, SchedulePolicy(bucket="unit")))
+    gathers, _ = shown(decided(work, SchedulePolicy(bucket="unit")))
     assert gathers == [["w0", "w3"], ["w1", "w2"]]
 
 
 def test_full_buckets_of_a_given_size():
     work = layers([10, 10, 30, 10, 10, 10], 1.0)
-    gathers, reductions = shown(decide_buckets(work, SchedulePolicy(bucket=25)))
+    gathers, reductions = shown(decided(work, SchedulePolicy(bucket=25)))
     assert gathers == reductions == [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]
 
 
 def test_only_equal_keys_share_a_bucket():
-    requests = tuple(all_gather(i, AllGatherTask(10, 0.0, i, i), key=i % 2) for i in range(4))
-    plan = decide_buckets(Requests((1.0,) * 4, requests, (), TOY), SchedulePolicy(bucket=1000))
+    requests = tuple(all_gather(i, 10, i, i, key=i % 2) for i in range(4))
+    plan = decided(Requests((1.0,) * 4, requests, TOY), SchedulePolicy(bucket=1000))
     assert shown(plan)[0] == [["w0", "w2"], ["w1", "w3"]]
 
 
 def test_a_reduction_whose_result_is_read_before_another_is_ready_stays_apart():
-    reductions = tuple(
-        reduction(i, ReductionTask(((i, 10),), 0.0, needed), f"w{i}") for i, needed in enumerate([2, 4, 4, 4])
-    )
-    plan = decide_buckets(Requests((1.0,) * 4, (), reductions, TOY), SchedulePolicy(bucket=1000))
+    reductions = tuple(reduction(i, 10, i, needed, f"w{i}") for i, needed in enumerate([2, 4, 4, 4]))
+    plan = decided(Requests((1.0,) * 4, reductions, TOY), SchedulePolicy(bucket=1000))
     assert shown(plan)[1] == [["w0", "w1"], ["w2", "w3"]]
 
 
 def test_an_all_gather_whose_input_is_computed_late_does_not_hold_up_earlier_ones():
-    gathers = tuple(all_gather(i, AllGatherTask(10, 0.0, i, i, earliest)) for i, earliest in enumerate([0, 1, 0]))
-    plan = decide_buckets(Requests((1.0,) * 3, gathers, (), TOY), SchedulePolicy(bucket=1000))
+    gathers = tuple(all_gather(i, 10, i, i, earliest) for i, earliest in enumerate([0, 1, 0]))
+    plan = decided(Requests((1.0,) * 3, gathers, TOY), SchedulePolicy(bucket=1000))
     assert shown(plan)[0] == [["w0"], ["w1", "w2"]]
 
 
 def test_a_latency_bound_model_gets_few_big_buckets():
-    plan = decide_buckets(layers([100] * 32, 0.1), SchedulePolicy())
-    assert len(plan.all_gathers) <= 2
-    assert len(plan.reductions) <= 2
+    plan = decided(layers([100] * 32, 0.1), SchedulePolicy())
+    assert len(plan[0]) <= 2
+    assert len(plan[1]) <= 2
 
 
 def test_a_compute_bound_model_starts_with_a_small_bucket_and_ends_with_one():
-    plan = decide_buckets(layers([100_000] * 32, 1000.0), SchedulePolicy())
-    assert len(plan.all_gathers[0]) < 4  # nothing hides it
-    assert len(plan.reductions[-1]) < 4
-    assert max(len(bucket) for bucket in plan.all_gathers) > 8
+    plan = decided(layers([100_000] * 32, 1000.0), SchedulePolicy())
+    assert len(plan[0][0]) < 4  # nothing hides it
+    assert len(plan[1][-1]) < 4
+    assert max(len(bucket) for bucket in plan[0]) > 8
 
 
 def test_where_nothing_can_hide_buckets_grow_up_to_the_links_knee():
     cpu = CLUSTERS["CPU"]
     work = layers([MIB] * 40, 1000.0, cluster=cpu, lane=Lane(cpu.intra, 2))
-    plan = decide_buckets(work, SchedulePolicy())
-    for buckets in (plan.all_gathers, plan.reductions):
-        sizes = [sum(m.task.bytes for m in bucket) for bucket in buckets]
+    plan = decided(work, SchedulePolicy())
+    for buckets in plan:
+        sizes = [sum(m.bytes for m in bucket) for bucket in buckets]
         assert max(sizes) <= 16 * MIB
         assert len(sizes) <= 5
 
@@ -132,26 +132,42 @@ def test_the_automatic_bound():
     assert auto_bound(small) == 64 * MIB
     # two of the largest units gathered, and the gradients of two
     assert auto_bound(layers([30 * MIB, 20 * MIB, 40 * MIB], 1.0)) == 140 * MIB
-    tied = AllGatherTask(300 * MIB, 0.0, 0, 2)
-    gathers = (all_gather(3, tied, "root"), *small.all_gathers)
-    assert auto_bound(Requests((1.0,) * 3, gathers, (), TOY)) == 300 * MIB + 10
+    gathers = (all_gather(9, 300 * MIB, 0, 2, unit="root"), *small.each[:3])
+    assert auto_bound(Requests((1.0,) * 3, gathers, TOY)) == 300 * MIB + 10
 
 
 def test_a_bound_cuts_buckets():
     work = layers([10] * 8, 1.0)
     for bucket in ("unit", 1000, "auto"):
-        plan = decide_buckets(work, SchedulePolicy(bucket=bucket, in_flight_bytes=25))
-        assert all(sum(m.task.bytes for m in b) <= 25 for b in (*plan.all_gathers, *plan.reductions))
+        plan = decided(work, SchedulePolicy(bucket=bucket, in_flight_bytes=25))
+        assert all(sum(m.bytes for m in b) <= 25 for b in (*plan[0], *plan[1]))
 
 
 def test_a_bound_below_one_parameter_is_refused():
     with pytest.raises(ValueError) as error:
-        decide_buckets(layers([10, 30], 1.0), SchedulePolicy(in_flight_bytes=59))
+        decided(layers([10, 30], 1.0), SchedulePolicy(in_flight_bytes=59))
     assert str(error.value) == (
         "SchedulePolicy.in_flight_bytes: expected at least 60 for this graph, got 59; one place needs at once: "
         "w1 (30 bytes), gradient of w1 (30 bytes). Allow that many bytes, or use 'auto'"
     )
-    decide_buckets(layers([10, 30], 1.0), SchedulePolicy(in_flight_bytes=60))
+    decided(layers([10, 30], 1.0), SchedulePolicy(in_flight_bytes=60))
+
+
+def test_fewer_positions_change_no_decision():
+    requests = Requests(
+        (1.0,) * 20,
+        (all_gather(0, 10, 4, 9), all_gather(1, 10, 12, 12, earliest=2), reduction(2, 5, 10, 20, "a")),
+        TOY,
+    )
+    small, positions = requests.compressed()
+    assert len(small.compute_us) < 15
+    assert sum(small.compute_us) == 20.0
+    assert [positions[request.needed] for request in small.each] == [4, 12, 20]
+    assert [positions[request.last + 1] for request in small.each[:2]] == [10, 13]
+    assert [positions[request.ready] for request in small.each] == [0, 2, 11]
+    plan = decide(requests, SchedulePolicy(bucket="none"))
+    assert plan.load == requests.load(plan.buckets)
+    assert [request.needed for (request,) in plan.buckets] == [4, 12, 20]
 
 
 # ---- whole graphs ----
@@ -298,7 +314,7 @@ def test_the_passes_are_idempotent(layers, policy):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("names", [["w1"], ["w1", "w2"]])
 @pytest.mark.parametrize("width", [64, 2048])  # two are copied out, or gathered into place
-def test_a_bucket_costs_the_same_before_and_after_it_is_lowered(width, names, dtype, shards):
+def test_what_is_emitted_is_what_was_decided(width, names, dtype, shards):
     """On a GPU, where copies run beside compute, and shards may come from the host and gradients go there."""
     device = "cuda" if shards == "cpu" else ""
     b = Builder()
@@ -306,31 +322,31 @@ def test_a_bucket_costs_the_same_before_and_after_it_is_lowered(width, names, dt
     unsharded = [b.unshard(b.input(f"primals_{i}", width, width, device=shards), s) for i, s in enumerate(specs)]
     grads = [b.call(torch.ops.aten.neg.default, each) for each in unsharded]
     graph = b.finish(*[b.reduce_grad(grad, s) for grad, s in zip(grads, specs, strict=True)])
-    cluster = CLUSTERS["H100"]
+    Schedule(SchedulePolicy(bucket="unit", cluster=CLUSTERS["H100"]))(graph)
 
-    opaque = list(filter(nodes.travels, graph.nodes))
-    requests = opaque_requests(graph, opaque, cluster, 8192)
-    before = load_of(requests, Buckets((requests.all_gathers,), (requests.reductions,)))
-    Bucket(SchedulePolicy(bucket="unit"))(graph)
-    Lower()(graph)
-    found = lowered_buckets(graph)
-    after = load_of(*lowered_requests(AnchoredCompute(graph, is_ours, 8192), found, cluster))
-    assert [replace(task, first=0, last=0) for task in before.all_gathers] == [
-        replace(task, first=0, last=0) for task in after.all_gathers
+    places = {node: node.meta[PLACE] for node in graph.nodes if nodes.is_launch(node)}
+    (plan,) = {id(place.plan): place.plan for place in places.values()}.values()
+    assert [(place.task, place.stage) for place in places.values()] == [
+        (action.task, action.stage) for action in plan.actions if action.verb == "launch"
     ]
-    assert [replace(task, parts=(), needed=0) for task in before.reductions] == [
-        replace(task, parts=(), needed=0) for task in after.reductions
-    ]
-    (gathered,) = [each.bucket for each in found if isinstance(each.bucket, AllGatherBucket)]
+    for node, place in places.items():
+        assert [param.name for param in nodes.bucket_of(node).params] == [
+            r.param.name for r in plan.buckets[place.task]
+        ]
+    (gathered,) = [each for each in map(nodes.bucket_of, places) if isinstance(each, AllGatherBucket)]
     assert gathered.into_place == (len(names) == 1 or width == 2048)
-    assert (after.reductions[0].host_us > 0.0) == (shards == "cpu")
-    assert after.reductions[0].pack_us > 0.0
+    gather, reduced = plan.load.tasks
+    assert len(gather.stages) == 1 and [nodes.stage_of(node) for node in places][1:] == (
+        ["reduce_scatter", "copy_to_host"] if shards == "cpu" else ["reduce_scatter"]
+    )
+    assert (reduced.stages[-1].lane == "to the host" and reduced.stages[-1].us > 0.0) == (shards == "cpu")
+    assert reduced.pack_us > 0.0
 
 
 def test_gradients_are_packed_even_alone_so_they_share_buckets():
     cluster = CLUSTERS["H100"]
     requests = layers([4 * MIB] * 64, 200.0, cluster=cluster, lane=Lane(cluster.intra, 8))
-    requests = replace(requests, all_gathers=())
-    buckets = decide_buckets(requests, SchedulePolicy(in_flight_bytes=1024 * MIB))
-    assert 4 < len(buckets.reductions) <= 8
-    assert sum(map(len, buckets.reductions)) == 64
+    requests = replace(requests, each=requests.each[64:])
+    _, reductions = decided(requests, SchedulePolicy(in_flight_bytes=1024 * MIB))
+    assert 4 < len(reductions) <= 8
+    assert sum(map(len, reductions)) == 64

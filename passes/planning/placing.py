@@ -1,0 +1,192 @@
+"""Decides when tasks start and end around a fixed sequence of compute, inside a hard bound on memory.
+
+A list schedule on :mod:`tasks`; see there for positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Literal
+
+from .tasks import Action, Load, bytes_between
+
+
+def place(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Action]:
+    """Return every launch and wait in order.
+
+    What is started ahead is launched in the order of first use, each as early as ``prefetch`` and memory allow, and
+    waited for at first use. Any other task is launched when its inputs are there, and waited for at the end, or
+    earlier where its memory is needed or a stage has to follow.
+
+    Args:
+        load: what to place.
+        bound_bytes: on the bytes in flight at every position; at least ``max(least_bytes(load))``.
+        prefetch: how many tasks may be launched before the first of them is needed; None: until they hide their time
+            behind compute, at least one.
+    """
+    return _Sweep(load, bound_bytes, _launch_positions(load, bound_bytes, prefetch)).actions()
+
+
+def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dict[int, int]:
+    """Return where each task that is started ahead is launched, by index, in launch order."""
+    clock, backlog, used = load.clock, _lane_backlog(load), _with_others_in_flight(load)
+    order = sorted(load.ahead, key=lambda each: each[1].needed)
+    alone = 1 - load.compute_blocked_fraction
+    ahead = 1 if prefetch is None else prefetch
+    launches, floor = dict[int, int](), 0
+    for rank, (index, task) in enumerate(order):
+        floor = max(floor, min(task.ready, task.needed))
+        target = order[rank - ahead][1].needed if rank >= ahead else 0
+        position = needed = task.needed
+        while position > floor:
+            busy_us = task.us + backlog[needed] - backlog[position]
+            hides = clock[needed] - clock[position] >= busy_us * alone
+            if position <= target and (prefetch is not None or hides):
+                break
+            if used[position - 1] + task.output_bytes > bound_bytes:
+                break
+            position -= 1
+            used[position] += task.output_bytes
+        launches[index] = floor = position
+    return launches
+
+
+def _with_others_in_flight(load: Load) -> list[int]:
+    """Return :func:`least_bytes`, counting inputs of the other tasks until these are complete by estimate."""
+    end, clock, alone = len(load.compute_us), load.clock, 1 - load.compute_blocked_fraction
+    done = (bisect_left(clock, clock[t.ready] + t.stages[0].us * alone, t.ready, end) for _, t in load.behind)
+    return bytes_between(load, [task.needed for _, task in load.ahead], done)
+
+
+def _lane_backlog(load: Load) -> list[float]:
+    """Return, for each position, the time of all tasks, but for those started ahead, that are launched before it."""
+    launched = [0.0] * (len(load.compute_us) + 2)
+    for _, task in load.behind:
+        launched[task.ready + 1] += task.stages[0].us
+    return list(accumulate(launched))
+
+
+@dataclass
+class _Sweep:
+    """One walk over the positions, which knows what is in flight."""
+
+    load: Load
+    bound_bytes: int
+    launches: dict[int, int]
+    done: list[Action] = field(default_factory=list)
+    ready: deque[int] = field(default_factory=deque)  # tasks that can be launched
+    first: deque[int] = field(default_factory=deque)  # tasks in their first stage, the oldest first
+    later: dict[int, tuple[int, int]] = field(default_factory=dict)  # of tasks in another: it, and where it began
+    in_flight: int = 0
+
+    def actions(self) -> list[Action]:
+        """Walk. The order of the steps at a position is part of the schedule.
+
+        Memory that was read for the last time is free before anything new takes it. What is launched ahead comes
+        before reductions that are launched here, whose inputs exist already and which may be waited for to make room.
+        Results that this position reads are there before the inputs that it makes count, and waits for what was
+        launched ahead come last, right before compute.
+        """
+        load, end = self.load, len(self.load.compute_us)
+        launched_at = _by_position(self.launches.items())
+        used_at = _by_position((index, task.needed) for index, task in load.ahead)
+        freed_at = _by_position((task.output_bytes, task.last + 1) for _, task in load.ahead)
+        ready_at = _by_position((index, task.ready) for index, task in load.behind)
+        needed_at = _by_position((index, task.needed) for index, task in load.behind if task.needed < end)
+        made_at = _by_position((size, made) for _, task in load.behind for made, size in task.inputs)
+        self.in_flight = sum(made_at.pop(-1, ()))
+        events = {*launched_at, *used_at, *freed_at, *ready_at, *needed_at, *made_at, end}
+        for position in sorted(event for event in events if event <= end):
+            self.in_flight -= sum(freed_at[position])
+            self.ready.extend(ready_at[position])
+            for index in launched_at[position]:
+                self._take(position, load.tasks[index].output_bytes)
+                self._act(position, "launch", index)
+            self._start(position)
+            self._follow_up(position)
+            for index in needed_at[position]:
+                self._finish(position, index)
+            self._take(position, sum(made_at[position]))
+            for index in used_at[position]:
+                self._use(position, index)
+        while self.first:
+            self._wait(end, self.first[0])
+        while self.later:  # stage by stage, so that the host waits last of all
+            stage = min(stage for stage, _ in self.later.values())
+            for index in [index for index, (at, _) in self.later.items() if at == stage]:
+                self._advance(end, index)
+        return self.done
+
+    def _act(self, position: int, verb: Literal["launch", "wait"], index: int, stage: int = 0) -> None:
+        self.done.append(Action(position, verb, index, stage))
+
+    def _start(self, position: int) -> None:
+        while self.ready:
+            self.first.append(self.ready.popleft())
+            self._act(position, "launch", self.first[-1])
+
+    def _use(self, position: int, index: int) -> None:
+        """Wait for a task that was started ahead, stage by stage."""
+        for stage in range(len(self.load.tasks[index].stages)):
+            if stage:
+                self._act(position, "launch", index, stage)
+            self._act(position, "wait", index, stage)
+
+    def _take(self, position: int, size: int) -> None:
+        """Count ``size`` bytes as in flight, after waiting for inputs that make room where the bound has none."""
+        while self.in_flight + size > self.bound_bytes and (self.first or self.ready):
+            if not self.first:
+                self._start(position)
+            self._wait(position, self.first[0])
+        self.in_flight += size
+
+    def _follow_up(self, position: int) -> None:
+        """Go on to the next stage of tasks whose last launch must be complete by now."""
+        for index in list(self.first):
+            task = self.load.tasks[index]
+            if not any(stage.us for stage in task.stages[1:]) or not self._is_complete(
+                position, index, 0, task.ready
+            ):
+                break
+            self._wait(position, index)
+        for index, (stage, since) in list(self.later.items()):
+            follows = any(each.us for each in self.load.tasks[index].stages[stage + 1 :])
+            if follows and self._is_complete(position, index, stage, since):
+                self._advance(position, index)
+
+    def _is_complete(self, position: int, index: int, stage: int, since: int) -> bool:
+        clock, alone = self.load.clock, 1 - self.load.compute_blocked_fraction
+        return clock[position] - clock[since] >= self.load.tasks[index].stages[stage].us * alone
+
+    def _wait(self, position: int, index: int) -> None:
+        self.first.remove(index)
+        self._act(position, "wait", index)
+        self.in_flight -= self.load.tasks[index].input_bytes
+        self._launch_next(position, index, 1)
+
+    def _advance(self, position: int, index: int) -> None:
+        stage, _ = self.later.pop(index)
+        self._act(position, "wait", index, stage)
+        self._launch_next(position, index, stage + 1)
+
+    def _launch_next(self, position: int, index: int, stage: int) -> None:
+        if stage < len(self.load.tasks[index].stages):
+            self._act(position, "launch", index, stage)
+            self.later[index] = stage, position
+
+    def _finish(self, position: int, index: int) -> None:
+        if index in self.first:
+            self._wait(position, index)
+        while index in self.later:
+            self._advance(position, index)
+
+
+def _by_position(pairs: Iterable[tuple[int, int]]) -> defaultdict[int, list[int]]:
+    found = defaultdict[int, list[int]](list)
+    for item, position in pairs:
+        found[position].append(item)
+    return found
