@@ -30,6 +30,7 @@ from .init.placements import ShardPlacementFn, checked_placements
 from .init.shard import shard
 from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
+from .passes import Pass, region_options
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .regions.block import has_regions
 from .regions.choose import set_regions
@@ -174,7 +175,7 @@ def _call_with_hooks(module: FSDPModule, method: Callable[..., Any], *args: Any,
     return state.post_forward.hook(module, args, method(*args, **kwargs))  # type: ignore[arg-type]
 
 
-def options(schedule: SchedulePolicy | None = None) -> dict[str, Any]:
+def options(schedule: SchedulePolicy | None = None, passes: Sequence[Pass] = ()) -> dict[str, Any]:
     """Return options for ``torch.compile(model, options=...)`` by which one compile uses ``schedule``.
 
     Passes that the user has in Inductor's custom-pass slots still run, after ours. Call it again after changing
@@ -182,17 +183,21 @@ def options(schedule: SchedulePolicy | None = None) -> dict[str, Any]:
 
     Args:
         schedule: None for the default policy, which plain ``torch.compile`` uses too.
+        passes: your own graph passes, see :func:`compile`.
 
     Raises:
-        TypeError: ``schedule`` is no SchedulePolicy.
+        TypeError: ``schedule`` is no SchedulePolicy, or ``passes`` no list of functions.
+        ValueError: a pass names another one, to stand beside, that there is not.
     """
-    return _options(schedule)
+    return _options(schedule, more=passes)
 
 
-def _options(schedule: SchedulePolicy | None, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _options(
+    schedule: SchedulePolicy | None, given: Mapping[str, Any] | None = None, more: Sequence[Pass] = ()
+) -> dict[str, Any]:
     do = 'use for example SchedulePolicy(bucket="unit")'
     expect("schedule", schedule, SchedulePolicy | None, "a SchedulePolicy or None", do)
-    return passes.options(schedule or SchedulePolicy(), core_hash(), given)
+    return passes.options(schedule or SchedulePolicy(), core_hash(), given, more)
 
 
 def compile(
@@ -200,6 +205,7 @@ def compile(
     *,
     schedule: SchedulePolicy | None = None,
     regions: Literal["off", "auto"] | Sequence[nn.Module] = "off",
+    passes: Sequence[Pass] = (),
     **torch_compile_kwargs: Any,
 ) -> Any:
     """Compile a sharded model as ``torch.compile`` does, with a schedule of its own.
@@ -211,6 +217,9 @@ def compile(
             at least four times with equal class and parameter shapes, or a list of modules given to
             ``fully_shard``. The graph's collectives stay outside them. It holds until the next call with this
             model. A block that torch cannot make a region of is compiled as a part of the graph, with a warning.
+        passes: your own graph passes: each a function of a ``torch.fx.Graph`` that changes it in place, a frozen
+            dataclass for its fields to enter the compile-cache keys. It runs after ``Schedule``, or where a class
+            attribute ``before`` or ``after`` names another pass; the graph's rules are checked after it.
         torch_compile_kwargs: given to ``torch.compile``; ``options`` and ``mode`` are kept, and passes of the user's
             among the options run after ours.
 
@@ -218,10 +227,11 @@ def compile(
         What ``torch.compile`` returns.
 
     Raises:
-        TypeError: ``model`` cannot be called, ``schedule`` is no SchedulePolicy, ``regions`` something else, or
-            ``options`` no mapping.
+        TypeError: ``model`` cannot be called, ``schedule`` is no SchedulePolicy, ``regions`` something else,
+            ``options`` no mapping, or ``passes`` no list of functions.
         ValueError: another backend than Inductor, which alone runs the passes, or both ``mode`` and ``options``;
-            regions of a function, or modules that are no units of ``model``, or lie inside each other.
+            regions of a function, or modules that are no units of ``model``, or lie inside each other; a pass that
+            names another one, to stand beside, that there is not.
         NotImplementedError: regions, and a pass of the user's in Inductor's option ``_pre_fusion_custom_pass``.
     """
     expect("model", model, Callable, "a module or a function that calls one")
@@ -233,8 +243,8 @@ def compile(
     if mode is not None and given:
         raise unexpected("mode", "None beside options", repr(mode), "put what the mode sets into options")
     of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    chosen = {**of_mode, **given, **_options(schedule, given)}
-    of_regions = passes.region_options(given) if regions != "off" else {}
+    chosen = {**of_mode, **given, **_options(schedule, given, passes)}
+    of_regions = region_options(given) if regions != "off" else {}
     if isinstance(model, nn.Module):
         set_regions(model, regions)
     elif regions != "off":

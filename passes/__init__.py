@@ -7,7 +7,7 @@ operators; ``uninstall()`` restores the slots. The passes must not know models: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import inductor
@@ -76,16 +76,17 @@ def pinning() -> tuple[Pass, ...]:
     )
 
 
-def slots(policy: SchedulePolicy, core: str = "") -> dict[str, Pipeline]:
+def slots(policy: SchedulePolicy, core: str = "", more: Sequence[Pass] = ()) -> dict[str, Pipeline]:
     """Return the pipeline for each of Inductor's custom-pass slots.
 
-    ``core`` is a hash of what the operators compute; it enters the compile-cache keys.
+    ``core`` is a hash of what the operators compute; it enters the compile-cache keys. ``more``: a user's passes.
     """
-    return {
-        "joint_custom_pre_pass": Pipeline(joint(policy), core, "joint"),
-        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core, "schedule", policy),
-        "post_grad_custom_post_pass": Pipeline(pinning(), core),
+    pipelines = {
+        "joint_custom_pre_pass": Pipeline(joint(policy), core, "joint", verifies=policy.verify),
+        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core, "schedule", policy, policy.verify),
+        "post_grad_custom_post_pass": Pipeline(pinning(), core),  # control dependencies hide nodes from the rules
     }
+    return inductor.with_users(pipelines, more)
 
 
 def install(core: str = "") -> None:
@@ -109,9 +110,11 @@ def uninstall() -> None:
         inductor.uninstall(slot)
 
 
-def options(policy: SchedulePolicy, core: str = "", given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def options(
+    policy: SchedulePolicy, core: str = "", given: Mapping[str, Any] | None = None, more: Sequence[Pass] = ()
+) -> dict[str, Any]:
     """Return Inductor options to compile by ``policy`` beside the user's own passes; ``core`` as in :func:`slots`.
 
     ``given`` are other options of that compile; a pass of the user's among them runs rather than the one in the slot.
     """
-    return {slot: beside_users_passes(slot, run, given) for slot, run in slots(policy, core).items()}
+    return {slot: beside_users_passes(slot, run, given) for slot, run in slots(policy, core, more).items()}

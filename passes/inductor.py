@@ -6,8 +6,10 @@ It knows the slots and how each supported torch fills them; it must not know wha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import inspect
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,15 +20,26 @@ from torch import fx
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._inductor import config, custom_graph_pass
 
+from ..expect import expect, shown, unexpected
 from . import cost, log
 from .graph import nodes
+from .rules import verify
 from .schedule_policy import SchedulePolicy
 
 
 class Pass(Protocol):
-    """Rewrites a graph in place; its fields and its source are all of its configuration."""
+    """Rewrites a graph in place; its fields and its source are all of its configuration.
+
+    A user's may say by a class attribute ``before`` or ``after`` which pass it stands next to, by name; by default it
+    comes after ``Schedule``.
+    """
 
     def __call__(self, graph: fx.Graph) -> None: ...
+
+
+def name_of(run: Pass) -> str:
+    """Return the name of a pass in the log, in captures and in errors."""
+    return getattr(run, "__name__", type(run).__name__)
 
 
 @dataclass(frozen=True)
@@ -37,21 +50,70 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
     core: str = ""  # a hash of what the operators in the graphs compute: the caches do not look into operators
     slot: log.Slot = ""  # by which progress is told
     policy: SchedulePolicy | None = None  # by which the passes schedule, if they do
+    verifies: bool = False  # each pass, and not the user's alone
 
     def __call__(self, graph: fx.Graph) -> None:
         if not nodes.has_ours(graph):
             return
         with log.during(self.slot, graph):
             for run in self.passes:
-                run(graph)
+                self._run(run, graph)
             graph.lint()
         if self.policy is not None:
             log.scheduled(graph, self.policy)
 
-    def uuid(self) -> str:
-        """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines."""
+    def _run(self, run: Pass, graph: fx.Graph) -> None:
+        """Run one pass; check the graph's rules after it, and tell of it, where it is the user's."""
+        began, is_ours = time.perf_counter(), _is_ours(run)
+        run(graph)
+        if not is_ours:
+            log.ran(name_of(run), time.perf_counter() - began)
+        if self.verifies or not is_ours:
+            verify(graph, name_of(run))
+
+    def uuid(self) -> str | None:
+        """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines.
+
+        None, which turns compile caches off, where the source of a user's pass cannot be found.
+        """
         machine = cost.description(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-        return f"{source_hash(Path(__file__).parent)}:{self.core}:{self.passes!r}:{machine}:{cost.group_places()}"
+        try:
+            sources = [inspect.getsource(type(run)) for run in self.passes if not _is_ours(run)]
+        except (OSError, TypeError):
+            return None
+        library = f"{source_hash(Path(__file__).parent)}:{self.core}"
+        return f"{library}:{sources}:{self.passes!r}:{machine}:{cost.group_places()}"
+
+
+def _is_ours(run: Pass) -> bool:
+    return str(getattr(run, "__module__", "")).startswith(__name__.partition(".")[0] + ".")
+
+
+def with_users(pipelines: Mapping[str, Pipeline], runs: Sequence[Pass]) -> dict[str, Pipeline]:
+    """Return the pipelines with the user's passes where each says that it belongs.
+
+    Raises:
+        TypeError: one is no function of a graph.
+        ValueError: one names a pass that there is not, or two places.
+    """
+    found = dict(pipelines)
+    expect("passes", runs, list | tuple, "a list of functions of a graph")
+    for run in runs:
+        if not callable(run):
+            raise unexpected("passes", "functions of a graph", shown(run), error=TypeError)
+        before, after = getattr(run, "before", None), getattr(run, "after", None)
+        name, where = before or after or "Schedule", f"{name_of(run)}.{'before' if before else 'after'}"
+        names = [name_of(each) for pipeline in found.values() for each in pipeline.passes]
+        if before and after:
+            raise unexpected(name_of(run), "before or after, one of them", f"{before!r} and {after!r}")
+        if name not in names:
+            raise unexpected(where, f"a pass among {', '.join(names)}", repr(name))
+        slot, pipeline = next((s, p) for s, p in found.items() if name in map(name_of, p.passes))
+        at = list(map(name_of, pipeline.passes)).index(name) + (0 if before else 1)
+        while not before and at < len(pipeline.passes) and not _is_ours(pipeline.passes[at]):
+            at += 1  # behind those that were given earlier
+        found[slot] = replace(pipeline, passes=(*pipeline.passes[:at], run, *pipeline.passes[at:]))
+    return found
 
 
 @dataclass(frozen=True)

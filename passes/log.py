@@ -131,6 +131,11 @@ def scheduled(graph: fx.Graph, policy: SchedulePolicy) -> None:
 during = _progress.during
 
 
+def ran(name: str, seconds: float) -> None:
+    """Tell that a user's pass has run on the graph under way."""
+    _log.log(_level(), "%s: %s ran in %.2f s", graph_kind(), name, seconds)
+
+
 def watch() -> None:
     """Log compilations from now on; called again because ``torch.compiler.reset`` forgets who asked."""
     if _progress.begin not in callback_handler.start_callbacks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..expect import expect, unexpected
+from ..expect import expect, expect_bool, unexpected
 from ..sharding.spec import CommSpec
 from .cost import Cluster
 
@@ -36,6 +36,8 @@ class SchedulePolicy:
         cluster: the machine that times are estimated for; None: found from the devices and the process group.
         tokens: how many of them (or pixels, samples: whatever meets each weight once) a rank's batch is taken to
             hold, in sequences of up to 4096, where times are estimated. It need not be exact, see passes/README.md.
+        verify: check after every pass that the graph keeps the rules of ``passes/rules.py``, which takes some time; a
+            pass that breaks one raises GraphError with its name. A user's passes are always checked.
 
     Raises:
         TypeError: a field has another type.
@@ -48,6 +50,7 @@ class SchedulePolicy:
     keep_unsharded_bytes: Literal["auto"] | int = "auto"
     cluster: Cluster | None = None
     tokens: int = 8192
+    verify: bool = False
 
     def __post_init__(self) -> None:
         _check("bucket", self.bucket, ("auto", "unit", "none"), least=1)
@@ -55,6 +58,7 @@ class SchedulePolicy:
         _check("in_flight_bytes", self.in_flight_bytes, ("auto",), least=1)
         _check("keep_unsharded_bytes", self.keep_unsharded_bytes, ("auto",), least=0)
         _check("tokens", self.tokens, (), least=1)
+        expect_bool("SchedulePolicy.verify", self.verify)
         do = "use one of fsdp_compiled.passes.cost.CLUSTERS"
         expect("SchedulePolicy.cluster", self.cluster, Cluster | None, "a Cluster or None", do)
 

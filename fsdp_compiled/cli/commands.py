@@ -200,6 +200,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     about = "of parameters that stay unsharded from forward to backward (0)"
     add("--keep-unsharded-bytes", type=_or(byte_size), metavar="BYTES", help=about)
     add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
+    add("--verify", action="store_true", help="check after every pass that the graph keeps the rules")
     about = f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)"
     add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
 
-from .. import passes
 from ..api import options
 from ..hooks.casts import tensors_in
 from ..hooks.context import states_below
-from ..passes import cost
+from ..passes import Pass, beside_users_passes, cost, region_options, slots
+from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
 from ..tracing.sharded_module import with_code_of_its_own
@@ -34,6 +35,7 @@ def capture(
     loss: Callable[[Any], Tensor] | None = None,
     schedule: SchedulePolicy | None = None,
     code: bool = True,
+    passes: Sequence[Pass] = (),
     **kwargs: Any,
 ) -> Capture:
     """Compile ``model`` as ``torch.compile`` would, run it once, and return the graphs and what they cost.
@@ -49,10 +51,11 @@ def capture(
         schedule: None for the default policy.
         code: False generates no code and computes nothing: graphs return tensors of the right shape that take no
             memory. So a model can be captured that this machine could not run; its shards need no values.
+        passes: your own graph passes, as for ``fsdp_compiled.compile``.
         kwargs: of its forward.
 
     Raises:
-        TypeError: ``model`` is no module, or ``schedule`` no SchedulePolicy.
+        TypeError: ``model`` is no module, ``schedule`` no SchedulePolicy, or ``passes`` no list of functions.
         ValueError: no unit lies in ``model``.
     """
     if not isinstance(model, nn.Module):
@@ -61,7 +64,7 @@ def capture(
     if not states:
         raise ValueError(f"{type(model).__name__}: expected a sharded model, found no unit; call fully_shard first")
     policy = schedule or SchedulePolicy()
-    recorder = _Recorder(policy, passes.region_options() if has_regions(model) else {}, code)
+    recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code)
 
     breaks = counters["graph_break"].copy()
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
@@ -132,15 +135,16 @@ def _empty(value: Any) -> Any:
 class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
-    def __init__(self, policy: SchedulePolicy, more: Mapping[str, Any], code: bool) -> None:
+    def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool) -> None:
         slot = "post_grad_custom_pre_pass"
-        observed = passes.Pipeline(
-            (*passes.post_grad(policy), self._observe), slot="schedule" if code else "schedule only", policy=policy
-        )
+        pipeline = slots(policy, more=own)[slot]
+        self._passes = tuple(map(name_of, pipeline.passes))
+        ran: tuple[Pass, ...] = (*pipeline.passes, self._observe)
+        observed = replace(pipeline, passes=ran, slot="schedule" if code else "schedule only")
         self.graphs = list[CapturedGraph]()
         self._policy, self._code = policy, code
         self._scheduled: fx.Graph | None = None
-        self._config = {**options(policy), **more} | {slot: passes.beside_users_passes(slot, observed)}
+        self._config = {**options(policy, own), **more} | {slot: beside_users_passes(slot, observed)}
         self._config["force_disable_caches"] = True  # on a hit no pass would run
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
@@ -159,5 +163,6 @@ class _Recorder:
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
         kind = "backward" if kwargs.get("is_backward") else kind
-        self.graphs.append(captured_graph(read, kind, after, before, getattr(compiled, "source_code", "") or ""))
+        found = captured_graph(read, kind, after, before)
+        self.graphs.append(replace(found, code=getattr(compiled, "source_code", "") or "", passes=self._passes))
         return compiled

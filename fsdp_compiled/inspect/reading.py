@@ -118,7 +118,7 @@ class _Clock:
 
 
 def captured_graph(
-    read: Scheduled, kind: GraphKind, module: fx.GraphModule, before: fx.GraphModule | None = None, code: str = ""
+    read: Scheduled, kind: GraphKind, module: fx.GraphModule, before: fx.GraphModule | None = None
 ) -> CapturedGraph:
     """Return the record of a scheduled graph, of which ``module`` holds what is compiled."""
     return CapturedGraph(
@@ -131,7 +131,7 @@ def captured_graph(
         peak_unsharded_bytes=max(read.in_flight),
         bound_bytes=read.plan.bound_bytes,
         kept_bytes=sum(request.kept_bytes for request in read.requests),
-        code=code,
+        code="",
         regions=read.regions(),
     )
 

@@ -118,6 +118,7 @@ class CapturedGraph:
         kept_bytes: of parameters that the user keeps unsharded until backward; not part of the peak.
         code: what Inductor generated.
         regions: in order of first call; the timeline counts each call as compute.
+        passes: names of the passes that made ``module`` of ``before``, a user's among them.
     """
 
     kind: GraphKind
@@ -131,6 +132,7 @@ class CapturedGraph:
     kept_bytes: int
     code: str
     regions: tuple[Region, ...] = ()
+    passes: tuple[str, ...] = ()
 
     @property
     def compute_us(self) -> float:

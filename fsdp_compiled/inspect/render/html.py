@@ -97,7 +97,8 @@ def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
     marked = {position for c in graph.collectives for position in (c.launch, c.wait, c.first_use)}
     if graph.before is not None:
         yield _details("Graph before the passes", _listing("", graph.before.graph, set()))
-    yield _details("Graph after the passes", _listing(key, graph.module.graph, marked))
+    names = f": {escape(', '.join(graph.passes))}" if graph.passes else ""
+    yield _details(f"Graph after the passes{names}", _listing(key, graph.module.graph, marked))
     if graph.code:
         yield _details("Code that Inductor generated", escape(graph.code))
     for region in graph.regions:
