@@ -1,6 +1,6 @@
 """A kind of collective that the library does not know: a broadcast, from trace to rank agreement.
 
-Nothing of the library is changed for it. Two tables, right on rank 0 alone, are read by a sharded model.
+Two tables, right on rank 0 alone, are read by a sharded model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class BroadcastSpec(Spec):
 class BroadcastBucket(Bucket):
     spec: BroadcastSpec
     params: tuple[ParamSpec, ...]
-
     stages = ("broadcast",)
 
     def group_of(self, stage: str) -> Group:
@@ -72,7 +71,6 @@ define_kind(BROADCAST := Kind("broadcast", "broadcast", BroadcastBucket, {"broad
 
 
 def texts(source: int) -> dict[str, str]:
-    """The arguments of the operator for one tensor."""
     spec = BroadcastSpec(Group(dist.group.WORLD.group_name, 2), torch.float32, source)
     params = [ParamSpec(name, "Tables", (SIZE,), 0, torch.float32) for name in ("scale", "shift")]
     return {param.name: BroadcastBucket(spec, (param,)).encode() for param in params}
@@ -87,11 +85,9 @@ class Tables(nn.Module):
         for name in self.texts:
             self.register_buffer(name, torch.rand(SIZE) if dist.get_rank() == 0 else torch.zeros(SIZE))
 
-    def everywhere(self, name: str) -> Tensor:
-        return torch.ops.fsdp_compiled.broadcast(getattr(self, name), self.texts[name])
-
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.first(x) * self.everywhere("scale") + self.everywhere("shift"))
+        scale, shift = (torch.ops.fsdp_compiled.broadcast(getattr(self, n), text) for n, text in self.texts.items())
+        return self.last(self.first(x) * scale + shift)
 
 
 @on_ranks(2)
