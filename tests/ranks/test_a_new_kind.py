@@ -104,11 +104,10 @@ def test_a_broadcast_from_trace_to_agreement():
 
     captured = capture(model, x, schedule=SchedulePolicy(bucket="unit"))
     (broadcast,) = [each for each in captured.graphs[0].collectives if each.kind == "broadcast"]
+    assert "broadcast" in str(captured) and broadcast.estimate_us > 0.0
     assert broadcast.params == ("scale", "shift") and broadcast.bytes == 2 * SIZE * 4
     assert broadcast.launch < broadcast.wait < broadcast.first_use
-    assert "broadcast" in str(captured) and broadcast.estimate_us > 0.0
     same_on_ranks(str(captured.graphs[0].module.graph))
-
     compiled = compile(model, schedule=SchedulePolicy(bucket="unit", verify=True), fullgraph=True)
     with profile() as run:
         torch.testing.assert_close(compiled(x), want)
