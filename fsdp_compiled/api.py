@@ -12,19 +12,11 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import agreement, collectives, passes, sharding
 from .expect import expect, unexpected
-from .init.arguments import (
-    check_complete_units_below,
-    check_device,
-    check_no_unit_above,
-    check_options,
-    checked_modules,
-    checked_reshard,
-)
+from .init.arguments import check_device, check_options, checked_modules, checked_reshard, renew_compiled
 from .init.parameters import managed_parameters
 from .init.placements import ShardPlacementFn, checked_placements
 from .init.shard import shard
@@ -59,7 +51,7 @@ def fully_shard(
     is, or compile it as one graph: ``torch.compile(model, fullgraph=True)``.
 
     Args:
-        module: a module, or a list of modules that form one unit; for what ``torch.compile`` made of one, that one.
+        module: a module, or a list of modules that form one unit. A compiled module stands for the module inside.
         mesh: 1-D to shard, or 2-D with names to replicate over dimension 0 and shard over dimension 1. None
             shards over all ranks.
         reshard_after_forward: free unsharded parameters after forward and all-gather them again in backward
@@ -95,8 +87,6 @@ def fully_shard(
     check_device(mesh_info)
     default = _default_placement(mesh_info, mp_policy, offload_policy)
     placements = checked_placements(found, default, shard_placement_fn, reshard)
-    check_no_unit_above(modules)
-    check_complete_units_below(modules)
     shard(modules, found, placements, default, reshard)
     _follow(module)
     return module
@@ -106,12 +96,18 @@ fully_shard.state = unit_state  # type: ignore[attr-defined]
 
 
 def _follow(sharded: nn.Module | list[nn.Module]) -> None:
-    """Let everything around the modules know that they are sharded."""
+    """Let what lies outside the modules take part: Inductor, the other ranks, torch's trace, compiled modules."""
     passes.install(core_hash())
+    passes.observe(_write_artifacts)
     agreement.register_callbacks()
     for module in sharded if isinstance(sharded, list) else [sharded]:
-        if isinstance(module, OptimizedModule):
-            module._initialize()  # it calls the __call__ that its module's class had
+        renew_compiled(module)
+
+
+def _write_artifacts(*scheduled: Any) -> None:
+    from .inspect.artifacts import write  # only here: nothing is drawn unless torch writes a trace
+
+    write(*scheduled)
 
 
 def _default_placement(

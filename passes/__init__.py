@@ -17,7 +17,7 @@ from .cost import CLUSTERS, Cluster, Link
 from .expand import Expand
 from .inductor import Pass, Pipeline, beside_users_passes
 from .inductor import source_hash as source_hash
-from .log import watch
+from .log import observe, watch
 from .lower import Lower
 from .normalize import Normalize
 from .pin import Pin
@@ -46,6 +46,7 @@ __all__ = [
     "beside_users_passes",
     "install",
     "joint",
+    "observe",
     "options",
     "pinning",
     "post_grad",

@@ -119,8 +119,12 @@ _observers = list[Observer]()
 
 
 def observe(observer: Observer) -> None:
-    """While torch writes a trace, call ``observer`` with every scheduled graph, its policy, kind and the folder."""
-    _observers.append(observer)
+    """While torch writes a trace, call ``observer`` with every scheduled graph, its policy, kind and the folder.
+
+    A second call with one observer changes nothing.
+    """
+    if observer not in _observers:
+        _observers.append(observer)
 
 
 def scheduled(graph: fx.Graph, policy: SchedulePolicy) -> None:

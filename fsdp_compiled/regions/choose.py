@@ -9,7 +9,7 @@ from torch import nn
 
 from ..expect import shown, unexpected
 from ..hooks.context import states_below
-from ..module import FSDPModule, unit_state
+from ..module import FSDPModule, unit_state, user_class
 from .block import RegionModule, drop_region, make_region
 
 # "auto" takes blocks that occur at least so often: a region costs about as much to compile as two flat blocks.
@@ -71,7 +71,7 @@ def _equal_units(model: nn.Module) -> list[nn.Module]:
 
 def _kind(module: nn.Module) -> Hashable:
     shapes = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
-    return getattr(type(module), "_fsdp_user_class", type(module)), shapes
+    return user_class(module), shapes
 
 
 def _is_possible(module: nn.Module) -> bool:
