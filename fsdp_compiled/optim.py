@@ -1,7 +1,7 @@
 """Steps an optimizer on this rank's plain shards, and shows its parameters and state as DTensors.
 
-It decides which optimizers may do so and what stands for a DTensor during a step. It must not know who sharded the
-parameters: those of ``torch.distributed.fsdp`` do as well as this package's.
+It decides which optimizers may do so, and which tensor replaces a DTensor during a step. It must not know who sharded
+the parameters: those of ``torch.distributed.fsdp`` are accepted, too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .expect import expect, expect_bool, unexpected
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-# Read in the source of torch 2.11.0, 2.13.0 and 2.15.0: beside a parameter's elements they use only step counts,
-# and what follows from those, which are equal on all ranks.
+# Read in the source of torch 2.11.0, 2.13.0 and 2.15.0: besides a parameter's elements they use only step
+# counts, and values computed from these, which are equal on all ranks.
 _ADAMS = (optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam)
 ELEMENTWISE = frozenset({*_ADAMS, optim.ASGD, optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.SGD})
 # Norms, matrix products, line searches and sparse gradients.
@@ -40,7 +40,7 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
     what happens inside ``step`` changes. Parameter groups, gradients, ``optimizer.state``, state dicts, hooks and
     closures see DTensors as before. A state tensor that has the shape of the parameter's local shard is taken for
     one value per element and shown as a DTensor with the parameter's placements; others are shown as they are.
-    Plain parameters, also beside DTensors in one group, are stepped as they are.
+    Plain parameters are stepped as they are; a group may hold both.
 
     No tensor is copied, and none is kept between steps. A copied or unpickled optimizer steps on DTensors again until
     it is given to this function. ``torch.compile`` does not compile the step.

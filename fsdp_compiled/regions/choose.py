@@ -17,7 +17,7 @@ AUTO_COUNT = 4
 
 
 def set_regions(model: nn.Module, regions: str | Sequence[nn.Module]) -> None:
-    """Let the units of ``model`` that ``regions`` says be regions, and no others, see ``fsdp_compiled.compile``."""
+    """Make the units of ``model`` that ``regions`` names its only regions; see ``fsdp_compiled.compile``."""
     chosen = _chosen(model, regions)
     for module in model.modules():
         if isinstance(module, RegionModule) and module not in chosen:
@@ -75,5 +75,5 @@ def _kind(module: nn.Module) -> Hashable:
 
 
 def _is_possible(module: nn.Module) -> bool:
-    """Tell whether the module runs its class's forward, rather than one that was put on it."""
+    """Tell whether the module runs its class's forward, rather than one assigned to the instance."""
     return "forward" not in module.__dict__
