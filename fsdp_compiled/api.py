@@ -222,8 +222,7 @@ def compile(
     expect("options", given, Mapping, "a mapping of Inductor's options or None")
     if mode is not None and given:
         raise unexpected("mode", "None beside options", repr(mode), "put what the mode sets into options")
-    of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    chosen = {**of_mode, **given, **_options(schedule, given)}
+    chosen = {**passes.mode_options(mode), **given, **_options(schedule, given)}
     of_regions = passes.region_options(given) if regions != "off" else {}
     if isinstance(model, nn.Module):
         set_regions(model, regions)

@@ -137,7 +137,8 @@ def _plain_tensors(optimizer: Optimizer) -> Iterator[None]:
     """
     groups = optimizer.param_groups
     shown_params: list[list[Tensor]] = [group["params"] for group in groups]
-    leaves = {p: _leaf(p, optimizer) for p in chain.from_iterable(shown_params) if isinstance(p, DTensor)}
+    dtensors = (param for param in chain.from_iterable(shown_params) if isinstance(param, DTensor))
+    leaves: dict[Any, Tensor] = {param: _leaf(param, optimizer) for param in dtensors}
     if not leaves.keys() <= optimizer.state.keys():  # what has state was checked before it got it
         _check_params(optimizer)
     attributes = {"state": _plain_state(optimizer, leaves), **{name: OrderedDict() for name in HOOKS}}
@@ -171,7 +172,7 @@ def _leaf(param: DTensor, optimizer: Optimizer) -> Tensor:
     return leaf
 
 
-def _plain_state(optimizer: Optimizer, leaves: Mapping[DTensor, Tensor]) -> defaultdict[Any, Any]:
+def _plain_state(optimizer: Optimizer, leaves: Mapping[Any, Tensor]) -> defaultdict[Any, Any]:
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in optimizer.state.items():
         if key in leaves:

@@ -15,7 +15,7 @@ from .agree import Agree
 from .bucket import Bucket
 from .cost import CLUSTERS, Cluster, Link
 from .expand import Expand
-from .inductor import Pass, Pipeline, beside_users_passes
+from .inductor import Pass, Pipeline, beside_users_passes, mode_options
 from .inductor import source_hash as source_hash
 from .log import observe, watch
 from .lower import Lower
@@ -46,6 +46,7 @@ __all__ = [
     "beside_users_passes",
     "install",
     "joint",
+    "mode_options",
     "observe",
     "options",
     "pinning",
