@@ -1,7 +1,5 @@
 """Fully sharded data parallel training that lives inside the compiled graph."""
 
-from typing import Any
-
 from .agreement import set_rank_agreement
 from .api import compile, fully_shard, fully_shard_with_compiled_compute, options, register_fsdp_forward_method
 from .collectives import AllGather, Comm, ReduceScatter
@@ -9,7 +7,6 @@ from .errors import FSDPError, RankFailureError, RankMismatchError
 from .hooks.context import GradientReductionHandle
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
 from .optim import step_on_shards
-from .passes.log import observe as _observe
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .sharding.mesh import (
     DataParallelMeshDims,
@@ -20,15 +17,6 @@ from .sharding.mesh import (
     ShardPlacementResult,
 )
 from .torch_fsdp.switch import as_torch_fsdp, disable, enable
-
-
-def _write_artifacts(*scheduled: Any) -> None:
-    from .inspect.artifacts import write  # only here, because the library works without its inspection
-
-    write(*scheduled)
-
-
-_observe(_write_artifacts)
 
 __all__ = [
     "AllGather",

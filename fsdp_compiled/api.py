@@ -12,29 +12,21 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import agreement, collectives, passes, sharding
 from .expect import expect, unexpected
-from .init.arguments import (
-    check_complete_units_below,
-    check_device,
-    check_no_unit_above,
-    check_options,
-    checked_modules,
-    checked_reshard,
-)
+from .init.arguments import check_device, check_options, checked_modules, checked_reshard, renew_compiled
 from .init.parameters import managed_parameters
 from .init.placements import ShardPlacementFn, checked_placements
 from .init.shard import shard
 from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
-from .passes import Pass, region_options
+from .passes import Pass, mode_options, region_options
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .regions.block import has_regions
 from .regions.choose import set_regions
-from .sharding.mesh import DataParallelMeshDims, DataParallelMeshInfo, data_parallel_mesh
+from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
 from .torch_fsdp.convert import own_record
 from .torch_fsdp.registry import check_composable
 
@@ -60,17 +52,17 @@ def fully_shard(
     is, or compile it as one graph: ``torch.compile(model, fullgraph=True)``.
 
     Args:
-        module: a module, or a list of modules that form one unit; for what ``torch.compile`` made of one, that one.
+        module: a module, or a list of modules that form one unit. A compiled module stands for the module inside.
         mesh: 1-D to shard, or 2-D with names to replicate over dimension 0 and shard over dimension 1. None
             shards over all ranks.
         reshard_after_forward: free unsharded parameters after forward and all-gather them again in backward
-            (True), or keep them (False). None is False for the outermost unit and True for all others; without
-            gradients, where no backward will come, it is True for all in uncompiled forwards; a graph keeps up to
+            (True), or keep them (False). None is False for the outermost unit and True for all others. With None, an
+            uncompiled forward without gradients frees all, and a graph keeps up to
             ``SchedulePolicy.keep_unsharded_bytes``. A number N keeps parameters sharded over N neighbouring ranks,
             over which backward all-gathers.
         shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, None for
             ``Shard(0)``, or a ``ShardPlacementResult`` for another mesh too. Only dimension 0 may be uneven.
-        mp_policy: dtypes of communication and compute. PyTorch's own policies serve as well, here and below.
+        mp_policy: dtypes of communication and compute. PyTorch's own policies are accepted, here and below.
         offload_policy: where shards, gradients and optimizer state live.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where it has others, and parameters are
@@ -94,10 +86,9 @@ def fully_shard(
     reshard = checked_reshard(reshard_after_forward, mesh_info)
     found = managed_parameters(modules, ignored_params or set())
     check_device(mesh_info)
-    default = _default_placement(mesh_info, mp_policy, offload_policy)
+    offload = offload_policy if isinstance(offload_policy, CPUOffloadPolicy) else None
+    default = ParamPlacement(mesh_info, 0, mp_policy, mesh_info.device, offload)
     placements = checked_placements(found, default, shard_placement_fn, reshard)
-    check_no_unit_above(modules)
-    check_complete_units_below(modules)
     shard(modules, found, placements, default, reshard)
     _follow(module)
     return module
@@ -107,19 +98,18 @@ fully_shard.state = unit_state  # type: ignore[attr-defined]
 
 
 def _follow(sharded: nn.Module | list[nn.Module]) -> None:
-    """Let everything around the modules know that they are sharded."""
+    """Install passes, observer and callbacks, and let compiled modules call their module's new class."""
     passes.install(core_hash())
+    passes.observe(_write_artifacts)
     agreement.register_callbacks()
     for module in sharded if isinstance(sharded, list) else [sharded]:
-        if isinstance(module, OptimizedModule):
-            module._initialize()  # it calls the __call__ that its module's class had
+        renew_compiled(module)
 
 
-def _default_placement(
-    info: DataParallelMeshInfo, policy: MixedPrecisionPolicy, offload: OffloadPolicy
-) -> ParamPlacement:
-    """Return how a unit's parameters are sharded where ``shard_placement_fn`` says nothing else."""
-    return ParamPlacement(info, 0, policy, info.device, offload if isinstance(offload, CPUOffloadPolicy) else None)
+def _write_artifacts(*scheduled: Any) -> None:
+    from .inspect.artifacts import write  # only here: nothing is drawn unless torch writes a trace
+
+    write(*scheduled)
 
 
 def fully_shard_with_compiled_compute(
@@ -213,10 +203,10 @@ def compile(
     Args:
         model: a module given to ``fully_shard``, or a function that calls one.
         schedule: None for the default policy.
-        regions: which blocks are compiled once each and stamped: "off" for none, "auto" for the units that occur
-            at least four times with equal class and parameter shapes, or a list of modules given to
-            ``fully_shard``. The graph's collectives stay outside them. It holds until the next call with this
-            model. A block that torch cannot make a region of is compiled as a part of the graph, with a warning.
+        regions: which blocks are compiled once and called several times: "off" for none, "auto" for the units that
+            occur at least four times with equal class and parameter shapes, or a list of modules given to
+            ``fully_shard``. The graph's collectives stay outside them. The choice holds until the next call with
+            this model. A block that torch cannot make a region of is compiled as a part of the graph, with a warning.
         passes: your own graph passes: each a function of a ``torch.fx.Graph`` that changes it in place, a frozen
             dataclass for its fields to enter the compile-cache keys. It runs after ``Schedule``, or where a class
             attribute ``before`` or ``after`` names another pass; the graph's rules are checked after it.
@@ -242,15 +232,13 @@ def compile(
     expect("options", given, Mapping, "a mapping of Inductor's options or None")
     if mode is not None and given:
         raise unexpected("mode", "None beside options", repr(mode), "put what the mode sets into options")
-    of_mode = torch._inductor.list_mode_options(mode) if mode is not None else {}
-    chosen = {**of_mode, **given, **_options(schedule, given, passes)}
+    chosen = {**mode_options(mode), **given, **_options(schedule, given, passes)}
     of_regions = region_options(given) if regions != "off" else {}
     if isinstance(model, nn.Module):
         set_regions(model, regions)
+        chosen |= of_regions if has_regions(model) else {}
     elif regions != "off":
         raise unexpected("regions", "'off' for a function", repr(regions), "compile the model with regions first")
-    if isinstance(model, nn.Module) and has_regions(model):
-        chosen |= of_regions
     return torch.compile(model, options=chosen, **torch_compile_kwargs)
 
 

@@ -28,6 +28,11 @@ def unit_state(module: Any) -> FSDPState:
     return state
 
 
+def user_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that the user wrote: for a module that holds sharded parameters, not the one made of it."""
+    return getattr(type(module), "_fsdp_user_class", type(module))
+
+
 class UnshardHandle(torch_fsdp.UnshardHandle):
     """Waits for an asynchronous :meth:`FSDPModule.unshard`."""
 
@@ -48,8 +53,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
     subclass of that. It overrides all of its methods: nothing of PyTorch's implementation runs.
 
     Every method raises TypeError for an argument of the wrong type, and ValueError for a number out of range or a
-    module that ``fully_shard`` was not applied to. A setter with ``recurse`` configures the units below as well. What
-    only the outermost unit can do raises RuntimeError on another.
+    module that ``fully_shard`` was not applied to. A setter with ``recurse`` configures the units below as well.
+    Methods for the outermost unit raise RuntimeError on another.
     """
 
     # Dynamo refuses a module that Transformers has marked as managed by FSDP without this, which FSDP2 sets, too.
@@ -100,7 +105,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """Reduce gradients in backward (True), or accumulate them unsharded in ``reduce_dtype`` (False).
 
         The next backward that ends with sync on reduces what was accumulated, whichever units it reaches itself.
-        A compiled model has a graph for either setting; it takes the one that is set when its forward runs.
+        A compiled model has one graph for each setting; the setting at its forward chooses.
         """
         for state in _states(self, recurse, requires_gradient_sync=requires_gradient_sync):
             state.set_reduction(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
@@ -179,9 +184,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
             state.configure(reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Let reductions of at most so many units, 1 by default, run at a time in an uncompiled backward.
+        """Allow reductions of at most this many units at once in an uncompiled backward; the default is 1.
 
-        The largest number that was set on any unit of the model counts.
+        The largest number set on any unit of the model counts.
         """
         expect("max_input_buffers", max_input_buffers, int, "an int")
         if max_input_buffers < 1:

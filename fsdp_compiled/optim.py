@@ -1,14 +1,15 @@
 """Steps an optimizer on this rank's plain shards, and shows its parameters and state as DTensors.
 
-It decides which optimizers may do so and what stands for a DTensor during a step. It must not know who sharded the
-parameters: those of ``torch.distributed.fsdp`` do as well as this package's.
+It decides which optimizers may do so, and which tensor replaces a DTensor during a step. It must not know who sharded
+the parameters: those of ``torch.distributed.fsdp`` are accepted, too.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
-from functools import cache, wraps
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial, wraps
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,14 +22,14 @@ from .expect import expect, expect_bool, unexpected
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
-# Read in the source of torch 2.11.0, 2.13.0 and 2.15.0: beside a parameter's elements they use only step counts,
-# and what follows from those, which are equal on all ranks.
+# Read in the source of torch 2.11.0, 2.13.0 and 2.15.0: besides a parameter's elements they use only step
+# counts, and values computed from these, which are equal on all ranks.
 _ADAMS = (optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam, optim.RAdam)
 ELEMENTWISE = frozenset({*_ADAMS, optim.ASGD, optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.Rprop, optim.SGD})
 # Norms, matrix products, line searches and sparse gradients.
 NOT_ELEMENTWISE = (optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam)
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0, as the two marks below by which schedulers know that a step ran. The
-# plain optimizer has no hooks: a subclass's step that calls its parent's would run them there again.
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0, as the two marks below by which schedulers know that a step ran. There
+# are none of these hooks during a step: a subclass's that calls its parent's would run them again.
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -39,7 +40,7 @@ def step_on_shards(optimizer: OptimizerT, *, elementwise: bool = False) -> Optim
     what happens inside ``step`` changes. Parameter groups, gradients, ``optimizer.state``, state dicts, hooks and
     closures see DTensors as before. A state tensor that has the shape of the parameter's local shard is taken for
     one value per element and shown as a DTensor with the parameter's placements; others are shown as they are.
-    Plain parameters, also beside DTensors in one group, are stepped as they are.
+    Plain parameters are stepped as they are; a group may hold both.
 
     No tensor is copied, and none is kept between steps. A copied or unpickled optimizer steps on DTensors again until
     it is given to this function. ``torch.compile`` does not compile the step.
@@ -98,25 +99,28 @@ class StepsOnShards:
 
 @cache
 def _on_shards(cls: type) -> type:
-    """Return the one subclass of ``cls`` whose step runs on a plain optimizer; all state is on instances."""
+    """Return the one subclass of ``cls`` that steps on plain tensors; all state is on instances."""
     # The hooks of the step run outside: one that clips gradients needs DTensors to get the norm over all ranks.
     hooked = cls.step  # type: ignore[attr-defined]
     step = hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked
 
-    @torch.compiler.disable(reason="a step on shards makes a plain optimizer")  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason="a step on shards replaces the optimizer's tensors")  # type: ignore[untyped-decorator]
     @wraps(step)
     def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def on_dtensors(closure: Callable[[], Any]) -> Any:
+            shards.close()
+            loss = closure()
+            shards.enter_context(_plain_tensors(optimizer))
+            return loss
+
         vars(optimizer)["_opt_called"] = True  # for learning rate schedulers
-        stand_in = _StandIn(optimizer, cls)
-        stand_in.take()
         if args and callable(args[0]):
-            args = (stand_in.synchronized(args[0]), *args[1:])
+            args = (partial(on_dtensors, args[0]), *args[1:])
         elif callable(kwargs.get("closure")):
-            kwargs["closure"] = stand_in.synchronized(kwargs["closure"])
-        try:
-            return step(stand_in.plain, *args, **kwargs)
-        finally:
-            stand_in.give_back()
+            kwargs["closure"] = partial(on_dtensors, kwargs["closure"])
+        with ExitStack() as shards:
+            shards.enter_context(_plain_tensors(optimizer))
+            return step(optimizer, *args, **kwargs)
 
     hooked_step: Any = Optimizer.profile_hook_step(run)
     hooked_step.hooked = True
@@ -125,107 +129,89 @@ def _on_shards(cls: type) -> type:
     return type(cls.__name__, (StepsOnShards, cls), {"step": hooked_step, **names})
 
 
-class _StandIn:
-    """An optimizer of plain tensors that share memory with another one's DTensors; it lives for one step."""
+@contextmanager
+def _plain_tensors(optimizer: Optimizer) -> Iterator[None]:
+    """Let an optimizer hold plain tensors that share memory with its DTensors, which it holds again afterwards.
 
-    def __init__(self, shown: Optimizer, cls: type[Optimizer]) -> None:
-        self.shown = shown
-        self.plain = object.__new__(cls)
-        self._leaves: dict[Tensor, Tensor] = {}  # by parameter
-        self._params: dict[Tensor, DTensor] = {}  # by leaf
-
-    def take(self) -> None:
-        """Give the plain optimizer all that the shown one has; ValueError for a layout that cannot be stepped."""
-        groups = [
-            {**group, "params": [self._leaf(param) for param in group["params"]]} for group in self.shown.param_groups
-        ]
-        attributes = {**vars(self.shown), "state": self._plain_state(), "param_groups": groups}
-        vars(self.plain).update(attributes | {name: OrderedDict() for name in HOOKS})
-
-    def _leaf(self, param: Tensor) -> Tensor:
-        """Return the tensor that stands for ``param``, with its gradient."""
-        if not isinstance(param, DTensor):
-            return param
-        if param in self._leaves:
-            return self._leaves[param]
-        leaf = self._leaves[param] = param._local_tensor.detach()
-        self._params[leaf] = param
-        if param.grad is not None:
-            leaf.requires_grad = True
-            local = self._local(param.grad, param)
-            if local.dtype != leaf.dtype:
-                leaf.grad_dtype = local.dtype
-            leaf.grad = local
-        return leaf
-
-    def _plain_state(self) -> defaultdict[Any, Any]:
-        if not self._leaves.keys() <= self.shown.state.keys():  # what has state was checked before it got it
-            _check_params(self.shown)
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        for key, values in self.shown.state.items():
-            if isinstance(key, DTensor) and key in self._leaves:
-                values = {name: self._plain_value(value, key, name) for name, value in values.items()}
-            state[self._leaves.get(key, key)] = values
-        return state
-
-    def _plain_value(self, value: Any, param: DTensor, name: str) -> Any:
-        if isinstance(value, DTensor):
-            return self._local(value, param, name)
-        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape != param._local_tensor.shape:
-            got = f"a plain tensor of the whole shape {tuple(value.shape)}"
-            do = "distribute it like the parameter before it is loaded"
-            raise unexpected(_name(param, self.shown), f"a DTensor as state {name!r}", got, do)
-        return value
-
-    def synchronized(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure of a step, during which the shown optimizer is up to date."""
-
-        def evaluate() -> Any:
-            self.give_back()
-            loss = closure()
-            self.take()
-            return loss
-
-        return evaluate
-
-    def give_back(self) -> None:
-        """Bring what the plain optimizer changed into the shown one, and leave the plain one empty."""
-        changed = dict(vars(self.plain))
-        vars(self.plain).clear()
-        if not changed:  # a closure raised
-            return
-        for key, values in changed.pop("state").items():
-            if key in self._params:
-                self._show_values(values, self._params[key])
+    ValueError, before anything is changed, for a layout that cannot be stepped.
+    """
+    groups = optimizer.param_groups
+    shown_params: list[list[Tensor]] = [group["params"] for group in groups]
+    dtensors = (param for param in chain.from_iterable(shown_params) if isinstance(param, DTensor))
+    leaves: dict[Any, Tensor] = {param: _leaf(param, optimizer) for param in dtensors}
+    if not leaves.keys() <= optimizer.state.keys():  # what has state was checked before it got it
+        _check_params(optimizer)
+    attributes = {"state": _plain_state(optimizer, leaves), **{name: OrderedDict() for name in HOOKS}}
+    shown = {name: getattr(optimizer, name) for name in attributes}
+    for group, params in zip(groups, shown_params, strict=True):
+        group["params"] = [leaves.get(param, param) for param in params]
+    vars(optimizer).update(attributes)
+    try:
+        yield
+    finally:
+        owners = {leaf: param for param, leaf in leaves.items()}
+        for key, values in optimizer.state.items():
+            if key in owners:
+                _show_state(values, shown["state"].setdefault(owners[key], {}), owners[key])
             else:
-                self.shown.state[key] = values
-        for group, plain in zip(self.shown.param_groups, changed.pop("param_groups"), strict=True):
-            group.update({**plain, "params": group["params"]})
-        vars(self.shown).update({name: value for name, value in changed.items() if name not in HOOKS})
-        self._leaves, self._params = {}, {}
+                shown["state"][key] = values
+        for group, params in zip(optimizer.param_groups, shown_params, strict=True):
+            group["params"] = params
+        vars(optimizer).update(shown)
 
-    def _show_values(self, values: dict[str, Any], param: DTensor) -> None:
-        shown = self.shown.state.setdefault(param, {})
-        for key, value in values.items():
-            before = shown.get(key)
-            if before is not value and not (isinstance(before, DTensor) and before._local_tensor is value):
-                shown[key] = _shown_value(value, param)
-        if len(shown) > len(values):
-            for key in shown.keys() - values.keys():
-                del shown[key]
 
-    def _local(self, tensor: Tensor, param: DTensor, name: str | None = None) -> Tensor:
-        """Return the local tensor of the gradient, or of the state of this name, that is sharded like ``param``."""
-        if isinstance(tensor, DTensor):
-            spec, expected = tensor._spec, param._spec
-            if spec is expected or (spec.placements == expected.placements and spec.mesh == expected.mesh):
-                return tensor._local_tensor
-        what, of = "gradient" if name is None else f"state {name!r}", _name(param, self.shown)
-        if isinstance(tensor, DTensor):
-            alike = f"a {what} with the parameter's {_layout(param)}"
-            raise unexpected(of, alike, _layout(tensor), "redistribute it before the step")
+def _leaf(param: DTensor, optimizer: Optimizer) -> Tensor:
+    """Return the plain tensor in place of ``param``, with its gradient."""
+    leaf = param._local_tensor.detach()
+    if param.grad is not None:
+        leaf.requires_grad = True
+        grad = _local(param.grad, param, optimizer)
+        if grad.dtype != leaf.dtype:
+            leaf.grad_dtype = grad.dtype
+        leaf.grad = grad
+    return leaf
+
+
+def _plain_state(optimizer: Optimizer, leaves: Mapping[Any, Tensor]) -> defaultdict[Any, Any]:
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    for key, values in optimizer.state.items():
+        if key in leaves:
+            values = {name: _plain_value(value, key, name, optimizer) for name, value in values.items()}
+        state[leaves.get(key, key)] = values
+    return state
+
+
+def _plain_value(value: Any, param: DTensor, name: str, optimizer: Optimizer) -> Any:
+    if isinstance(value, DTensor):
+        return _local(value, param, optimizer, f"state {name!r}")
+    if isinstance(value, Tensor) and value.dim() > 0 and value.shape == param.shape != param._local_tensor.shape:
+        got = f"a plain tensor of the whole shape {tuple(value.shape)}"
+        do = "distribute it like the parameter before it is loaded"
+        raise unexpected(_name(param, optimizer), f"a DTensor as state {name!r}", got, do)
+    return value
+
+
+def _local(tensor: Tensor, param: DTensor, optimizer: Optimizer, what: str = "gradient") -> Tensor:
+    """Return the local tensor of what must be sharded like ``param``."""
+    if not isinstance(tensor, DTensor):
         got = f"a plain tensor of shape {tuple(tensor.shape)}"
-        raise unexpected(of, f"a DTensor as {what}", got, "distribute it like the parameter")
+        raise unexpected(_name(param, optimizer), f"a DTensor as {what}", got, "distribute it like the parameter")
+    spec, expected = tensor._spec, param._spec
+    if spec is not expected and (spec.placements != expected.placements or spec.mesh != expected.mesh):
+        alike = f"a {what} with the parameter's {_layout(param)}"
+        raise unexpected(_name(param, optimizer), alike, _layout(tensor), "redistribute it before the step")
+    return tensor._local_tensor
+
+
+def _show_state(values: dict[str, Any], shown: dict[str, Any], param: DTensor) -> None:
+    """Make ``shown``, which the user sees of a parameter's state, what a step left as ``values``."""
+    for key, value in values.items():
+        before = shown.get(key)
+        if before is not value and not (isinstance(before, DTensor) and before._local_tensor is value):
+            shown[key] = _shown_value(value, param)
+    if len(shown) > len(values):
+        for key in shown.keys() - values.keys():
+            del shown[key]
 
 
 def _shown_value(value: Any, param: DTensor) -> Any:

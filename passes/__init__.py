@@ -14,9 +14,9 @@ from . import inductor
 from .agree import Agree
 from .cost import CLUSTERS, Cluster, Link
 from .expand import Expand
-from .inductor import Pass, Pipeline, beside_users_passes
+from .inductor import Pass, Pipeline, beside_users_passes, mode_options
 from .inductor import source_hash as source_hash
-from .log import watch
+from .log import observe, watch
 from .normalize import Normalize
 from .pin import Pin
 from .reshard import Reshard
@@ -42,6 +42,8 @@ __all__ = [
     "beside_users_passes",
     "install",
     "joint",
+    "mode_options",
+    "observe",
     "options",
     "pinning",
     "post_grad",

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._inductor import config, custom_graph_pass
+from torch._inductor import config, custom_graph_pass, list_mode_options
 
 from ..expect import expect, shown, unexpected
 from . import cost, log
@@ -140,6 +140,11 @@ def source_hash(folder: Path) -> str:
     for path in sorted(folder.rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def mode_options(mode: str | None) -> dict[str, Any]:
+    """Return the options that a mode of ``torch.compile`` stands for; RuntimeError for an unknown one."""
+    return {} if mode is None else list_mode_options(mode)
 
 
 def installed(slot: str) -> Pipeline | None:

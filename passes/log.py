@@ -20,13 +20,14 @@ from torch import fx
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
+from torch._guards import CompileContext
 from torch._logging import _internal as torch_logging
 
 from .graph import nodes
 from .schedule_policy import SchedulePolicy
 
 NAME = "fsdp_compiled"
-Observer = Callable[[fx.Graph, SchedulePolicy, str, Path], None]
+Observer = Callable[[fx.Graph, SchedulePolicy, str, Path, str], None]
 Slot = Literal["", "joint", "schedule", "schedule only"]  # a pipeline whose begin or end is that of a phase
 
 _log = logging.getLogger(NAME)
@@ -116,8 +117,12 @@ _observers = list[Observer]()
 
 
 def observe(observer: Observer) -> None:
-    """While torch writes a trace, call ``observer`` with every scheduled graph, its policy, kind and the folder."""
-    _observers.append(observer)
+    """Call ``observer`` with every graph that is scheduled while torch writes a trace; a second call changes nothing.
+
+    It gets the graph, its policy and kind, the folder of the trace, and torch's id of the compilation.
+    """
+    if observer not in _observers:
+        _observers.append(observer)
 
 
 def scheduled(graph: fx.Graph, policy: SchedulePolicy) -> None:
@@ -125,7 +130,12 @@ def scheduled(graph: fx.Graph, policy: SchedulePolicy) -> None:
     folder = getattr(torch_logging.LOG_TRACE_HANDLER, "root_dir", None)  # of TORCH_TRACE
     if folder is not None:
         for observer in _observers:
-            observer(graph, policy, graph_kind(), Path(folder))
+            observer(graph, policy, graph_kind(), Path(folder), str(CompileContext.current_compile_id()))
+
+
+def trace_artifact(kind: Literal["artifact", "link"], text: str | None = None, **about: str) -> None:
+    """Write a record of a kind that tlparse reads, and the text that it carries, into torch's trace."""
+    torch_logging.trace_structured(kind, lambda: about, payload_fn=lambda: text)
 
 
 during = _progress.during

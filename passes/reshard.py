@@ -44,7 +44,7 @@ def decide_kept(candidates: Iterable[Candidate], budget_bytes: int) -> set[Hasha
 def kept_by(policy: SchedulePolicy, specs: Mapping[Hashable, CommSpec], cluster: Cluster) -> set[Hashable]:
     """Return the keys of the parameters that ``policy`` keeps in a graph that reads all of ``specs``."""
     candidates = []
-    for key, spec in specs.items():
+    for key, spec in specs.items() if policy.kept_bytes else ():
         group, size = spec.all_gather.group, spec.all_gather_bytes
         if group.world > 1 and policy.may_keep(spec):
             candidates.append(Candidate(key, size, cluster.lane(group).link.collective_us(size, group.world)))
@@ -74,10 +74,8 @@ class Reshard:
         _drop_gradient_marks(graph)
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
         unshards = [node for node in graph.nodes if nodes.is_unshard(node)]
-        kept: set[Hashable] = set()
-        if self.policy.kept_bytes:
-            specs = {_key(node): nodes.spec_of(node) for node in unshards}
-            kept = kept_by(self.policy, specs, cluster_of(graph, self.policy.cluster))
+        specs = {_key(node): nodes.spec_of(node) for node in unshards}
+        kept = kept_by(self.policy, specs, cluster_of(graph, self.policy.cluster))
         for node in unshards:
             keep = not nodes.spec_of(node).reshard or _key(node) in kept
             _tag(node, keep)

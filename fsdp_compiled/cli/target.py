@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..hooks.context import states_below
+from ..init.arguments import module_inside
 
 
 class UsageError(Exception):
@@ -53,7 +54,7 @@ def _from_file(path: Path) -> ModuleType:
     sys.path.insert(0, str(path.parent.resolve()))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # the suffix is .py
-    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # dataclasses look a class's module up there
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses find a class's module
     spec.loader.exec_module(module)
     return module
 
@@ -85,7 +86,7 @@ def build(target: str, function: Callable[[], Any]) -> tuple[nn.Module, Sequence
         raise UsageError(f"{target}: expected a dict of keyword inputs as the third result, got {_named(kwargs)}")
     if taken := {"loss", "schedule", "code"} & set(kwargs):
         raise UsageError(f"{target}: the input {min(taken)!r} cannot be given by keyword here; give it by position")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    model = module_inside(model)
     if not states_below([model]):
         advice = "call fully_shard on its layers and then on the model"
         raise UsageError(f"{target}: expected a sharded model, got {_named(model)} without any unit; {advice}")

@@ -1,4 +1,1 @@
-"""One ``fully_shard`` call, in order: check arguments, find parameters, shard, install properties and hooks.
-
-It must not know what runs later.
-"""
+"""One ``fully_shard`` call, in order: check arguments, find parameters, place them, shard and install hooks."""

@@ -11,21 +11,34 @@ from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and
 
 from ..expect import expect, unexpected
 from ..hooks.context import states_below
-from ..module import FSDPModule
+from ..module import FSDPModule, user_class
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..sharding.mesh import DataParallelMeshInfo
 
 
+def module_inside(module: Any) -> Any:
+    """Return the module that ``torch.compile`` wrapped as ``module``, or anything else as it is."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def renew_compiled(module: nn.Module) -> None:
+    """Let what ``torch.compile`` made of a module call the ``__call__`` of its new class."""
+    if isinstance(module, OptimizedModule):
+        module._initialize()
+
+
 def checked_modules(module: Any) -> list[nn.Module]:
-    """Return the unit's modules: what was given, or compiled, without modules below others of the list."""
-    listed: list[nn.Module] = module if isinstance(module, list) else [module]
-    given = [each._orig_mod if isinstance(each, OptimizedModule) else each for each in listed]
-    if not given:
+    """Return the unit's modules: those given, or inside compiled ones, without modules below others of the list."""
+    modules = [module_inside(each) for each in (module if isinstance(module, list) else [module])]
+    if not modules:
         raise unexpected("module", "a module or a non-empty list of modules", "an empty list")
-    for one in given:
-        _check_module(one)
-    below = {id(m) for one in given for m in list(one.modules())[1:]}
-    return list({id(one): one for one in given if id(one) not in below}.values())
+    for each in modules:
+        _check_module(each)
+    below = {inner for each in modules for inner in list(each.modules())[1:]}
+    modules = [each for each in dict.fromkeys(modules) if each not in below]
+    _check_no_unit_above(modules)
+    _check_complete_units_below(modules)
+    return modules
 
 
 def _check_module(module: nn.Module) -> None:
@@ -68,7 +81,7 @@ def checked_reshard(value: bool | int | None, mesh_info: DataParallelMeshInfo) -
     return value == world if value in (1, world) else value
 
 
-def check_complete_units_below(modules: Sequence[nn.Module]) -> None:
+def _check_complete_units_below(modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if a unit lies only in part below ``modules``."""
     below = {module for root in modules for module in root.modules()}
     for state in states_below(modules):
@@ -79,16 +92,15 @@ def check_complete_units_below(modules: Sequence[nn.Module]) -> None:
             raise unexpected(state.unit.config.name, expected, got, do)
 
 
-def check_no_unit_above(modules: Sequence[nn.Module]) -> None:
+def _check_no_unit_above(modules: Sequence[nn.Module]) -> None:
     """Raise ValueError if a unit around ``modules`` has taken the parameters there."""
     units = {unit for root in modules for module in root.modules() for unit in module.__dict__.get("_fsdp_units", ())}
     for unit in units:
         around = {module for outer in unit.modules for module in outer.modules()} - set(unit.modules)
         if around.intersection(modules):
-            cls = getattr(modules[0], "_fsdp_user_class", type(modules[0]))
+            name, got = user_class(modules[0]).__name__, f"those of {unit.unit.config.name}"
             do = "apply fully_shard to inner modules first and to the outermost one last"
-            got = f"those of {unit.unit.config.name}"
-            raise unexpected(cls.__name__, "parameters that no unit around it has taken", got, do)
+            raise unexpected(name, "parameters that no unit around it has taken", got, do)
 
 
 def check_device(mesh_info: DataParallelMeshInfo) -> None:

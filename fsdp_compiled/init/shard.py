@@ -24,11 +24,11 @@ def shard(
     placements: Sequence[ParamPlacement],
     default: ParamPlacement,
     reshard: bool | int | None,
-) -> FSDPState:
-    """Make a unit of ``modules``, sharded by ``placements`` of its own parameters, and return its state.
+) -> None:
+    """Make a unit of ``modules``, sharded by ``placements`` of its own parameters.
 
-    The unit's own parameters move to the mesh's device, and the buffers beside them; meta tensors stay. Where
-    ``reshard`` after forward is None, it is decided by whether the unit is the outermost one.
+    Its own parameters and buffers move to the mesh's device; meta tensors stay. Where ``reshard`` after forward is
+    None, it is decided by whether the unit is the outermost one.
     """
     device = default.device
     buffers = [buffer for _, module in modules_outside_units(modules) for buffer in module._buffers.values()]
@@ -47,7 +47,6 @@ def shard(
         state.ignored.setdefault(module, set()).add(name)
     _install(modules, state, found.shared)
     adopt_units_below(state)
-    return state
 
 
 def _install(

@@ -5,14 +5,7 @@
 
 from .capture import capture
 from .explain import explain
-from .records import (
-    CapturedGraph,
-    Collective,
-    ComputeSpan,
-    MemoryStep,
-    Region,
-    UnitExplanation,
-)
+from .records import CapturedGraph, Collective, ComputeSpan, MemoryStep, Region, UnitExplanation
 from .report import Capture, Explanation
 
 __all__ = [

@@ -15,11 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._guards import CompileContext
-from torch._logging._internal import trace_structured
-
 from ..passes.graph.read import cluster_of
+from ..passes.log import trace_artifact
 from ..passes.schedule_policy import SchedulePolicy
 from .reading import Scheduled, captured_graph
 from .records import GraphKind
@@ -29,28 +26,24 @@ from .report import Capture
 _TEXTS = ("module", "before", "code")  # fields of a graph that torch's own artifacts show
 
 
-def write(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, folder: Path) -> None:
+def write(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, folder: Path, compile_id: str) -> None:
     """Write what the passes have made of a graph, which is left alone; ``folder`` is where torch writes its trace."""
     capture = _captured(graph, policy, kind)
     (found,) = capture.graphs
     name = f"fsdp_compiled_{kind}"
     data = {field.name: getattr(found, field.name) for field in fields(found) if field.name not in _TEXTS}
-    _artifact(name, "json", as_json({"model": capture.model, "world": capture.world, "schedule": policy, **data}))
-    _artifact(name, "string", str(capture))
+    data = {"model": capture.model, "world": capture.world, "schedule": policy, **data}
+    trace_artifact("artifact", as_json(data), name=name, encoding="json")
+    trace_artifact("artifact", str(capture), name=name, encoding="string")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    number = str(CompileContext.current_compile_id()).replace("/", "_")
     pages = folder.resolve() / "fsdp_compiled"  # a folder of its own: tlparse takes any file for a log
     try:
         pages.mkdir(parents=True, exist_ok=True)
-        page = capture.save(pages / f"{kind}_rank_{rank}_{number}.html")
+        page = capture.save(pages / f"{kind}_rank_{rank}_{compile_id.replace('/', '_')}.html")
     except OSError as error:
         logging.getLogger("fsdp_compiled").warning("%s: the page of a schedule was not written: %s", pages, error)
         return
-    trace_structured("link", lambda: {"name": f"{name}.html", "url": page.as_uri()})
-
-
-def _artifact(name: str, encoding: str, text: str) -> None:
-    trace_structured("artifact", lambda: {"name": name, "encoding": encoding}, payload_fn=lambda: text)
+    trace_artifact("link", name=f"{name}.html", url=page.as_uri())
 
 
 def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Capture:

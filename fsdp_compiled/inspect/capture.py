@@ -1,4 +1,4 @@
-"""Compiles a model once to look at its graphs. It must not know how a capture is drawn."""
+"""Compiles a model once and records its graphs. It must not know how a capture is drawn."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from torch._inductor.virtualized import V
 from ..api import options
 from ..hooks.casts import tensors_in
 from ..hooks.context import states_below
+from ..module import user_class
 from ..passes import Pass, beside_users_passes, cost, region_options, slots
 from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
@@ -70,7 +71,7 @@ def capture(
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
     meshes = [param.placement.mesh_info for state in states for param in state.params]
     return Capture(
-        model=getattr(type(model), "_fsdp_user_class", type(model)).__name__,
+        model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
         world=max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1),
         torch_version=torch.__version__,

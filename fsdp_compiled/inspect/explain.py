@@ -8,6 +8,8 @@ from torch import nn
 
 from ..hooks.context import states_below
 from ..hooks.state import FSDPState
+from ..init.arguments import module_inside
+from ..module import user_class
 from ..param.param import FSDPParam
 from ..passes import cost
 from ..passes.reshard import kept_by
@@ -37,17 +39,15 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
         raise TypeError(f"model: expected an nn.Module given to fully_shard, got {type(model).__name__}")
     if schedule is not None and not isinstance(schedule, SchedulePolicy):
         raise TypeError(f"schedule: expected a SchedulePolicy or None, got {type(schedule).__name__}")
-    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
-    class_name = getattr(type(model), "_fsdp_user_class", type(model)).__name__
+    model = module_inside(model)
+    class_name = user_class(model).__name__
     states = states_below([model])
     if not states:
         advice = "call fully_shard on its layers and then on the model"
         raise ValueError(f"{class_name}: expected a model with at least one unit, got none; {advice}")
     schedule = schedule or DEFAULT
-    kept: set[Hashable] = set()
-    if schedule.kept_bytes:
-        specs = {param: param.spec for state in states for param in state.params}
-        kept = kept_by(schedule, specs, schedule.cluster or cost.detect(states[0].device))
+    specs = {param: param.spec for state in states for param in state.params}
+    kept = kept_by(schedule, specs, schedule.cluster or cost.detect(states[0].device))
     names = {module: name or class_name for name, module in model.named_modules()}
     outside = tuple(
         f"{prefix}.{name}" if prefix else name

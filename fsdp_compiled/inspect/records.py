@@ -17,16 +17,44 @@ GraphKind = Literal["forward", "backward", "inference"]
 
 
 class Verdict(StrEnum):
-    """Whether compute waits for a collective, and the main reason."""
+    """Whether compute waits for a collective, the main reason, and what to try against it."""
 
-    HIDDEN = "hidden"
-    SHARES_CORES = "exposed: it runs on the cores that compute needs"
-    LINK_BUSY = "exposed: the link is busy with earlier collectives"
-    LITTLE_AFTER = "exposed: too little compute follows it"
-    FIRST = "exposed: nothing before it to hide behind"
-    MEMORY_BOUND = "exposed: the memory bound delays its launch"
-    INPUT_LATE = "exposed: its input is computed just before"
-    LITTLE_BEFORE = "exposed: too little compute before its first use"
+    trial: str
+
+    def __new__(cls, text: str, trial: str) -> Verdict:
+        made = str.__new__(cls, text)
+        made._value_, made.trial = text, trial
+        return made
+
+    HIDDEN = "hidden", "nothing"
+    SHARES_CORES = (
+        "exposed: it runs on the cores that compute needs",
+        "a GPU's cluster in SchedulePolicy, if this model is meant for one",
+    )
+    LINK_BUSY = (
+        "exposed: the link is busy with earlier collectives",
+        "more tokens per rank, a smaller dtype in MixedPrecisionPolicy, or HSDP: the links are full",
+    )
+    LITTLE_AFTER = (
+        "exposed: too little compute follows it",
+        "a smaller first unit: its gradients are reduced last, behind nothing",
+    )
+    FIRST = (
+        "exposed: nothing before it to hide behind",
+        "a smaller first unit, or SchedulePolicy(bucket=...) in bytes: nothing hides the first one",
+    )
+    MEMORY_BOUND = (
+        "exposed: the memory bound delays its launch",
+        "a larger SchedulePolicy.in_flight_bytes: all-gathers wait for memory",
+    )
+    INPUT_LATE = (
+        "exposed: its input is computed just before",
+        "sharding in a dtype that travels as it is: what is sent is computed first",
+    )
+    LITTLE_BEFORE = (
+        "exposed: too little compute before its first use",
+        "more tokens per rank, or SchedulePolicy.keep_unsharded_bytes for fewer all-gathers",
+    )
 
 
 @dataclass(frozen=True)

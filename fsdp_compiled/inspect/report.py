@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .records import CapturedModel, ExplainedModel
+from .render import figures
 from .render.data import as_json, trace
-from .render.headline import headline
 from .render.html import html
 from .render.png import png
 from .render.text import capture_text, explanation_text
@@ -30,7 +30,7 @@ class Capture(CapturedModel):
     @property
     def headline(self) -> str:
         """How long the step takes by estimate, for how much of it compute waits, and what to try against that."""
-        return headline(self)
+        return figures.headline(self)
 
     def save(self, path: str | Path, *, beside: CapturedModel | None = None) -> Path:
         """Write the capture in the format that the path's suffix names. Equal captures make equal files.

@@ -1,13 +1,11 @@
-"""Hugging Face models: which modules become units, and safetensors files, of which each rank reads its part.
-
-It must not know how a model is trained.
-"""
+"""Hugging Face models: which modules become units, and safetensors files, of which each rank reads its part."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
 from ..api import fully_shard, register_fsdp_forward_method
+from ..sharding.dtensor import local_of, local_part
 
 RESHARD = {"free_full_weight": None, "keep_full_weight": False}  # the styles of ``_fsdp_plan``
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -121,14 +117,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         if adapter is not None:
             raise ValueError(f"{folder}: has adapters alone, and the model is on meta; load what they adapt before")
         _materialize(model, device)
-    opened: dict[Path, Any] = {}
-
-    def tensor_in_file(name: str) -> Any:
-        path = files[name]
-        if path not in opened:
-            opened[path] = safe_open(str(path), framework="pt")
-        return opened[path].get_slice(name)
-
+    opened = cache(partial(safe_open, framework="pt"))
     with torch.no_grad():
         for names, tensor in _tensors(model) if adapter is None else _adapted(model, adapter):
             name = next((each for each in names if each in files), None)
@@ -137,7 +126,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
                     f"{names[0]}: expected it in {folder}, got none; if the checkpoint has other names than the "
                     "model, load it by from_pretrained, save it by save_pretrained, and load that"
                 )
-            _read(name, tensor, tensor_in_file(name))
+            _read(name, tensor, opened(str(files[name])).get_slice(name))
     return model
 
 
@@ -207,7 +196,5 @@ def _read(name: str, tensor: Tensor, stored: Any) -> None:
         return
     if not all(type(each) in (Shard, Replicate) for each in tensor.placements):
         raise NotImplementedError(f"{name}: expected Shard and Replicate only, got {tensor.placements}; load by DCP")
-    local, starts = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
-    if 0 not in local:
-        part = tuple(slice(start, start + size) for start, size in zip(starts, local, strict=True))
-        tensor._local_tensor.copy_(stored[part])
+    if local_of(tensor).numel():
+        local_of(tensor).copy_(stored[local_part(tensor)])

@@ -1,7 +1,4 @@
-"""A mixin for ``transformers.Trainer`` that trains a model given to our ``fully_shard`` as it is.
-
-It must not know how a model was sharded.
-"""
+"""A mixin for ``transformers.Trainer`` that trains a model given to our ``fully_shard`` as it is."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..expect import shown, unexpected
 from ..hooks.context import states_below
-from ..module import FSDPModule, unit_state
+from ..module import FSDPModule, unit_state, user_class
 from .block import RegionModule, drop_region, make_region
 
 # "auto" takes blocks that occur at least so often: a region costs about as much to compile as two flat blocks.
@@ -17,7 +17,7 @@ AUTO_COUNT = 4
 
 
 def set_regions(model: nn.Module, regions: str | Sequence[nn.Module]) -> None:
-    """Let the units of ``model`` that ``regions`` says be regions, and no others, see ``fsdp_compiled.compile``."""
+    """Make the units of ``model`` that ``regions`` names its only regions; see ``fsdp_compiled.compile``."""
     chosen = _chosen(model, regions)
     for module in model.modules():
         if isinstance(module, RegionModule) and module not in chosen:
@@ -71,9 +71,9 @@ def _equal_units(model: nn.Module) -> list[nn.Module]:
 
 def _kind(module: nn.Module) -> Hashable:
     shapes = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
-    return getattr(type(module), "_fsdp_user_class", type(module)), shapes
+    return user_class(module), shapes
 
 
 def _is_possible(module: nn.Module) -> bool:
-    """Tell whether the module runs its class's forward, rather than one that was put on it."""
+    """Tell whether the module runs its class's forward, rather than one assigned to the instance."""
     return "forward" not in module.__dict__

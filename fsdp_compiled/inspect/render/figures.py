@@ -1,22 +1,24 @@
 """What a capture says in words and figures, which every format prints.
 
-Bytes and times have three digits and a unit; names of parameters or units are abbreviated to the space there is.
+Bytes and times have three digits and a unit; names of parameters or units are abbreviated to the space there is. The
+headline says first how long a step takes, how much of it is exposed, and what to try against that.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, takewhile
 from math import floor, log10
 
 import torch
 
 from ...passes.schedule_policy import SchedulePolicy
-from ..records import CapturedGraph, CapturedModel, Collective
+from ..records import CapturedGraph, CapturedModel, Collective, Verdict
 
 LISTED_WIDTH = 48  # characters that a list of names may take in a sentence
 SHORTEST_US = 0.01  # less is not shown; rounding leaves less between two spans
+LITTLE = 0.01  # of a step: what is exposed for less is not worth a change
 
 
 def size(count_bytes: int) -> str:
@@ -57,7 +59,7 @@ def ticks(end: float, most: int) -> list[float]:
     return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]
 
 
-def abbreviate(names: Sequence[str], width: int) -> str:
+def abbreviate(names: Sequence[str], width: int = LISTED_WIDTH) -> str:
     """Return at most ``width`` characters that tell which parameters these are.
 
     What all names begin and end with is written once: ``layers.3.{wq,wk,…,w2}.weight``. A list that is still too
@@ -94,7 +96,12 @@ def _elide(text: str, width: int) -> str:
 
 def listed(noun: str, names: Sequence[str]) -> str:
     """Return how many there are and, in little space, which: ``2 parameters, {up,down}.weight``."""
-    return f"{counted(len(names), noun)}, {abbreviate(names, LISTED_WIDTH)}"
+    return f"{counted(len(names), noun)}, {abbreviate(names)}"
+
+
+def in_line(values: Mapping[str, str]) -> str:
+    """Return labels, each before its value, with commas between."""
+    return ", ".join(f"{label} {value}" for label, value in values.items())
 
 
 def about(capture: CapturedModel) -> str:
@@ -140,6 +147,61 @@ def graph_facts(graph: CapturedGraph) -> dict[str, str]:
         "bound": size(graph.bound_bytes),
         "kept unsharded": size(graph.kept_bytes),
         "copies": ", ".join(copies) or "none",
+    }
+
+
+def headline(capture: CapturedModel) -> str:
+    """Return two sentences: how long the step takes and waits, and what to try; "" where nothing was compiled."""
+    if not capture.graphs:
+        return ""
+    what = " and ".join(dict.fromkeys(graph.kind for graph in capture.graphs)).capitalize()
+    takes = "take" if " and " in what else "takes"
+    step_us, exposed_us, share = _sums(capture)
+    waits = f"of which compute waits {duration(exposed_us)} ({share}) for collectives"
+    little = exposed_us <= LITTLE * step_us
+    trial = f"nothing: {share} of the step is too little to gain" if little else _costliest(capture).trial
+    return f"{what} {takes} {duration(step_us)} by estimate, {waits}. To try: {trial}."
+
+
+def _sums(capture: CapturedModel) -> tuple[float, float, str]:
+    """Return how long all graphs take, for how long compute waits in them, and that share of the time."""
+    step_us = sum(graph.total_us for graph in capture.graphs)
+    exposed_us = sum(graph.exposed_us for graph in capture.graphs)
+    return step_us, exposed_us, f"{exposed_us / (step_us or 1.0):.1%}"
+
+
+def _costliest(capture: CapturedModel) -> Verdict:
+    costs_us = defaultdict[Verdict, float](float)
+    for collective in (each for graph in capture.graphs for each in graph.collectives):
+        costs_us[collective.verdict] += collective.exposed_us
+    return max(costs_us, key=costs_us.__getitem__)
+
+
+def side_by_side(captures: Sequence[CapturedModel]) -> tuple[list[str], list[dict[str, str]]]:
+    """Return a name for each capture, by what tells them apart, and a line for each figure of theirs."""
+    conditions = [
+        {"model": capture.model, "ranks": str(capture.world), "cluster": capture.cluster.name}
+        | {"torch": capture.torch_version, **schedule(capture.schedule)}
+        for capture in captures
+    ]
+    differing = [key for key in conditions[0] if len({each[key] for each in conditions}) > 1]
+    names = [
+        in_line({key: each[key] for key in differing}) or f"capture {number}"
+        for number, each in enumerate(conditions, start=1)
+    ]
+    facts = [_facts(capture) for capture in captures]
+    return names, [{"figure": label} | {n: f[label] for n, f in zip(names, facts, strict=True)} for label in facts[0]]
+
+
+def _facts(capture: CapturedModel) -> dict[str, str]:
+    collectives = [collective for graph in capture.graphs for collective in graph.collectives]
+    step_us, exposed_us, share = _sums(capture)
+    return {
+        "step": duration(step_us),
+        "exposed": f"{duration(exposed_us)} ({share})",
+        "collectives": str(len(collectives)),
+        "bytes": size(sum(collective.bytes for collective in collectives)),
+        "peak unsharded": size(capture.peak_unsharded_bytes),
     }
 
 

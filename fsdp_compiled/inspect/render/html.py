@@ -14,16 +14,7 @@ from torch import fx
 
 from ..records import CapturedGraph, CapturedModel, Collective
 from . import figures
-from .drawing import (
-    COLOUR_OF,
-    COLOURS,
-    Box,
-    Line,
-    Shape,
-    Text,
-    draw,
-)
-from .headline import headline, side_by_side
+from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
 
 NAMES = 30  # characters of a table cell's names; they unfold
 WIDEST = 8000  # pixels of a timeline
@@ -32,14 +23,16 @@ WIDEST = 8000  # pixels of a timeline
 def html(capture: CapturedModel, beside: CapturedModel | None = None) -> str:
     """Return the page's source: of one capture, or of one and then another, with both compared above."""
     captures = [capture] if beside is None else [capture, beside]
-    names, facts = side_by_side(captures) if beside is not None else ([""], [])
+    names, facts = figures.side_by_side(captures) if beside is not None else ([""], [])
     parts, headlines = list[str](), []
     if beside is not None:
         parts += _comparison(facts, dict(zip(names, captures, strict=True)))
     for number, (name, each) in enumerate(zip(names, captures, strict=True)):
         parts += _part(name, f"{number or ''}", each)
         whose = f"<b>{escape(name)}</b>: " if name else ""
-        headlines.append(f"<p class='headline'>{whose}{escape(headline(each)) or 'No graph was compiled.'}</p>")
+        headlines.append(
+            f"<p class='headline'>{whose}{escape(figures.headline(each)) or 'No graph was compiled.'}</p>"
+        )
     return _resource("page.html").format(
         model=escape(capture.model),
         about=escape(figures.about(capture)),
@@ -103,7 +96,7 @@ def _section(key: str, title: str, graph: CapturedGraph) -> Iterator[str]:
         yield _details("Code that Inductor generated", escape(graph.code))
     for region in graph.regions:
         count = figures.counted(len(region.calls), "call")
-        blocks = figures.abbreviate(region.calls, figures.LISTED_WIDTH)
+        blocks = figures.abbreviate(region.calls)
         summary = f"Region {region.name}, {figures.duration(region.estimate_us)} a call, {count}: {blocks}"
         yield _details(escape(summary), _listing("", region.module.graph, set()))
     yield "</section>"

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..records import CapturedModel
 from . import figures
-from .drawing import (
-    COLOUR_OF,
-    COLOURS,
-    Box,
-    Line,
-    Shape,
-    Text,
-    draw,
-)
+from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,8 +45,8 @@ def png(capture: CapturedModel) -> bytes:
         axes = figure.add_axes((MARGIN / WIDTH, bottom, 1 - 2 * MARGIN / WIDTH, GRAPH / height))
         axes.set(xlim=(0, drawing.width), ylim=(drawing.height, -TITLE))
         axes.axis("off")
-        words = ", ".join(f"{label} {value}" for label, value in figures.graph_facts(graph).items())
-        for order, shape in enumerate((Text("note", 0, -6, f"{title}: {words}"), *drawing.shapes)):
+        head = f"{title}: {figures.in_line(figures.graph_facts(graph))}"
+        for order, shape in enumerate((Text("note", 0, -6, head), *drawing.shapes)):
             _paint(axes, shape, order)
     file = BytesIO()
     with warnings.catch_warnings():

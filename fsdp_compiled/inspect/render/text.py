@@ -59,7 +59,7 @@ def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
             cell["params"] = figures.params(collective.params, space)
         yield from (f"  {line}" for line in _table(cells))
     for region in graph.regions:
-        calls = figures.abbreviate(region.calls, figures.LISTED_WIDTH)
+        calls = figures.abbreviate(region.calls)
         each = f"{len(region.calls)} calls of {region.name}, {figures.duration(region.estimate_us)} each: {calls}"
         yield from _wrapped(each, "  ", "    ")
     for verdict in figures.verdicts(graph):
@@ -77,7 +77,7 @@ def explanation_text(explanation: ExplainedModel) -> str:
     size, per_rank = figures.size(explanation.total_bytes), figures.size(explanation.rank_bytes)
     count = figures.counted(len(units), "unit")
     head = f"{explanation.model}: {count}, {params} of {size}, of which each rank holds {per_rank}"
-    decisions = ", ".join(f"{label} {value}" for label, value in figures.schedule(schedule).items())
+    decisions = figures.in_line(figures.schedule(schedule))
     graph = f"one full graph is scheduled with {decisions}: {_buckets(schedule.bucket)}"
     return _joined(_wrapped(head), _units(units), _reasons(explanation), _wrapped(graph))
 
@@ -116,7 +116,7 @@ def _reasons(explanation: ExplainedModel) -> Iterator[str]:
             said[text].append(unit.name)
     for text, names in said.items():
         is_every = len(names) == len(explanation.units) > 1
-        who = "every unit" if is_every else figures.abbreviate(names, figures.LISTED_WIDTH)
+        who = "every unit" if is_every else figures.abbreviate(names)
         yield from _wrapped(f"{who}: {text}")
     if explanation.outside:
         who = figures.listed("parameter", explanation.outside)

@@ -18,7 +18,7 @@ from fsdp_compiled.cli import doctor
 from fsdp_compiled.cli.commands import SUFFIXES, byte_size
 from fsdp_compiled.passes.cost import CLUSTERS
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 PROGRAM = """
 import torch
