@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import Config, Llama
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
@@ -20,6 +19,7 @@ from fsdp_compiled import FSDPModule, fully_shard, fully_shard_with_compiled_com
 from fsdp_compiled.passes import region_options
 from fsdp_compiled.passes.schedule_policy import DEFAULT
 from fsdp_compiled.regions.choose import set_regions
+from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.graphs import without_code
 from tests.support.ranks import same_on_ranks
 

@@ -1,7 +1,7 @@
 """Train, save, stop, and go on with another number of ranks; at the end write one safetensors file.
 
-    torchrun --nproc-per-node 2 examples/resume.py --steps 10 --out run
-    torchrun --nproc-per-node 1 examples/resume.py --steps 20 --out run
+    torchrun --nproc-per-node 2 examples/train/resume.py --steps 10 --out run
+    torchrun --nproc-per-node 1 examples/train/resume.py --steps 20 --out run
 
 The second command finds what the first has saved, whose shards PyTorch's distributed checkpoint (DCP) cuts anew, and
 trains on: every step takes the same sequences however many ranks share them, so that losses are those of an

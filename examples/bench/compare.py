@@ -1,6 +1,6 @@
 """Train one model unsharded, with PyTorch's FSDP2 and with fsdp_compiled, interleaved step by step in one run.
 
-    torchrun --nproc-per-node 2 examples/compare.py
+    torchrun --nproc-per-node 2 examples/bench/compare.py
 
 Every contender takes one step in turn, so that drift of the machine meets all alike. Beside them runs the wire:
 two all-gathers and one reduce-scatter of all parameters with nothing else, what fully sharded training has to send.
@@ -23,13 +23,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from model import Config, Llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute, step_on_shards
 from fsdp_compiled.inspect import capture
+from fsdp_compiled.testing.llama import Config, Llama
 
 MIB = 2**20
 _c10d = torch.ops._c10d_functional

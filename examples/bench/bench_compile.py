@@ -1,8 +1,8 @@
 """Times how long a model takes to compile: from the plain model to the end of its first backward, with cold caches.
 
-    python examples/bench_compile.py
-    python examples/bench_compile.py --cases 16x64 --contenders unsharded "full graph" --rounds 1
-    python examples/bench_compile.py --cases 4x64 32x64 64x64 128x64 --contenders "full graph, regions" --rounds 1
+    python examples/bench/bench_compile.py
+    python examples/bench/bench_compile.py --cases 16x64 --contenders unsharded "full graph" --rounds 1
+    python examples/bench/bench_compile.py --cases 4x64 32x64 128x64 --contenders "full graph, regions" --rounds 1
 
 The contenders are the unsharded model, FSDP2 with each block compiled, our regional compilation (each block's compute
 compiled), our one full graph, and the same with the blocks as regions, compiled once for all of them; the second and
@@ -35,11 +35,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from compare import fsdp2_compiled_blocks, ours_eager, ours_regional
-from model import Config, Llama
 from torch import Tensor
 from torch._inductor import config  # checked on torch 2.13.0 and 2.15.0
 
 import fsdp_compiled
+from fsdp_compiled.testing.llama import Config, Llama
 
 BATCH = 1
 TITLES = f"{'layers x width':16}{'contender':26}{'seconds':>9}{'of unsharded':>14}{'CPU seconds':>13}{'kernels':>9}"

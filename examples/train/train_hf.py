@@ -1,7 +1,7 @@
 """Train a Llama of Transformers with its Trainer, sharded, as one compiled forward and one compiled backward graph.
 
-    torchrun --nproc-per-node 2 examples/train_hf.py --out run
-    torchrun --nproc-per-node 2 examples/train_hf.py --lora run/model --data notes/ --out adapted
+    torchrun --nproc-per-node 2 examples/train/train_hf.py --out run
+    torchrun --nproc-per-node 2 examples/train/train_hf.py --lora run/model --data notes/ --out adapted
 
 The first makes the model from a config, trains all of its parameters on bytes of the Python standard library's source
 files, and writes ``run/model``, which ``AutoModelForCausalLM.from_pretrained`` reads. The second trains LoRA adapters
