@@ -54,6 +54,20 @@ class MLP(nn.Module):
         return x
 
 
+class Tied(nn.Module):
+    """One weight behind two modules, and read twice by one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(10, 10)
+        self.last = nn.Linear(10, 10)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.first(x).relu()).relu())
+
+
 def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) -> Callable[..., Any]:
     """Shard every block and the model; return what to call. For ``inductor`` see :func:`compiled`.
 
