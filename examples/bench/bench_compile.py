@@ -1,4 +1,4 @@
-"""Times how long a model takes to compile: from the plain model to the end of its first backward, with cold caches.
+"""Times how long a model takes to compile: to the end of its first backward, with cold caches.
 
     python examples/bench/bench_compile.py
     python examples/bench/bench_compile.py --cases 16x64 --contenders unsharded "full graph" --rounds 1
@@ -6,10 +6,9 @@
 
 The contenders are the unsharded model, FSDP2 with each block compiled, our regional compilation (each block's compute
 compiled), our one full graph, and the same with the blocks as regions, compiled once for all of them; the second and
-the third leave embedding, head and loss uncompiled. Each measurement
-is a new process with OMP_NUM_THREADS=1, empty caches and a simulated process group that communicates nothing: every
-contender pays alike for g++'s precompiled header, and none for importing torch. Contenders take turns, round after
-round.
+the third leave embedding, head and loss uncompiled. Each measurement is a new process with OMP_NUM_THREADS=1, empty
+caches and a simulated process group that communicates nothing: every contender pays equally for g++'s precompiled
+header, and none for importing torch. Contenders take turns, round after round.
 
 Prints the median seconds, their ratio to the unsharded model's, the median CPU seconds (compilers included; other
 work on the machine changes them less), and how many different kernels Inductor generated, each a run of g++ on a
@@ -103,7 +102,7 @@ class Measurement:
 
 
 def build(case: Case, seq: int) -> tuple[Llama, tuple[Tensor, Tensor]]:
-    """Return a plain model and inputs for its forward: tokens and targets, ``[1, seq]``."""
+    """Return an unsharded model and inputs for its forward: tokens and targets, ``[1, seq]``."""
     model = Llama(case.config(seq))
     model.init_weights()
     tokens = torch.zeros(BATCH, seq, dtype=torch.int64)
@@ -135,7 +134,7 @@ def measure(case: Case, contender: str, args: argparse.Namespace) -> Measurement
 def cold_environment(directory: str) -> dict[str, str]:
     """Return this process's environment, with one thread and every cache in an empty ``directory``.
 
-    Temporary files too: g++'s precompiled headers go beside them, whatever Inductor's cache directory is.
+    Temporary files too: g++'s precompiled headers go there, whatever Inductor's cache directory is.
     """
     caches = {"TMPDIR": directory, "TORCHINDUCTOR_CACHE_DIR": f"{directory}/inductor"}
     return {**os.environ, **caches, "TRITON_CACHE_DIR": f"{directory}/triton", "OMP_NUM_THREADS": "1"}

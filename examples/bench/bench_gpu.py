@@ -2,8 +2,8 @@
 
     python examples/bench/bench_gpu.py --json examples/bench/results/bench-gpu.json
 
-*Copies*: each of the four copies of a bucket, in bytes read and written per second, beside a device-to-device copy
-and beside PyTorch's own operators for FSDP2.
+*Copies*: each of the four copies of a bucket, in bytes read and written per second, compared with a device-to-device
+copy and with PyTorch's own operators for FSDP2.
 
 *Steps*: forward and backward of a Llama-style model as rank 0 of ranks that are not there (``simulated_group.py``):
 compute and copies are real, and collectives write their results, but nothing is sent. The unsharded compiled model is

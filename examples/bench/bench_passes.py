@@ -57,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Timed(CustomGraphPass):
-    """A pass beside a clock. It has no uuid, so that no compile cache can keep it from running."""
+    """A pass that records its time. It has no uuid, so that no compile cache can keep it from running."""
 
     name: str
     run: passes.Pass
@@ -74,7 +74,7 @@ class Timed(CustomGraphPass):
 
 
 def timed(policy: SchedulePolicy, clock: Callable[[], float], note: Callable[[Run], None]) -> dict[str, Timed]:
-    """Return the pipeline of each slot, it and each of its passes beside a clock."""
+    """Return the pipeline of each slot, with a record of its time and each pass's."""
     slots = {}
     for slot, pipeline in passes.slots(policy).items():
         each = tuple(Timed(type(run).__name__, run, clock, note) for run in pipeline.passes)
@@ -163,7 +163,7 @@ class Row:
 
 
 def summed(layers: int, runs: Sequence[Run]) -> Iterator[Row]:
-    """Yield each pass, what the pipelines do beside them, and the total."""
+    """Yield each pass, what the pipelines do around them, and the total."""
     of_passes = [run for run in runs if run.name not in SLOTS]
     for name in dict.fromkeys(run.name for run in of_passes):
         mine = [run for run in of_passes if run.name == name]

@@ -3,7 +3,7 @@
     python examples/bench/bench_tokens.py
     python examples/bench/bench_tokens.py --cluster A100 --card 9.375
 
-Ranks whose batches differ in length must decide alike, so schedules are decided for one number of tokens
+Ranks whose batches differ in length must make one decision, so schedules are decided for one number of tokens
 (``SchedulePolicy.tokens``). A Llama of 8 billion parameters on 64 simulated ranks is traced at an eighth to eight
 times of it. At each size every policy's schedule is simulated with the times of that size: the default one, one for
 each of the other numbers, a bucket for each unit, and buckets of fixed sizes. All times are estimates.
@@ -111,7 +111,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cluster", choices=list(CLUSTERS), default="H100", help="that times are estimated for")
     parser.add_argument("--card", type=float, metavar="GB/S", help="bandwidth of each GPU's network card")
     parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[2**k for k in range(10, 17)], help="per rank, to look at"
+        "--tokens", type=int, nargs="+", default=[2**k for k in range(10, 17)], help="per rank, to estimate for"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()

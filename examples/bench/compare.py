@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/bench/compare.py
 
-Every contender takes one step in turn, so that drift of the machine meets all alike. Beside them runs the wire:
-two all-gathers and one reduce-scatter of all parameters with nothing else, what fully sharded training has to send.
+Every contender takes one step in turn, so that drift of the machine affects all equally. So does the wire: two
+all-gathers and one reduce-scatter of all parameters without compute, which fully sharded training has to send.
 Prints the median step time of each, its ratio to the best FSDP2 and to the limit (unsharded compiled step plus
 wire), and the loss after the last step. ``--memory`` also captures the full graphs and prints their peak of
 unsharded bytes and its bound; ``--json FILE`` keeps the figures.
@@ -85,7 +85,7 @@ class Setup:
 
     shard: Callable[[Llama], Callable[..., Tensor]]
     schedule: SchedulePolicy | None = None
-    on_shards: bool = False  # whether its optimizer steps on plain shards
+    on_shards: bool = False  # whether its optimizer steps on local shards
 
 
 def unsharded(model: Llama) -> Callable[..., Tensor]:

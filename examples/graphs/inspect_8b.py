@@ -1,10 +1,10 @@
-"""The schedule of an 8-billion-parameter Llama on 64 H100s, looked at on a laptop: without weights, without GPUs.
+"""The schedule of an 8-billion-parameter Llama on 64 H100s, computed on a laptop: without weights, without GPUs.
 
     python examples/graphs/inspect_8b.py --out graphs
     python examples/graphs/inspect_8b.py --cluster A100 --card 9.375 --world 512 --seq 1024  # exposed links
 
-One process takes the part of rank 0 of ``--world`` in a simulated process group that communicates nothing. The model
-has shards, but nothing is ever written to them: graphs are traced, scheduled and not run. Prints the headline of two
+One process is rank 0 of ``--world`` in a simulated process group that communicates nothing. The model has shards, but
+nothing is ever written to them: graphs are traced, scheduled and not run. Prints the headline of two
 schedules, buckets found by cost and a bucket for each unit as FSDP2 has it, and saves a page that compares them and a
 picture of the first.
 """

@@ -1,8 +1,8 @@
-"""Looks at the graphs of a sharded model before there is a cluster to train it on.
+"""Shows the graphs of a sharded model before there is a cluster to train it on.
 
     python examples/graphs/inspect_graphs.py --world 64 --cluster H100 --out graphs
 
-One process takes the part of rank 0 of ``--world``, in a simulated process group that communicates nothing. Prints
+One process is rank 0 of ``--world`` in a simulated process group that communicates nothing. Prints
 what each unit all-gathers and keeps (``explain``) and what every collective is estimated to cost (``capture``), saves
 the capture as a page, a picture, data and a trace for Perfetto, and compares two schedules. Takes a minute on 2
 cores. ``python -m fsdp_compiled inspect examples/graphs/inspect_graphs.py:build`` does the same from a shell.
