@@ -62,6 +62,10 @@ def stop_if_nan(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
 
+stop_if_nan.register_fake(torch.empty_like)
+stop_if_nan.register_autograd(lambda ctx, grad: stop_if_nan(grad))
+
+
 class Checked(MLP):
     def forward(self, x):
         return stop_if_nan(super().forward(x))
