@@ -1,4 +1,4 @@
-"""examples/train_hf.py: pretraining, a stop between, and LoRA on what came out."""
+"""examples/train/train_hf.py: pretraining, a stop between, and LoRA on what came out."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_another_version(tmp_path):
         subprocess.Popen(
             [sys.executable, "-m", "tests.faults.version_program", str(rank), str(tmp_path / "store")],
             cwd=folder,  # -m finds modules here first
-            env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )

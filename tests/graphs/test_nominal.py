@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import Config, Llama
 from torch import Tensor, fx, nn
 
 from fsdp_compiled import SchedulePolicy
@@ -22,6 +21,7 @@ from fsdp_compiled.inspect.reading import Scheduled
 from fsdp_compiled.passes import CLUSTERS, post_grad
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.graph.anchors import AnchoredCompute
+from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.graphs import record
 from tests.support.training import shard
 

@@ -1,4 +1,4 @@
-"""Results of regions that share memory, on unsharded models, which torch itself gets wrong; see test_regions, too."""
+"""Results of regions that share memory, on unsharded models, which torch gets wrong; see test_region_graphs, too."""
 
 from __future__ import annotations
 

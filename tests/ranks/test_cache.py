@@ -23,7 +23,7 @@ def _run(caches: Sequence[Path], **environment: Any) -> list[dict]:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     env = os.environ | {
-        "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}",
+        "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
         "WORLD_SIZE": "2",
         "MASTER_ADDR": "localhost",

@@ -17,11 +17,15 @@ from tests.support.graphs import record, sequence
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
+    MLP,
+    MODES,
+    assert_trains_like_one_process,
     assert_trains_like_replicas,
     backend,
     batches,
     compiled,
     my_part,
+    shard,
     units_inside,
     with_regions,
 )
@@ -167,3 +171,20 @@ def test_recomputation_finds_the_compiled_code_of_forward(fake_group):
     assert compiled_in_forward > 0
     out.sum().backward()
     assert counters["stats"]["unique_graphs"] == compiled_in_forward
+
+
+class _Checkpointed(MLP):
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@row("activation checkpointing")
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_activation_checkpointing(mode):
+    alone, model = _Checkpointed(), _Checkpointed()
+    call = shard(model, mode)
+    assert_trains_like_one_process(model, call, alone)

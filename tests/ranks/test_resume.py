@@ -1,4 +1,4 @@
-"""examples/resume.py and ema.py: a run that stops and goes on with other ranks is the run that never stopped."""
+"""examples/train/resume.py and ema.py: a run that stops and resumes on other ranks equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from data import Corpus
 from ema import EMA, local
-from model import PRESETS, Llama
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from train import build
 
+from fsdp_compiled.testing.llama import PRESETS, Llama
 from tests.support.ranks import on_ranks
 from tests.support.training import full
 

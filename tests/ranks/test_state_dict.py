@@ -422,3 +422,26 @@ def test_another_threads_state_dict_between_forward_and_backward(mode):
     assert all(isinstance(value, DTensor) for value in state.values())
     loss.backward()
     assert_close(full_grads(model), full_grads(alone))
+
+
+@row("state dict")
+@each_mode
+@on_ranks(2)
+def test_state_dict_goes_round(mode):
+    model, other = MLP(), MLP()
+    call, other_call = shard(model, mode), shard(other, mode)
+    data = batches(2, 8, 10)
+    train(model, call, data, square_loss)
+    with torch.no_grad():
+        call(data[0])  # the root keeps its parameters unsharded in eager mode
+    state = model.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    other_call(data[0])
+    other.load_state_dict(state)
+    assert_close(full_params(other), full_params(model))
+    third = MLP()
+    third_call = shard(third, mode)
+    third.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+    want = train(model, call, data, square_loss)
+    assert train(other, other_call, data, square_loss) == want
+    assert train(third, third_call, data, square_loss) == want

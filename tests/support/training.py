@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from model import Config, Llama
 from torch import Tensor, fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import compile_fx
@@ -20,6 +19,7 @@ from fsdp_compiled import FSDPModule, fully_shard, fully_shard_with_compiled_com
 from fsdp_compiled.passes import region_options
 from fsdp_compiled.passes.schedule_policy import DEFAULT
 from fsdp_compiled.regions.choose import set_regions
+from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.graphs import without_code
 from tests.support.ranks import same_on_ranks
 
@@ -52,6 +52,20 @@ class MLP(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+class Tied(nn.Module):
+    """One weight behind two modules, and read twice by one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(10, 10)
+        self.last = nn.Linear(10, 10)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.first(x).relu()).relu())
 
 
 def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) -> Callable[..., Any]:

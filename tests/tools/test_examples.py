@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 import view
 import waiting
-from model import PRESETS, Config, Llama
 from torch import nn
 from torch._inductor.utils import fresh_cache
 from train import warmup_and_cosine
@@ -28,6 +27,7 @@ from view import plot_losses
 
 from fsdp_compiled import fully_shard
 from fsdp_compiled.inspect import explain
+from fsdp_compiled.testing.llama import PRESETS, Config, Llama
 from tests.support.training import TINY
 
 

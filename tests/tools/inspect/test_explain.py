@@ -5,13 +5,13 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
-from model import PRESETS, Llama
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.inspect.explain import explain
+from fsdp_compiled.testing.llama import PRESETS, Llama
 from tests.support.training import MLP, llama
 
 pytestmark = pytest.mark.usefixtures("fake_group")

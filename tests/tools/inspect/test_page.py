@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from model import Config, Llama
 from torch import nn
 
 from fsdp_compiled import SchedulePolicy, fully_shard
@@ -17,6 +16,7 @@ from fsdp_compiled.inspect.records import MemoryStep, Verdict
 from fsdp_compiled.inspect.render.drawing import CURVE, HEADROOM, Box, Line, Text, draw
 from fsdp_compiled.inspect.render.figures import headline, side_by_side
 from fsdp_compiled.passes import CLUSTERS
+from fsdp_compiled.testing.llama import Config, Llama
 from tests.tools.inspect.test_report import MIB, _backward, _capture, _forward, _graph
 
 PAIR = (_capture(_forward(), _backward()), _capture(_forward(), schedule=SchedulePolicy(bucket="unit")))

@@ -1,13 +1,13 @@
-"""Train, save, stop, and go on with another number of ranks; at the end write one safetensors file.
+"""Train, save, stop, and resume on another number of ranks; at the end write one safetensors file.
 
-    torchrun --nproc-per-node 2 examples/resume.py --steps 10 --out run
-    torchrun --nproc-per-node 1 examples/resume.py --steps 20 --out run
+    torchrun --nproc-per-node 2 examples/train/resume.py --steps 10 --out run
+    torchrun --nproc-per-node 1 examples/train/resume.py --steps 20 --out run
 
-The second command finds what the first has saved, whose shards PyTorch's distributed checkpoint (DCP) cuts anew, and
-trains on: every step takes the same sequences however many ranks share them, so that losses are those of an
+The second command loads what the first has saved; PyTorch's distributed checkpoint (DCP) reshards it for the new
+number of ranks. Every step takes the same sequences however many ranks share them, so losses equal those of an
 uninterrupted run. Checkpoints hold the model, the optimizer, an average of the parameters (``ema.py``) and the step.
-Those in between are saved by ``async_save``: a step waits until its shards are copied, not until they are written.
-The file at the end, with the averaged parameters under their full names, is what other programs load.
+Intermediate checkpoints are saved by ``async_save``: a step waits until its shards are copied, not until they are
+written. The file at the end holds the averaged parameters under their full names, for other programs to load.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Checkpoints:
             self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
         )
 
-    def save_beside(self, step: int) -> None:
-        """Copy the shards, and write them while training goes on."""
+    def save_async(self, step: int) -> None:
+        """Copy the shards, and write them while training continues."""
         self.finish()
         folder = self._folder / f"step_{step}"
         self._writing = dcp.async_save(self._state(step), checkpoint_id=folder, process_group=self._group)
@@ -112,8 +112,8 @@ def run(args: argparse.Namespace, device: torch.device, corpus: data.Corpus) -> 
         losses[step] = mean_over_ranks(loss.detach())
         say(f"step {step}  loss {losses[step]:.4f}")
         if step % args.save_every == 0 and step < args.steps:
-            checkpoints.save_beside(step)
-            say(f"step {step}  saving while training goes on")
+            checkpoints.save_async(step)
+            say(f"step {step}  saving while training continues")
     checkpoints.save(args.steps)
     export(trained.model, ema, args.out / "model.safetensors")
     say(f"saved {args.out}/step_{args.steps}, and the average as {args.out}/model.safetensors")

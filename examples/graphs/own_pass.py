@@ -1,6 +1,6 @@
 """Puts two graph passes of one's own behind the library's: one that changes the graph, one that only looks.
 
-    python examples/own_pass.py
+    python examples/graphs/own_pass.py
 
 ``Serialize`` undoes all overlap of communication with compute but keeps the buckets and the results: a step with
 and without it tells what overlap is worth on your machine. Here one process takes the part of rank 0 of 8 in a
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from model import Config, Llama
 from torch import fx
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
 from fsdp_compiled.passes import rules as spec
 from fsdp_compiled.passes.graph import nodes
+from fsdp_compiled.testing.llama import Config, Llama
 
 
 @dataclass(frozen=True)

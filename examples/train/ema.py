@@ -1,8 +1,8 @@
 """An exponential moving average of a sharded model's parameters, without a copy of the model.
 
 The average is one more shard of each parameter on each rank. It is updated by local arithmetic, without
-communication, and put in the parameters' place for as long as it is used. For an average that can be called beside
-the model, ``torch.optim.swa_utils.AveragedModel(model)`` makes a second sharded model.
+communication, and swapped with the parameters while it is used. For an average that can be called while the model
+trains, ``torch.optim.swa_utils.AveragedModel(model)`` makes a second sharded model.
 """
 
 from __future__ import annotations

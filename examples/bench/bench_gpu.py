@@ -1,9 +1,9 @@
 """Measures the collective stack on one GPU alone: copies, whole steps, and overlap with a simulated link.
 
-    python examples/bench_gpu.py --json examples/results/bench-gpu.json
+    python examples/bench/bench_gpu.py --json examples/bench/results/bench-gpu.json
 
-*Copies*: each of the four copies of a bucket, in bytes read and written per second, beside a device-to-device copy
-and beside PyTorch's own operators for FSDP2.
+*Copies*: each of the four copies of a bucket, in bytes read and written per second, compared with a device-to-device
+copy and with PyTorch's own operators for FSDP2.
 
 *Steps*: forward and backward of a Llama-style model as rank 0 of ranks that are not there (``simulated_group.py``):
 compute and copies are real, and collectives write their results, but nothing is sent. The unsharded compiled model is
@@ -35,7 +35,6 @@ from typing import Any
 import simulated_group
 import torch
 import torch.distributed as dist
-from model import PRESETS, Llama, loss
 from simulated_group import SimulatedGroup
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -43,6 +42,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.collectives import copies
+from fsdp_compiled.testing.llama import PRESETS, Llama, loss
 
 MIB = 2**20
 COPY_WORLD = 8

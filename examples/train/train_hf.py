@@ -1,11 +1,11 @@
 """Train a Llama of Transformers with its Trainer, sharded, as one compiled forward and one compiled backward graph.
 
-    torchrun --nproc-per-node 2 examples/train_hf.py --out run
-    torchrun --nproc-per-node 2 examples/train_hf.py --lora run/model --data notes/ --out adapted
+    torchrun --nproc-per-node 2 examples/train/train_hf.py --out run
+    torchrun --nproc-per-node 2 examples/train/train_hf.py --lora run/model --data notes/ --out adapted
 
 The first makes the model from a config, trains all of its parameters on bytes of the Python standard library's source
 files, and writes ``run/model``, which ``AutoModelForCausalLM.from_pretrained`` reads. The second trains LoRA adapters
-on that and writes them alone. A run given ``--resume`` goes on from its last checkpoint, on any number of ranks.
+on that and writes only the adapters. ``--resume`` continues from the last checkpoint, on any number of ranks.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=["full", "eager"], default="full")
     parser.add_argument("--lora", metavar="MODEL_DIR", type=Path, help="train adapters on this model, nothing else")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
     parser.add_argument("--data", metavar="FILE_OR_DIR", help="default: Python's standard library")
     parser.add_argument("--steps", type=positive, default=60)
     parser.add_argument("--save-every", type=positive, default=30)

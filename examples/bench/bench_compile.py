@@ -1,15 +1,14 @@
-"""Times how long a model takes to compile: from the plain model to the end of its first backward, with cold caches.
+"""Times how long a model takes to compile: to the end of its first backward, with cold caches.
 
-    python examples/bench_compile.py
-    python examples/bench_compile.py --cases 16x64 --contenders unsharded "full graph" --rounds 1
-    python examples/bench_compile.py --cases 4x64 32x64 64x64 128x64 --contenders "full graph, regions" --rounds 1
+    python examples/bench/bench_compile.py
+    python examples/bench/bench_compile.py --cases 16x64 --contenders unsharded "full graph" --rounds 1
+    python examples/bench/bench_compile.py --cases 4x64 32x64 128x64 --contenders "full graph, regions" --rounds 1
 
 The contenders are the unsharded model, FSDP2 with each block compiled, our regional compilation (each block's compute
 compiled), our one full graph, and the same with the blocks as regions, compiled once for all of them; the second and
-the third leave embedding, head and loss uncompiled. Each measurement
-is a new process with OMP_NUM_THREADS=1, empty caches and a simulated process group that communicates nothing: every
-contender pays alike for g++'s precompiled header, and none for importing torch. Contenders take turns, round after
-round.
+the third leave embedding, head and loss uncompiled. Each measurement is a new process with OMP_NUM_THREADS=1, empty
+caches and a simulated process group that communicates nothing: every contender pays equally for g++'s precompiled
+header, and none for importing torch. Contenders take turns, round after round.
 
 Prints the median seconds, their ratio to the unsharded model's, the median CPU seconds (compilers included; other
 work on the machine changes them less), and how many different kernels Inductor generated, each a run of g++ on a
@@ -35,11 +34,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from compare import fsdp2_compiled_blocks, ours_eager, ours_regional
-from model import Config, Llama
 from torch import Tensor
 from torch._inductor import config  # checked on torch 2.13.0 and 2.15.0
 
 import fsdp_compiled
+from fsdp_compiled.testing.llama import Config, Llama
 
 BATCH = 1
 TITLES = f"{'layers x width':16}{'contender':26}{'seconds':>9}{'of unsharded':>14}{'CPU seconds':>13}{'kernels':>9}"
@@ -103,7 +102,7 @@ class Measurement:
 
 
 def build(case: Case, seq: int) -> tuple[Llama, tuple[Tensor, Tensor]]:
-    """Return a plain model and inputs for its forward: tokens and targets, ``[1, seq]``."""
+    """Return an unsharded model and inputs for its forward: tokens and targets, ``[1, seq]``."""
     model = Llama(case.config(seq))
     model.init_weights()
     tokens = torch.zeros(BATCH, seq, dtype=torch.int64)
@@ -135,7 +134,7 @@ def measure(case: Case, contender: str, args: argparse.Namespace) -> Measurement
 def cold_environment(directory: str) -> dict[str, str]:
     """Return this process's environment, with one thread and every cache in an empty ``directory``.
 
-    Temporary files too: g++'s precompiled headers go beside them, whatever Inductor's cache directory is.
+    Temporary files too: g++'s precompiled headers go there, whatever Inductor's cache directory is.
     """
     caches = {"TMPDIR": directory, "TORCHINDUCTOR_CACHE_DIR": f"{directory}/inductor"}
     return {**os.environ, **caches, "TRITON_CACHE_DIR": f"{directory}/triton", "OMP_NUM_THREADS": "1"}

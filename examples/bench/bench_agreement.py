@@ -1,7 +1,7 @@
 """Measures what it costs that ranks agree before they start collectives: the first time, and in every step.
 
-    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/bench_agreement.py
-    python examples/bench_agreement.py --clients 64
+    OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/bench/bench_agreement.py
+    python examples/bench/bench_agreement.py --clients 64
 
 The first trains a small model with agreement and without it, one step each in turn, and prints the medians of both;
 in the steady state a thread sends a hash per window. The second connects that many clients, threads of one process,
@@ -29,13 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from compare import full_graph, ours_eager
-from model import Config, Llama
 
 from fsdp_compiled import SchedulePolicy, set_rank_agreement, step_on_shards
 from fsdp_compiled.agreement import tripwire
 from fsdp_compiled.agreement.ledger import Ledger, agree
 from fsdp_compiled.agreement.tripwire import Entry, Tripwire
 from fsdp_compiled.sharding.contract import Collective, Contract
+from fsdp_compiled.testing.llama import Config, Llama
 
 PARAMETERS = 291  # of Llama 3 8B
 

@@ -1,10 +1,10 @@
-"""The schedule of an 8-billion-parameter Llama on 64 H100s, looked at on a laptop: without weights, without GPUs.
+"""The schedule of an 8-billion-parameter Llama on 64 H100s, computed on a laptop: without weights, without GPUs.
 
-    python examples/inspect_8b.py --out graphs
-    python examples/inspect_8b.py --cluster A100 --card 9.375 --world 512 --seq 1024  # where scheduling matters
+    python examples/graphs/inspect_8b.py --out graphs
+    python examples/graphs/inspect_8b.py --cluster A100 --card 9.375 --world 512 --seq 1024  # exposed links
 
-One process takes the part of rank 0 of ``--world`` in a simulated process group that communicates nothing. The model
-has shards, but nothing is ever written to them: graphs are traced, scheduled and not run. Prints the headline of two
+One process is rank 0 of ``--world`` in a simulated process group that communicates nothing. The model has shards, but
+nothing is ever written to them: graphs are traced, scheduled and not run. Prints the headline of two
 schedules, buckets found by cost and a bucket for each unit as FSDP2 has it, and saves a page that compares them and a
 picture of the first.
 """
@@ -12,19 +12,21 @@ picture of the first.
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from model import PRESETS, Llama
 from torch import Tensor
-from train import positive
-from view import Progress
 
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, compile, fully_shard
 from fsdp_compiled.inspect import Capture, capture
 from fsdp_compiled.passes import CLUSTERS, Cluster
+from fsdp_compiled.testing.llama import PRESETS, Llama
 
 
 def build(layers: int, batch: int, seq: int) -> tuple[Llama, tuple[Tensor, Tensor]]:
@@ -46,38 +48,44 @@ def cluster_of(args: argparse.Namespace) -> Cluster:
     return replace(cluster, inter=replace(cluster.inter, bytes_per_s=args.card * 1e9)) if args.card else cluster
 
 
-def look(args: argparse.Namespace, progress: Progress) -> list[Capture]:
+def captures(args: argparse.Namespace) -> list[Capture]:
     """Capture the model with either schedule."""
     model, inputs = build(args.layers, args.batch, args.seq)
-    compile(model, regions=args.regions)  # which captures heed; nothing is compiled yet
+    compile(model, regions=args.regions)  # captures use this setting; nothing is compiled yet
     found = []
     for bucket in ("auto", "unit"):
-        progress.begin(f"capturing with bucket {bucket!r}")
+        print(f"capturing with bucket {bucket!r}", flush=True)
         schedule = SchedulePolicy(bucket=bucket, cluster=cluster_of(args))
         found.append(capture(model, *inputs, schedule=schedule, code=False))
-        progress.say(f"bucket {bucket!r}: {found[-1].headline}")
+        print(f"bucket {bucket!r}: {found[-1].headline}", flush=True)
     return found
 
 
 def main() -> None:
     args = parse()
     dist.init_process_group("fake", rank=0, world_size=args.world)
-    title = f"{args.layers} layers on {args.world} ranks, {args.batch} x {args.seq} tokens each, {args.cluster}"
-    with Progress(title, visible=True) as progress:
-        by_cost, by_unit = look(args, progress)
-        progress.begin("saving")
-        args.out.mkdir(parents=True, exist_ok=True)
-        progress.say(f"saved {by_cost.save(args.out / 'llama_8b.html', beside=by_unit)}")
-        progress.say(f"saved {by_cost.save(args.out / 'llama_8b.png')}")
+    print(f"{args.layers} layers on {args.world} ranks, {args.batch} x {args.seq} tokens each, {args.cluster}")
+    with compiler_messages():
+        by_cost, by_unit = captures(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    print("saved", by_cost.save(args.out / "llama_8b.html", beside=by_unit))
+    print("saved", by_cost.save(args.out / "llama_8b.png"))
     dist.destroy_process_group()
 
 
-def add_cluster(parser: argparse.ArgumentParser) -> None:
-    """Add the options that :func:`cluster_of` reads."""
-    parser.add_argument("--cluster", choices=list(CLUSTERS), default="H100", help="that times are estimated for")
-    parser.add_argument(
-        "--card", type=float, metavar="GB/S", help="what a GPU's network card carries, if not as known"
-    )
+@contextmanager
+def compiler_messages() -> Iterator[None]:
+    """Print what the library logs while it captures: a line for each phase."""
+    log, handler = logging.getLogger("fsdp_compiled"), logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("  %(message)s"))
+    level = log.level
+    log.setLevel(logging.INFO)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
 
 
 def parse() -> argparse.Namespace:
@@ -87,9 +95,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq", type=positive, default=PRESETS["8b"].max_seq)
     parser.add_argument("--regions", choices=["auto", "off"], default="auto", help="auto: trace equal blocks once")
     parser.add_argument("--world", type=positive, default=64, help="ranks to shard over")
-    add_cluster(parser)
+    parser.add_argument("--cluster", choices=list(CLUSTERS), default="H100", help="that times are estimated for")
+    parser.add_argument("--card", type=float, metavar="GB/S", help="bandwidth of each GPU's network card")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where page and picture go")
     return parser.parse_args()
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected at least 1, got {value}")
+    return value
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Train one model unsharded, with PyTorch's FSDP2 and with fsdp_compiled, interleaved step by step in one run.
 
-    torchrun --nproc-per-node 2 examples/compare.py
+    torchrun --nproc-per-node 2 examples/bench/compare.py
 
-Every contender takes one step in turn, so that drift of the machine meets all alike. Beside them runs the wire:
-two all-gathers and one reduce-scatter of all parameters with nothing else, what fully sharded training has to send.
+Every contender takes one step in turn, so that drift of the machine affects all equally. So does the wire: two
+all-gathers and one reduce-scatter of all parameters without compute, which fully sharded training has to send.
 Prints the median step time of each, its ratio to the best FSDP2 and to the limit (unsharded compiled step plus
 wire), and the loss after the last step. ``--memory`` also captures the full graphs and prints their peak of
 unsharded bytes and its bound; ``--json FILE`` keeps the figures.
@@ -23,13 +23,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from model import Config, Llama
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute, step_on_shards
 from fsdp_compiled.inspect import capture
+from fsdp_compiled.testing.llama import Config, Llama
 
 MIB = 2**20
 _c10d = torch.ops._c10d_functional
@@ -85,7 +85,7 @@ class Setup:
 
     shard: Callable[[Llama], Callable[..., Tensor]]
     schedule: SchedulePolicy | None = None
-    on_shards: bool = False  # whether its optimizer steps on plain shards
+    on_shards: bool = False  # whether its optimizer steps on local shards
 
 
 def unsharded(model: Llama) -> Callable[..., Tensor]:

@@ -1,7 +1,7 @@
 """Times the graph passes on deep models, and says how their time grows with the number of layers.
 
-    python examples/bench_passes.py
-    python examples/bench_passes.py --layers --compile 4
+    python examples/bench/bench_passes.py
+    python examples/bench/bench_passes.py --layers --compile 4
 
 One process, rank 0 of a simulated group of 64, traces the example Llama at several depths and runs each pass on the
 joint, forward and backward graph. Inductor generates no code, which would take an hour; all of it takes 4 minutes on
@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inspect_graphs import build
-from torch import fx
+from compare import ours_eager
+from torch import Tensor, fx
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._dynamo.backends.common import aot_autograd
@@ -39,8 +39,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdp_compiled import SchedulePolicy, passes
 from fsdp_compiled.passes import CLUSTERS
+from fsdp_compiled.testing.llama import Config, Llama
 
-WIDTH, SEQ, WORLD = 64, 8, 64
+WIDTH, HEAD_WIDTH, SEQ, WORLD = 64, 32, 8, 64
 JOINT, BEFORE, AFTER = "joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 SLOTS = (JOINT, BEFORE, AFTER)
 
@@ -56,7 +57,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Timed(CustomGraphPass):
-    """A pass beside a clock. It has no uuid, so that no compile cache can keep it from running."""
+    """A pass that records its time. It has no uuid, so that no compile cache can keep it from running."""
 
     name: str
     run: passes.Pass
@@ -73,7 +74,7 @@ class Timed(CustomGraphPass):
 
 
 def timed(policy: SchedulePolicy, clock: Callable[[], float], note: Callable[[Run], None]) -> dict[str, Timed]:
-    """Return the pipeline of each slot, it and each of its passes beside a clock."""
+    """Return the pipeline of each slot, with a record of its time and each pass's."""
     slots = {}
     for slot, pipeline in passes.slots(policy).items():
         each = tuple(Timed(type(run).__name__, run, clock, note) for run in pipeline.passes)
@@ -120,11 +121,23 @@ class Tracer:
         gc.enable()
 
 
+def build(layers: int) -> tuple[Llama, tuple[Tensor, Tensor]]:
+    """Return a sharded model with a unit for each block, and inputs for its forward: tokens and targets."""
+    heads = WIDTH // HEAD_WIDTH
+    with torch.device("meta"):
+        model = Llama(Config(256, WIDTH, layers, heads, kv_heads=heads, hidden=3 * WIDTH, max_seq=SEQ))
+    ours_eager(model)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    tokens = torch.zeros(2, SEQ, dtype=torch.int64)
+    return model, (tokens, tokens)
+
+
 def one_step(layers: int, **kwargs: Any) -> float:
     """Compile a model with ``kwargs``, run it forward and backward, and return the seconds that took."""
     torch._dynamo.reset()
     FakeTensorMode.cache_clear()  # as if each model had a process of its own
-    model, batch = build(layers, WIDTH, SEQ)
+    model, batch = build(layers)
     start = time.perf_counter()
     torch.compile(model, fullgraph=True, **kwargs)(*batch).backward()
     return time.perf_counter() - start
@@ -150,7 +163,7 @@ class Row:
 
 
 def summed(layers: int, runs: Sequence[Run]) -> Iterator[Row]:
-    """Yield each pass, what the pipelines do beside them, and the total."""
+    """Yield each pass, what the pipelines do around them, and the total."""
     of_passes = [run for run in runs if run.name not in SLOTS]
     for name in dict.fromkeys(run.name for run in of_passes):
         mine = [run for run in of_passes if run.name == name]

@@ -1,6 +1,6 @@
 """Train a Llama-style byte-level model, sharded, as one compiled forward and one compiled backward graph.
 
-    torchrun --nproc-per-node 2 examples/train.py
+    torchrun --nproc-per-node 2 examples/train/train.py
 
 Trains on the Python standard library's own source files unless ``--data`` names others. On a machine with GPUs
 each rank takes one, with NCCL and bf16; else gloo and fp32 on the CPU. Says at every moment what it is doing, and
@@ -25,11 +25,11 @@ with importing("torch", __name__):
     import data
     import torch
     import torch.distributed as dist
-    from model import PRESETS, Llama
     from torch import Tensor
     from view import Progress, Speed, plot_losses
 
     from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
+    from fsdp_compiled.testing.llama import PRESETS, Llama
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""A Llama-style decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU. Plain PyTorch."""
+"""A Llama-style decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU; in PyTorch, knows no sharding.
+
+The examples train it and the tests use it at tiny sizes.
+"""
 
 from __future__ import annotations
 
@@ -126,6 +129,9 @@ class Block(nn.Module):
 
 class Llama(nn.Module):
     """Tokens ``[batch, seq]`` to logits ``[batch, seq, vocab]``, or to the mean cross-entropy."""
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, config: Config) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Sends linear weights as int8 or float8 rows with a scale each, a quarter of fp32's bytes, by a tensor subclass.
 
-    torchrun --nproc-per-node 2 examples/quantised_all_gather.py --compile
+    torchrun --nproc-per-node 2 examples/train/quantised_all_gather.py --compile
 
 Trains one small model as it is, one with int8 and one with float8 on the same random tokens, and prints the losses
 and what the all-gathers of a compiled step carry. ``--compile`` trains in that graph too. Weights, gradients and
@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model import Config, Llama
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.inspect import capture
+from fsdp_compiled.testing.llama import Config, Llama
 
 aten = torch.ops.aten
 

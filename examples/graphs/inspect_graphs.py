@@ -1,11 +1,11 @@
-"""Looks at the graphs of a sharded model before there is a cluster to train it on.
+"""Shows the graphs of a sharded model before there is a cluster to train it on.
 
-    python examples/inspect_graphs.py --world 64 --cluster H100 --out graphs
+    python examples/graphs/inspect_graphs.py --world 64 --cluster H100 --out graphs
 
-One process takes the part of rank 0 of ``--world``, in a simulated process group that communicates nothing. Prints
+One process is rank 0 of ``--world`` in a simulated process group that communicates nothing. Prints
 what each unit all-gathers and keeps (``explain``) and what every collective is estimated to cost (``capture``), saves
 the capture as a page, a picture, data and a trace for Perfetto, and compares two schedules. Takes a minute on 2
-cores. ``python -m fsdp_compiled inspect examples/inspect_graphs.py:build`` does the like from the command line.
+cores. ``python -m fsdp_compiled inspect examples/graphs/inspect_graphs.py:build`` does the same from a shell.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from model import Config, Llama
 from torch import Tensor
 
 from fsdp_compiled import SchedulePolicy, fully_shard
 from fsdp_compiled.inspect import Capture, capture, explain
 from fsdp_compiled.passes import CLUSTERS
+from fsdp_compiled.testing.llama import Config, Llama
 
 FILES = ("graphs.html", "graphs.png", "graphs.json", "graphs.trace.json")
 HEAD_WIDTH = 32

@@ -1,0 +1,200 @@
+"""Gradient accumulation: with and without sync, in which dtype, and whatever comes between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.hooks.context import states_below
+from tests.support.parity import row
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    MODES,
+    WITH_REGIONS,
+    Tied,
+    assert_close,
+    batches,
+    compiled,
+    full_grads,
+    my_part,
+    shard,
+    square_loss,
+)
+
+each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
+each_mode = pytest.mark.parametrize("mode", MODES)
+eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
+
+
+@row("accumulation")
+@each_with_regions
+@on_ranks(2)
+def test_accumulation_without_sync(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    first, second, third = batches(3, 8, 10)
+    for micro in (first, second, third):
+        square_loss(alone, micro).backward()
+    for micro in (first, second, third):
+        model.set_requires_gradient_sync(micro is third)
+        square_loss(call, my_part(micro)).backward()
+        if micro is not third:
+            assert all(p.grad is None for p in model.parameters())
+    assert_close(full_grads(model), full_grads(alone))
+    # and nothing is left over for the next step
+    model.zero_grad()
+    alone.zero_grad()
+    square_loss(alone, first).backward()
+    square_loss(call, my_part(first)).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@row("accumulation")
+@each_mode
+@on_ranks(2)
+def test_accumulation_with_a_reduction_each_time(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    for micro in batches(3, 8, 10):
+        square_loss(alone, micro).backward()
+        square_loss(call, my_part(micro)).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@row("accumulation")
+@each_with_regions
+@on_ranks(2)
+def test_accumulation_when_forwards_come_before_backwards(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    data = batches(5, 8, 10)
+    losses = [square_loss(alone, x) for x in data]
+    sum(losses).backward()
+
+    def forward(index, sync):
+        model.set_requires_gradient_sync(sync)
+        return square_loss(call, my_part(data[index]))
+
+    first = forward(0, sync=False)
+    second = forward(1, sync=True)
+    model.set_requires_gradient_sync(False)
+    first.backward()
+    model.set_requires_gradient_sync(True)
+    second.backward()
+    forward(2, sync=False).backward()
+    fourth = forward(3, sync=False)
+    fifth = forward(4, sync=True)
+    model.set_requires_gradient_sync(False)
+    fourth.backward()
+    model.set_requires_gradient_sync(True)
+    fifth.backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@row("accumulation", "mixed precision")
+@each_with_regions
+@on_ranks(2)
+def test_accumulation_in_fp32_of_bf16_gradients(mode):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = MLP()
+    call = shard(model, mode, mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    first, second = batches(2, 8, 10)
+    square_loss(call, my_part(first)).backward()
+    accumulated = {p.unsharded_grad.grad.dtype for s in states_below([model]) for p in s.params}
+    assert accumulated == {torch.float32}
+    model.set_requires_gradient_sync(True)
+    square_loss(call, my_part(second)).backward()
+    alone = MLP()
+    (square_loss(alone, first) + square_loss(alone, second)).backward()
+    assert_close(full_grads(model), full_grads(alone), rtol=5e-2)
+
+
+@row("accumulation", "tied and shared")
+@eager_and_full
+@on_ranks(2)
+def test_accumulation_of_a_parameter_that_is_read_often(mode):
+    alone, model = Tied(), fully_shard(Tied())
+    call = compiled(model) if mode == "full" else model
+    data = batches(4, 8, 10)
+    for index, x in enumerate(data):
+        square_loss(alone, x).backward()
+        model.set_requires_gradient_sync(index >= 2)  # two reductions follow two stored gradients
+        square_loss(call, my_part(x)).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@row("accumulation")
+@each_mode
+@on_ranks(2)
+def test_two_forwards_before_one_backward_after_a_stored_gradient(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    first, second, third = batches(3, 8, 10)
+    model.set_requires_gradient_sync(False)
+    square_loss(call, my_part(first)).backward()
+    model.set_requires_gradient_sync(True)
+    (square_loss(call, my_part(second)) + square_loss(call, my_part(third))).backward()
+    sum(square_loss(alone, x) for x in (first, second, third)).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@row("accumulation")
+@each_mode
+@on_ranks(2)
+def test_sync_set_between_forward_and_backward(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    for _ in range(2):
+        for index, x in enumerate(batches(3, 8, 10)):
+            square_loss(alone, x).backward()
+            loss = square_loss(call, my_part(x))
+            model.set_requires_gradient_sync(index == 2)
+            loss.backward()
+        assert_close(full_grads(model), full_grads(alone))
+        alone.zero_grad()
+        model.zero_grad()
+
+
+class Sometimes(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(nn.Linear(10, 10))
+
+    def forward(self, x, extra=False):
+        for block in self.blocks[:2]:
+            x = x * self.scale + block(x)
+        return self.blocks[2](x) if extra else x
+
+
+@row("accumulation", "ignored and unused")
+@each_mode
+@on_ranks(2)
+def test_a_unit_that_only_the_stored_micro_batch_used(mode):
+    alone, model = Sometimes(), Sometimes()
+    call = shard(model, mode)
+    x = batches(1, 8, 10)[0]
+    for extra in (True, False):
+        alone(x, extra=extra).square().mean().backward()
+        model.set_requires_gradient_sync(not extra)
+        call(my_part(x), extra=extra).square().mean().backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@row("accumulation", "mixed precision")
+@each_mode
+@on_ranks(2)
+def test_a_stored_gradient_survives_a_conversion(mode):
+    alone, model = MLP().double(), MLP()
+    call = shard(model, mode, inductor=True)
+    first, second = batches(2, 8, 10)
+    model.set_requires_gradient_sync(False)
+    square_loss(call, my_part(first)).backward()
+    model.double()
+    model.set_requires_gradient_sync(True)
+    square_loss(call, my_part(second).double()).backward()
+    (square_loss(alone, first.double()) + square_loss(alone, second.double())).backward()
+    assert_close(full_grads(model), full_grads(alone))

@@ -1,0 +1,99 @@
+"""Parameters that are frozen, shared or ignored, before training, between steps and after loading."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_compiled import fully_shard
+from tests.support.parity import row
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    MODES,
+    WITH_REGIONS,
+    Tied,
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    compiled,
+    full,
+    full_grads,
+    my_part,
+    shard,
+    square_loss,
+    train,
+)
+
+each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
+each_mode = pytest.mark.parametrize("mode", MODES)
+eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
+
+
+@row("frozen and LoRA")
+@each_with_regions
+@on_ranks(2)
+def test_frozen_at_first_and_unfrozen_later(mode):
+    alone, model = MLP(), MLP()
+    for m in (alone, model):
+        m.blocks[0].requires_grad_(False)
+        m.scale.requires_grad = False
+    call = shard(model, mode)
+    data = batches(3, 8, 10)
+    assert_trains_like_one_process(model, call, alone, data)
+    for m in (alone, model):
+        for param in m.parameters():
+            param.requires_grad = True
+    assert_trains_like_one_process(model, call, alone, data)
+    for m in (alone, model):
+        m.blocks[1].requires_grad_(False)
+    square_loss(call, my_part(data[0])).backward()
+    square_loss(alone, data[0]).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+class _Tied(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1][0].weight = self.blocks[0][0].weight
+        self.blocks[1][3] = self.blocks[0][3]
+
+
+@row("tied and shared")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_parameters_and_modules_shared_inside_a_unit(mode):
+    alone, model = _Tied(), _Tied()
+    fully_shard(model)
+    assert model.blocks[1][0].weight is model.blocks[0][0].weight
+    call = compiled(model) if mode == "full" else model
+    assert_trains_like_one_process(model, call, alone)
+
+
+@row("ignored and unused")
+@each_with_regions
+@on_ranks(2)
+def test_ignored_parameters_are_left_alone(mode):
+    alone, model = MLP(), MLP()
+    ignored = model.blocks[0][0].weight
+    call = shard(model, mode, ignored_params={ignored})
+    assert model.blocks[0][0].weight is ignored
+    square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+    square_loss(alone, batches(1, 8, 10)[0]).backward()
+    got, want = full_grads(model), full_grads(alone)
+    dist.all_reduce(got["blocks.0.0.weight"], op=dist.ReduceOp.AVG)  # what fully_shard left to the user
+    assert_close(got, want)
+
+
+@row("state dict", "tied and shared")
+@eager_and_full
+@on_ranks(2)
+def test_loading_shared_parameters_with_assign(mode):
+    alone, model = Tied(), fully_shard(Tied())
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    assert model.last.weight is model.first.weight
+    call = compiled(model) if mode == "full" else model
+    train(model, call, batches(2, 8, 10), square_loss)
+    train(alone, alone, batches(2, 8, 10), square_loss, sharded=False)
+    torch.testing.assert_close(full(model.state_dict()["last.weight"]), alone.last.weight.detach())

@@ -1,0 +1,288 @@
+"""How a model is divided: units, dimensions, meshes, and when units are resharded."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+from fsdp_compiled import fully_shard
+from tests.support.parity import row
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    MODES,
+    WITH_REGIONS,
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    compiled,
+    full_grads,
+    full_params,
+    my_part,
+    shard,
+    square_loss,
+    train,
+)
+
+each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
+each_mode = pytest.mark.parametrize("mode", MODES)
+eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
+
+
+@row("uneven shards")
+@each_with_regions
+@on_ranks(4)
+def test_uneven_first_dimensions_and_empty_shards(mode):
+    alone, model = MLP(width=9, hidden=5), MLP(width=9, hidden=5)  # 5 rows on 4 ranks: 2, 2, 1, 0
+    call = shard(model, mode)
+    lengths = [None] * 4
+    dist.all_gather_object(lengths, model.blocks[0][0].weight.to_local().shape[0])
+    assert lengths == [2, 2, 1, 0]
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 9))
+
+
+@row("module kinds")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_blocks_without_an_outer_unit(mode):
+    alone, model = MLP(), MLP()
+    for block in model.blocks:
+        fully_shard(block)
+    call = compiled(model) if mode == "full" else model
+    square_loss(alone, batches(1, 8, 10)[0]).backward()
+    square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+    got, want = full_grads(model), full_grads(alone)
+    dist.all_reduce(got["scale"], op=dist.ReduceOp.AVG)  # no unit took it
+    assert_close(got, want)
+
+
+@row("module kinds")
+@each_with_regions
+@on_ranks(2)
+def test_nested_units(mode):
+    alone, model = MLP(), MLP()
+    for block in model.blocks:
+        fully_shard(block[0])
+        fully_shard(block[3])
+    call = shard(model, mode)
+    assert model.blocks[1][0]._get_fsdp_state().unit.config.name.endswith(".blocks.1.0")
+    assert model.blocks[1][0]._fsdp_params["weight"].name == "blocks.1.0.weight"
+    assert_trains_like_one_process(model, call, alone)
+
+
+@row("meshes")
+@each_with_regions
+@on_ranks(4)
+def test_hybrid_sharding(mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, mesh=mesh)
+    assert model.scale.placements == (Replicate(), Shard(0))
+    assert_trains_like_one_process(model, call, alone)
+
+
+@row("shard_placement_fn")
+@each_with_regions
+@on_ranks(2)
+def test_another_shard_dimension(mode):
+    def last(param):
+        return Shard(-1) if param.shape[-1] % 2 == 0 else None
+
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, shard_placement_fn=last)
+    assert model.blocks[0][0].weight.placements == (Shard(1),)
+    assert_trains_like_one_process(model, call, alone)
+
+
+@row("reshard")
+@each_with_regions
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_reshard_after_forward(mode, reshard):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, reshard_after_forward=reshard)
+    assert_trains_like_one_process(model, call, alone)
+
+
+@row("module kinds")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_list_units_some_of_whose_modules_do_not_run(mode):
+    def build():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"a": nn.Linear(10, 10), "b": nn.Linear(10, 10), "never": nn.Linear(10, 10)})
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = build()
+
+        def forward(self, x):
+            return self.parts["b"](self.parts["a"](x).relu())
+
+    alone, model = Model(), Model()
+    assert fully_shard(list(model.parts.values())) == list(model.parts.values())
+    fully_shard(model)
+    call = compiled(model) if mode == "full" else model
+    assert_trains_like_one_process(model, call, alone)
+    assert model.parts["never"].weight.grad is None
+
+
+@each_mode
+@on_ranks(2)
+def test_meta_device_initialisation(mode):
+    with torch.device("meta"):
+        model = MLP()
+    call = shard(model, mode, inductor=True)
+    with pytest.raises(Exception, match=r"expected a parameter with storage.*to_empty"):
+        call(torch.ones(2, 10))
+    torch._dynamo.reset()
+    gc.collect()  # what failed to compile holds weak references, which torch 2.11's swap_tensors refuses
+    model.to_empty(device="cpu")
+    alone = MLP()
+    for name, param in model.named_parameters():
+        whole = dict(alone.named_parameters())[name].detach()
+        local = param.to_local()
+        with torch.no_grad():
+            local.copy_(whole.chunk(2)[dist.get_rank()])
+    assert_trains_like_one_process(model, call, alone)
+
+
+@row("uneven shards")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(1)
+def test_a_world_of_one_rank_communicates_nothing(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    assert_trains_like_one_process(model, call, alone)
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    step: int = 0
+
+
+class Structured(MLP):
+    def forward(self, x):
+        hidden = Output(x * self.scale)
+        for block in self.blocks:
+            hidden = Output(hidden.hidden + block(hidden).hidden, hidden.step + 1)
+        return hidden
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(10, 10)
+
+    def forward(self, state):
+        return Output(self.linear(state.hidden).tanh(), state.step)
+
+
+@row("module kinds")
+@each_mode
+@on_ranks(2)
+def test_dataclasses_between_units(mode):
+    def build():
+        model = Structured()
+        torch.manual_seed(2)
+        model.blocks = nn.ModuleList([Block(), Block()])
+        return model
+
+    alone, model = build(), build()
+    call = shard(model, mode)
+    data = batches(3, 8, 10)
+    want = train(alone, lambda x: alone(x).hidden, data, square_loss, sharded=False)
+    got = train(model, lambda x: call(x).hidden, data, square_loss)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+    assert_close(full_params(model), full_params(alone))
+
+
+class Chunked(nn.Module):
+    """The head runs outside forward, in chunks, as memory-saving losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.body = nn.Linear(10, 10)
+        self.norm = nn.LayerNorm(10)
+        self.head = nn.Linear(10, 10)
+
+    def forward(self, x):
+        return self.norm(self.body(x).relu())
+
+    def loss(self, call, head, x):
+        hidden = call(x)
+        return sum(square.square().mean() for part in hidden.chunk(2) for square in [head(part)]) / 2
+
+
+@row("module kinds")
+@eager_and_full
+@on_ranks(2)
+def test_a_member_of_a_list_unit_that_runs_outside_the_model(mode):
+    alone, model = Chunked(), Chunked()
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    with torch.no_grad():
+        model.head(model(batches(1, 8, 10)[0]))
+    assert not model.head._get_fsdp_state().unit.hooked
+    call, head = model, model.head
+    if mode == "full":
+        call = compiled(model)
+    for x in batches(2, 8, 10):
+        alone.loss(alone, alone.head, x).backward()
+        model.loss(call, head, my_part(x)).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+class Empty(nn.Module):
+    """Parameters without elements, beside others and as a unit of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that there is nothing to initialise
+            self.inputs = nn.Linear(0, 10)
+            self.alone = nn.Linear(0, 10, bias=False)
+        self.linear = nn.Linear(10, 10)
+        self.none = nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        return self.linear(x) + self.inputs(x[:, :0]) + self.alone(x[:, :0]) + self.none.sum()
+
+
+class Empties(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Empty() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("mode", WITH_REGIONS)
+@pytest.mark.parametrize("sync", [True, False])
+@on_ranks(2)
+def test_parameters_without_elements(mode, sync):
+    alone, model = Empties(), Empties()
+    for block in model.blocks:
+        fully_shard(block.alone)
+    call = shard(model, mode)
+    if not sync:
+        model.set_requires_gradient_sync(False)
+        for each, x in ((alone, batches(1, 8, 10)[0]), (call, my_part(batches(1, 8, 10)[0]))):
+            square_loss(each, x).backward()
+        model.set_requires_gradient_sync(True)
+    assert_trains_like_one_process(model, call, alone)
