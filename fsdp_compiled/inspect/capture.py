@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from .. import passes
 from ..api import options
 from ..hooks.casts import tensors_in
-from ..hooks.context import states_below
+from ..hooks.state import states_below
 from ..passes import cost
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
