@@ -4,7 +4,7 @@ from .agreement import set_rank_agreement
 from .api import compile, fully_shard, fully_shard_with_compiled_compute, options, register_fsdp_forward_method
 from .collectives import AllGather, Comm, ReduceScatter
 from .errors import FSDPError, RankFailureError, RankMismatchError
-from .hooks.context import GradientReductionHandle
+from .hooks.root import GradientReductionHandle
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
 from .optim import step_on_shards
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy

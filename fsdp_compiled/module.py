@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from .collectives import AllGather, ReduceScatter
 from .expect import expect, expect_bool, shown, unexpected
 from .hooks import custom_comms
-from .hooks.context import GradientReductionHandle, is_in_backward, states_below
 from .hooks.copying import copied_units
-from .hooks.state import FSDPState
+from .hooks.root import GradientReductionHandle
+from .hooks.state import FSDPState, states_below
+from .hooks.step import is_in_backward
 from .tracing.sharded_module import with_code_of_its_own
 
 
@@ -118,12 +119,12 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free (True) or keep (False) unsharded parameters after an uncompiled backward."""
         for state in _states(self, recurse, reshard_after_backward=reshard_after_backward):
-            state.configure(reshard_after_backward=reshard_after_backward)
+            state.unit.configure(reshard_after_backward=reshard_after_backward)
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep an uncompiled unit's unsharded memory allocated after a reshard (True), at the same addresses."""
         for state in _states(self, recurse, keep=keep):
-            state.configure(keep_unsharded_storage=keep)
+            state.unit.configure(keep_unsharded_storage=keep)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[FSDPModule]) -> None:  # type: ignore[override]
         """Start all-gathering these modules' units in this one's pre-forward hook; graphs are not affected."""
@@ -156,7 +157,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         An embedding is such a unit. Compiled graphs all-gather only what they read and need no such hint.
         """
         expect_bool("unshard_in_backward", unshard_in_backward)
-        unit_state(self).configure(unshard_in_backward=unshard_in_backward)
+        unit_state(self).unit.configure(unshard_in_backward=unshard_in_backward)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor``, a positive number, rather than by the number of ranks.
@@ -166,14 +167,14 @@ class FSDPModule(torch_fsdp.FSDPModule):
         expect("factor", factor, int | float, "a number")
         if not 0 < factor < inf:
             raise unexpected("factor", "a positive, finite number", factor, "gradients are divided by it")
-        unit_state(self).configure(divide_factor=float(factor))
+        unit_state(self).unit.configure(divide_factor=float(factor))
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor  # the older name
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Let this unit's gradients be summed by the collectives and divided by a kernel of its own."""
         expect_bool("enable", enable)
-        unit_state(self).configure(sum_only=enable)
+        unit_state(self).unit.configure(sum_only=enable)
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Let trainable parameters that a backward does not reach get gradients of zeros (True) or none (False).
@@ -181,7 +182,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         With it, ranks that use different parameters in a step still make the same uncompiled reductions.
         """
         for state in _states(self, recurse, reduce_scatter_unused_params=reduce_scatter_unused_params):
-            state.configure(reduce_unused=reduce_scatter_unused_params)
+            state.unit.configure(reduce_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
         """Allow reductions of at most this many units at once in an uncompiled backward; the default is 1.
@@ -294,7 +295,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before forward")
         if is_in_backward():
             raise RuntimeError("finalize_backward: expected no backward under way; call it afterwards")
-        if context.finalizing is not None:
+        if context.step.finalizing is not None:
             raise RuntimeError(
                 "finalize_backward: wait for the handle of the last finalization first; if an exception came instead "
                 "of it, call reset_iter_state()"

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ..hooks.context import states_below
+from ..hooks.state import states_below
 from ..init.arguments import module_inside
 
 

@@ -1,4 +1,4 @@
-"""How an eager unit hears of backward: identities around its forward, also under torch.func's transforms.
+"""How an eager unit learns of its backward: identities around its forward, also under torch.func's transforms.
 
 It knows autograd; what happens before and after a unit's backward it asks its owner to do.
 """

@@ -11,12 +11,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ..param.unit import Unit
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import copied_module, rebase
-from .context import TrainingState, states_below
 from .optimizers import watch_optimizers
-from .state import FSDPState
+from .state import FSDPState, states_below
+from .step import UnitInStep
 
 
 def copied_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -27,7 +26,7 @@ def copied_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """
     states = [state for state in states_below([module]) if id(state) not in memo]
     for state in states:  # all of them first: what is copied next refers to any of them
-        memo[id(state)], memo[id(state.unit)] = copy(state), Unit(state.unit.config)
+        memo[id(state)], memo[id(state.unit)] = copy(state), UnitInStep(state.unit.config)
         for param in state.params:
             param.start_copy(memo)
     copied: nn.Module = copied_module(module, memo)
@@ -45,7 +44,7 @@ def _finish(state: FSDPState, memo: dict[int, Any]) -> None:
         setattr(state, name, others and [memo[id(other)] for other in others if id(other) in memo])
     state.ignored = WeakKeyDictionary({deepcopy(module, memo): names for module, names in state.ignored.items()})
     state.outermost, state.custom = memo.get(id(state.outermost), state), dict(state.custom)
-    state.training_state, state._to_run, state._context = TrainingState.IDLE, set(), None
+    state._context = None
     state.unit.on_compiled_gradient = state._on_compiled_gradient
     for param in state.params:
         param.finish_copy(memo)

@@ -30,7 +30,7 @@ def use(state: FSDPState, kind: type, custom: Comm | Hook) -> None:
     """Use ``custom`` as the unit's AllGather, ReduceScatter or Hook; TypeError if it is of another kind."""
     expect("comm", custom, kind, f"an {kind.__name__}")
     state.custom[kind] = custom
-    state.configure(**{_FIELDS[kind]: register(custom)})
+    state.unit.configure(**{_FIELDS[kind]: register(custom)})
 
 
 def use_hook(state: FSDPState, hook: Callable[[Tensor], None], stream: torch.Stream | None) -> None:
@@ -47,7 +47,7 @@ def use_process_group_memory(state: FSDPState, enable: bool) -> None:
         for kind in (AllGather, ReduceScatter):
             if isinstance(state.custom.get(kind), communicators.ProcessGroupMemory):
                 del state.custom[kind]
-                state.configure(**{_FIELDS[kind]: ""})
+                state.unit.configure(**{_FIELDS[kind]: ""})
         return
     for name in _shard_groups(state):
         _require_none("set_allocate_memory_from_process_group_for_comm", state)

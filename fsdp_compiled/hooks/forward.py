@@ -7,31 +7,21 @@ So each of the two has constants of its own. It must not know what the eager hoo
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
-from ..policy import MixedPrecisionPolicy
 from .casts import cast_floating
-
-
-class EagerHooks(Protocol):
-    """What is asked of ``FSDPState``, whose file imports this one."""
-
-    mp_policy: MixedPrecisionPolicy
-
-    def enter_forward(self, module: nn.Module) -> None: ...
-    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
-    def watch_output(self, module: nn.Module, output: Any) -> Any: ...
+from .step import UnitState
 
 
 @dataclass(eq=False)
 class PreForward:
     """The hook before forward."""
 
-    state: EagerHooks
+    state: UnitState
     device: torch.device | None  # where inputs are moved
     dtype: torch.dtype | None = field(init=False)  # to which they are cast
 
@@ -54,7 +44,7 @@ class PreForward:
 class PostForward:
     """The hook after forward."""
 
-    state: EagerHooks
+    state: UnitState
     dtype: torch.dtype | None = field(init=False)  # to which outputs are cast
 
     def __post_init__(self) -> None:

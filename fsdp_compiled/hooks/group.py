@@ -64,9 +64,9 @@ class _Reduction:
         """Add the results to the sharded parameters' gradients, or to the partial ones."""
         for param, grad in zip(self.params, results, strict=True):
             if self.is_partial:
-                param.partial_grad.add(grad.clone())
+                param.gradients.partial.add(grad.clone())
             else:
-                param.accumulate_grad(grad)
+                param.gradients.accumulate(grad)
 
 
 _BUCKETS = 64  # that a group keeps; a step uses few, but specs may change from step to step
@@ -152,13 +152,13 @@ class FSDPParamGroup:
             all_gather.wait()
         if self._all_gathers:
             for param in self.params:
-                param.abandon_unsharded() if is_lost else param.free_unsharded()
+                param.drop_unsharded(is_lost)
             self._all_gathers = []
 
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
         self.drop_unshard()
-        if self.params[0].is_hooked:
+        if self.params[0].is_held:
             return  # a unit that shares these parameters is using them
         for param in self.params:
             if param.state is not ShardedState.SHARDED:
@@ -169,7 +169,7 @@ class FSDPParamGroup:
         """As :meth:`reshard`, but keep shards over the smaller group if there is one."""
         if self.params[0].spec.post_forward.world == 1 or not self.is_unsharded:
             self.reshard()
-        elif not self.params[0].is_hooked:
+        elif not self.params[0].is_held:
             for param in self.params:
                 param.to_sharded_post_forward()
 
@@ -178,16 +178,18 @@ class FSDPParamGroup:
     @property
     def has_gradients(self) -> bool:
         """Whether unsharded gradients wait to be reduced."""
-        return any(param.has_unreduced_grad for param in self.params)
+        return any(
+            param.unsharded.grad is not None or param.gradients.unsharded.grad is not None for param in self.params
+        )
 
     @without_grad
     def launch_reduce(self) -> None:
         """Start reducing the gradients that backward left, or accumulate them while sync is off."""
         if not self.unit.config.reduce_grads:
             for param in self.params:
-                grad = param.take_eager_grad()
+                grad = param.unsharded.take_grad()
                 if grad is not None:
-                    param.unsharded_grad.add(grad)
+                    param.gradients.unsharded.add(grad)
             return
         ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
         if not ready:
@@ -197,7 +199,7 @@ class FSDPParamGroup:
         make = _partial_bucket if is_partial else _complete_bucket
         bucket, contract = self._bucket(make, [param.spec for param in params])
         agree(contract)
-        earlier = [] if is_partial else [param.partial_grad.take() for param in params]
+        earlier = [] if is_partial else [param.gradients.partial.take() for param in params]
         self._reductions.append(_Reduction(params, launch_reduction(grads, bucket, earlier), is_partial))
 
     @without_grad
@@ -205,7 +207,7 @@ class FSDPParamGroup:
         """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
         if not self.unit.config.all_reduce_grads:
             return
-        parts = [(param, part) for param in self.params if (part := param.partial_grad.take()) is not None]
+        parts = [(param, part) for param in self.params if (part := param.gradients.partial.take()) is not None]
         if not parts:
             return
         params = [param for param, _ in parts]
@@ -244,7 +246,7 @@ class FSDPParamGroup:
         self._to_host.clear()
 
     def _total_gradient(self, param: FSDPParam) -> Tensor | None:
-        grad, accumulated = param.take_eager_grad(), param.unsharded_grad.take()
+        grad, accumulated = param.unsharded.take_grad(), param.gradients.unsharded.take()
         if grad is None:
             if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
                 return torch.zeros(param.layout.shape, dtype=param.dtypes[0], device=param.placement.device)

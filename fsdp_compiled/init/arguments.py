@@ -10,7 +10,7 @@ from torch import nn
 from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 from ..expect import expect, unexpected
-from ..hooks.context import states_below
+from ..hooks.state import states_below
 from ..module import FSDPModule, user_class
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..sharding.mesh import DataParallelMeshInfo

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..expect import shown, unexpected
-from ..param.extension import check_extension, check_smaller_group
+from ..param.extension import check_extension, check_smaller_group, inner_tensors
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
-from ..param.quantised import inner_tensors
 from ..policy import resolved
 from ..sharding.dtensor import local_of
 from ..sharding.layout import ShardLayout

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..hooks.state import FSDPState
-from ..hooks.tree import adopt_units_below
+from ..hooks.step import UnitInStep
 from ..module import FSDPModule
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
-from ..param.unit import Unit, UnitConfig
+from ..param.unit import UnitConfig
 from ..torch_fsdp.registry import note_unit
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import own, rebase
@@ -37,7 +37,7 @@ def shard(
             tensor.data = tensor.data.to(device)
     size = 0 if isinstance(reshard, bool | None) else reshard
     # A number of the unit would make the guards of the second model of a class differ from those of the first.
-    unit = Unit(UnitConfig(type(modules[0]).__name__, bool(reshard), reshard is None, size))
+    unit = UnitInStep(UnitConfig(type(modules[0]).__name__, bool(reshard), reshard is None, size))
     params = [
         FSDPParam(info, placement, unit, name, param)
         for (name, param, info), placement in zip(found.own, placements, strict=True)
@@ -46,7 +46,7 @@ def shard(
     for module, name in found.ignored:
         state.ignored.setdefault(module, set()).add(name)
     _install(modules, state, found.shared)
-    adopt_units_below(state)
+    state.adopt_units_below()
 
 
 def _install(

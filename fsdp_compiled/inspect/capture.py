@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 
 from ..api import options
 from ..hooks.casts import tensors_in
-from ..hooks.context import states_below
+from ..hooks.state import states_below
 from ..module import user_class
 from ..passes import Pass, beside_users_passes, cost, region_options, slots
 from ..passes.inductor import name_of

@@ -6,14 +6,14 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from torch import nn
 
-from ..hooks.context import states_below
-from ..hooks.state import FSDPState
+from ..hooks.state import FSDPState, states_below
 from ..init.arguments import module_inside
 from ..module import user_class
 from ..param.param import FSDPParam
 from ..passes import cost
 from ..passes.reshard import kept_by
 from ..passes.schedule_policy import DEFAULT, SchedulePolicy
+from ..sharding.spec import CommSpec
 from ..tracing.sharded_module import is_managed
 from .records import UnitExplanation
 from .render import figures
@@ -46,7 +46,7 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
         advice = "call fully_shard on its layers and then on the model"
         raise ValueError(f"{class_name}: expected a model with at least one unit, got none; {advice}")
     schedule = schedule or DEFAULT
-    specs = {param: param.spec for state in states for param in state.params}
+    specs: dict[Hashable, CommSpec] = {param: param.spec for state in states for param in state.params}
     kept = kept_by(schedule, specs, schedule.cluster or cost.detect(states[0].device))
     names = {module: name or class_name for name, module in model.named_modules()}
     outside = tuple(
@@ -114,7 +114,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
     padding = 1 - sum(p.layout.numel for p in params) / sum(p.layout.shard_numel * p.layout.world for p in params)
     if padding >= NOTABLE_PADDING:
         yield f"{padding:.0%} of each all-gather is padding: dimensions do not divide by {info.shard_world} ranks"
-    if any(param.device.type == "meta" for param in params):
+    if any(param.leaf.device.type == "meta" for param in params):
         yield "on the meta device: call to_empty and initialise the parameters before running the model"
     if kept:
         size = figures.size(sum(param.spec.all_gather_bytes for param in kept))

@@ -8,6 +8,11 @@ PyTorch's FSDP2 defines:
 * ``fsdp_post_all_gather(outputs, metadata, param_dtype, *, out=None)`` returns ``(unsharded, inner tensors)``,
   or fills ``out``, which it returned before; rows that pad an uneven dimension 0 are cut off afterwards. Under tensor
   parallelism all of these are this rank's part.
+
+A wrapper subclass that defines neither, such as torchao's quantised weights, is sharded by its own slicing. Its shard
+is given the two methods: each inner tensor travels as it is, and the unsharded weight is made of the results.
+
+This file knows single tensors; it must not know when they are all-gathered.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass
+from types import MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +28,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 from ..expect import unexpected
+from ..policy import resolved
+from ..sharding.layout import ShardLayout
+from ..sharding.spec import CommSpec
+from .placement import ParamPlacement
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
@@ -81,6 +91,7 @@ class AllGatherExtension:
     device: torch.device  # of compute
     shape: tuple[int, ...]  # of the unsharded parameter
     name: str = ""  # full name
+    input_spec_text: str = ""  # the spec of each input but for its shape and dtype
 
     def __post_init__(self, extended: Tensor, arguments: tuple[Any, ...]) -> None:
         self._methods = getattr(extended, PRE), getattr(extended, POST)
@@ -128,10 +139,11 @@ class AllGatherExtension:
         got = got if isinstance(got, tuple) and not any(isinstance(each, Tensor) for each in got) else type(got)
         raise unexpected(self.name, f"{type(self.shard).__name__}.{method} to return {expected}", got)
 
-    def launch(self) -> Sequence[Tensor]:
-        """Return what this rank sends, and keep the metadata until :meth:`finish`."""
+    def launch(self) -> tuple[list[Tensor], list[CommSpec]]:
+        """Return what this rank sends and by which specs, and keep the metadata until :meth:`finish`."""
         sent, self._metadata = self.split()
-        return list(map(_plain, sent))
+        plain, spec = list(map(_plain, sent)), CommSpec.decode(self.input_spec_text)
+        return plain, [spec.for_input(each.shape, each.dtype) for each in plain]
 
     def finish(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
         """Do what :meth:`join` does for the last launch."""
@@ -143,9 +155,100 @@ class AllGatherExtension:
             self._post(self.shard, tuple(outputs), self._metadata, self.dtype, out=out)
 
 
+def extension_of(
+    local: Tensor, shard: Tensor, module: nn.Module, placement: ParamPlacement, shape: tuple[int, ...]
+) -> AllGatherExtension | None:
+    """Return the extension of a parameter, or None.
+
+    Args:
+        local: of the sharded parameter.
+        shard: the same with padding.
+        module: the first that the parameter is registered on.
+        placement: how it is sharded.
+        shape: of the unsharded parameter.
+    """
+    extended = next((tensor for tensor in (local, shard) if is_extended(tensor)), None)
+    if extended is None:
+        return None
+    policy, unsharded = placement.mp_policy, torch.empty(shape, device="meta")
+    arguments = (placement.mesh_info.shard_mesh, unsharded.shape, unsharded.stride(), module, policy)
+    # The DTensor's local tensor itself, if it needs no padding: torchao keeps its scale there.
+    sent = local if local.shape == shard.shape else shard
+    return AllGatherExtension(extended, sent, arguments, resolved(policy, shard.dtype)[0], placement.device, shape)
+
+
 def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def _are_tensors(value: object) -> bool:
     return isinstance(value, (tuple, list)) and all(isinstance(each, Tensor) for each in value)
+
+
+@dataclass(frozen=True, eq=False)
+class InnerTensors:
+    """How one unsharded weight of a wrapper subclass is made of its inner tensors."""
+
+    cls: type
+    sharded: tuple[str, ...]  # inner tensors that are cut along dimension 0 where the weight is
+    replicated: dict[str, Tensor]  # the others, the same on every rank
+    context: Any  # of the unsharded weight, for ``__tensor_unflatten__``
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def extend(self, shard: Tensor) -> Tensor:
+        """Let ``shard`` have the two methods of :mod:`.extension`, and return it."""
+
+        def split(shard: Tensor, mesh: object) -> tuple[tuple[Tensor, ...], None]:
+            return tuple([getattr(shard, name) for name in self.sharded]), None
+
+        def join(
+            shard: Tensor, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
+        ) -> tuple[Tensor, Sequence[Tensor]] | None:
+            if out is not None:
+                return None  # it consists of the very outputs
+            inner = {**self.replicated, **dict(zip(self.sharded, outputs, strict=True))}
+            made = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)  # type: ignore[attr-defined]
+            return made, outputs
+
+        setattr(shard, PRE, MethodType(split, shard))
+        setattr(shard, POST, MethodType(join, shard))
+        return shard
+
+
+def inner_tensors(name: str, unsharded: Tensor, layout: ShardLayout) -> InnerTensors | None:
+    """Return how to gather a wrapper subclass without an all-gather of its own; None for any other tensor.
+
+    ``unsharded`` is the original parameter's tensor, under other parallelism this rank's part. NotImplementedError if
+    it cannot be sharded by ``layout``.
+    """
+    if not is_traceable_wrapper_subclass(unsharded) or is_extended(unsharded):
+        return None
+    cls = type(unsharded)
+    if layout.dim != 0 or not layout.is_even:
+        _refuse(name, cls, f"only Shard(0) of equal parts, got Shard({layout.dim}) of {layout.shape}", layout)
+    try:
+        part = unsharded.narrow(0, 0, layout.chunk).clone(memory_format=torch.contiguous_format).contiguous()
+    except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
+        _refuse(
+            name, cls, f"a class that can be sliced and copied, got: {str(error).strip().splitlines()[0]}", layout
+        )
+    names, context = unsharded.__tensor_flatten__()
+    sharded, replicated = [], {}
+    for inner in names:
+        whole, cut = getattr(unsharded, inner), getattr(part, inner)
+        if cut.shape == whole.shape and layout.world > 1:
+            replicated[inner] = whole
+        elif (cut.shape[0] * layout.world, *cut.shape[1:]) == tuple(whole.shape):
+            sharded.append(inner)
+        else:
+            sizes = f"{tuple(whole.shape)} of which a shard has {tuple(cut.shape)}"
+            _refuse(name, cls, f"inner tensors that are cut along dimension 0, got {inner} of shape {sizes}", layout)
+    return InnerTensors(cls, tuple(sharded), replicated, context, tuple(unsharded.shape), unsharded.stride())
+
+
+def _refuse(name: str, cls: type, expected: str, layout: ShardLayout) -> None:
+    raise NotImplementedError(
+        f"{name}: {cls.__name__} defines no all-gather, and sharding its inner tensors over {layout.world} ranks "
+        f"expects {expected}; leave it whole on every rank with fully_shard(..., ignored_params={{...}})"
+    )

@@ -1,4 +1,7 @@
-"""Gradients of one parameter that accumulate over several backwards before they are reduced."""
+"""The gradients of one parameter: what becomes of a reduced one, and those that accumulate before they are reduced.
+
+It must not know when a gradient is reduced, nor by what.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ..expect import unexpected
 from ..sharding.dtensor import local_of
-from .unit import Unit
+from .sharded import ShardStorage
+from .unit import Unit, UnitConfig
 
 
 def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
@@ -24,9 +28,8 @@ def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
 
     def run(leaf: Tensor) -> None:
         unit = found()
-        if unit is not None and not unit.has_compiled_gradients:
+        if unit is not None:
             unit.on_compiled_gradient()
-            unit.has_compiled_gradients = True
 
     leaf.register_post_accumulate_grad_hook(run)
 
@@ -87,3 +90,85 @@ class AccumulatedGrad:
         if self.leaf is not None:
             self.leaf.grad = None
         return grad
+
+
+class Gradients:
+    """The gradients of a sharded parameter and of the leaf by which graphs read it.
+
+    Args:
+        name: full name.
+        sharded: the parameter.
+        leaf: in which compiled backwards leave its reduced gradients.
+        storage: of both.
+        unit: told of what compiled backwards leave.
+        dtype: of reductions.
+        device: of compute.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        sharded: nn.Parameter,
+        leaf: nn.Parameter,
+        storage: ShardStorage,
+        unit: Unit,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.name = name
+        self._sharded, self._leaf, self._storage, self._device = sharded, leaf, storage, device
+        self.unsharded = AccumulatedGrad(storage.layout.shape, dtype, unit)  # while sync is off
+        self.partial = AccumulatedGrad(storage.layout.shard_shape, dtype, unit)  # padded; reduced over shards only
+        # The leaf that takes what a graph does not reduce completely, see reads.py.
+        self.unsharded_leaf: nn.Parameter | None = None
+        self.partial_leaf: nn.Parameter | None = None
+        self._config: UnitConfig | None = None  # that they follow
+        self._is_differentiable = leaf.requires_grad
+        if self._is_differentiable:
+            tell_unit(leaf, unit)
+
+    def follow(self, name: str, config: UnitConfig) -> bool:
+        """Make the leaves that ``config`` asks for; return whether it reduces gradients completely."""
+        if config is not self._config:
+            self.name, self._config = name, config
+            unsharded = self._is_differentiable and not config.reduce_grads
+            partial = self._is_differentiable and config.reduce_grads and not config.all_reduce_grads
+            self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
+            self.partial_leaf = self.partial.prepare(self._device) if partial else None
+        return self.unsharded_leaf is None and self.partial_leaf is None
+
+    def accumulate(self, padded: Tensor) -> None:
+        """Add a reduced, padded gradient to the sharded parameter's and run the hooks that users put on it."""
+        local, sharded = self._storage.unpadded(padded), self._sharded
+        if local.device != self._leaf.device:
+            local = local.to(self._leaf.device)
+        if sharded._backward_hooks:
+            local = after_user_hooks(sharded, self.name, self._storage.new_dtensor(local))
+        if sharded.grad is None:
+            sharded.grad = self._storage.new_dtensor(local)
+        else:
+            local_of(sharded.grad).add_(local)
+        for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(sharded)
+
+    def accumulate_compiled(self) -> None:
+        """Take the gradient that a compiled backward has left in the leaf, if any."""
+        grad, self._leaf.grad = self._leaf.grad, None
+        if grad is not None:
+            self.accumulate(grad.detach() if grad.requires_grad else grad)  # create_graph=True gives it a graph
+
+    def accumulate_zeros(self) -> None:
+        """Give a trainable parameter that has no gradient one of zeros."""
+        if self._sharded.requires_grad and self._sharded.grad is None:
+            shape = self._storage.layout.shard_shape
+            self.accumulate(torch.zeros(shape, dtype=self._leaf.dtype, device=self._leaf.device))
+
+    def take_unreduced(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return what is accumulated, (unsharded, partial), and forget it."""
+        return self.unsharded.take(), self.partial.take()
+
+    def add_unreduced(self, unsharded: Tensor | None, partial: Tensor | None) -> None:
+        """Add what another parameter's :meth:`take_unreduced` has returned."""
+        for accumulated, grad in ((self.unsharded, unsharded), (self.partial, partial)):
+            if grad is not None:
+                accumulated.add(grad.to(self._device))

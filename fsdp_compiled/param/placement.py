@@ -1,4 +1,4 @@
-"""Where one parameter is registered, how it is sharded, and the spec that follows from that and its unit."""
+"""Where one parameter is registered and how it is to be sharded. It must not know the parameter's state."""
 
 from __future__ import annotations
 
@@ -16,18 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from ..expect import unexpected
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, resolved
-from ..sharding.layout import ShardLayout
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from ..sharding.mesh import DataParallelMeshInfo
-from ..sharding.spec import (
-    AllGatherSpec,
-    CommSpec,
-    Group,
-    ParamSpec,
-    ReductionSpec,
-    scaling_for,
-)
-from .unit import UnitConfig
 
 
 class ShardedState(Enum):
@@ -82,31 +72,6 @@ class ParamPlacement:
         if self.offload is None or not self.offload.pin_memory or shard.device.type != "cpu" or shard.is_pinned():
             return shard
         return shard.pin_memory()
-
-
-def comm_spec(
-    name: str, layout: ShardLayout, dtype: torch.dtype, placement: ParamPlacement, config: UnitConfig
-) -> CommSpec:
-    """Return the spec of a parameter by its full name, of ``dtype`` as it is sharded."""
-    info, (param_dtype, reduce_dtype) = placement.mesh_info, resolved(placement.mp_policy, dtype)
-    offloads, world = placement.offload is not None, info.shard_world * info.replicate_world
-    smaller = info.smaller_group(config.post_forward_size if config.reshard_after_forward else 0)
-    return CommSpec(
-        ParamSpec(name, config.name, layout.shape, layout.dim, dtype),
-        AllGatherSpec(info.shards, param_dtype, config.all_gather_comm, placement.device.type if offloads else ""),
-        ReductionSpec(
-            reduce_dtype,
-            info.shards,
-            info.replicas,
-            scaling_for(reduce_dtype, world, config.divide_factor, config.sum_only),
-            config.reduce_scatter_comm,
-            config.reduce_hook,
-            to_host=offloads,
-        ),
-        reshard=config.reshard_after_forward,
-        post_forward=smaller.group if smaller is not None else Group(),
-        reshard_is_set=not config.reshards_by_default,
-    )
 
 
 def check_replacement(name: str, spec: DTensorSpec, current: Tensor | None) -> None:

@@ -1,14 +1,19 @@
-"""What the parameters of one unit share: the user's configuration, and whether hooks have all-gathered them."""
+"""One unit as its parameters see it: the user's configuration, and what the hooks tell of the step.
+
+Both change through methods of :class:`Unit` alone, which lets the parameters derive anew what depends on them. It
+must not know what a step is.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
 class UnitConfig:
-    """What the user has configured for one unit. It is replaced as one, by :meth:`FSDPState.configure`."""
+    """What the user has configured for one unit. It is replaced as one, by :meth:`Unit.configure`."""
 
     name: str  # full name, relative to the outermost unit known so far
     reshard_after_forward: bool = True  # free unsharded parameters between forward and backward, or keep them
@@ -22,9 +27,14 @@ class UnitConfig:
     reduce_unused: bool = False  # parameters without a gradient take part in the reduction, with zeros
     divide_factor: float | None = None  # what sums of gradients are divided by; None for the number of ranks
     sum_only: bool = False  # reductions must not use an averaging collective
+    separate_reduce_group: bool = False  # reduce-scatters have a process group of their own
     all_gather_comm: str = ""  # name of the user's all-gather, "" for none
     reduce_scatter_comm: str = ""  # of the user's reduce-scatter
     reduce_hook: str = ""  # of the user's hook on reduced gradients
+
+
+# Fields that no spec depends on. Users change them in every step, and deriving specs takes time.
+_SYNC = frozenset({"reduce_grads", "all_reduce_grads"})
 
 
 def _ignore() -> None:
@@ -36,8 +46,30 @@ class Unit:
     """One unit, as its parameters see it."""
 
     config: UnitConfig  # the user's; read it here, since it is replaced
-    # Eager hooks have all-gathered the unit for the module call or backward under way; they alone write it.
-    hooked: bool = False
-    # A compiled backward that has not ended has left gradients of the unit; what is called when it leaves the first.
-    has_compiled_gradients: bool = False
-    on_compiled_gradient: Callable[[], None] = field(default=_ignore, repr=False)
+    hooked: bool = False  # eager hooks hold the unit unsharded, for the module call or backward under way
+    in_call: bool = False  # a call of the outermost module, or an eager backward, is under way
+    on_compiled_gradient: Callable[[], None] = field(default=_ignore, repr=False)  # called for each one that is left
+    on_change: list[Callable[[bool], None]] = field(
+        default_factory=list, repr=False
+    )  # FSDPParam.changed of each user
+
+    def configure(self, **changes: Any) -> None:
+        """Replace fields of :class:`UnitConfig`."""
+        self.config = replace(self.config, **changes)
+        self.tell(respec=not _SYNC.issuperset(changes))
+
+    def hold(self, hooked: bool) -> None:
+        """Note whether eager hooks hold the unsharded parameters."""
+        if self.hooked is not hooked:
+            self.hooked = hooked
+            self.tell()
+
+    def call(self, in_call: bool) -> None:
+        """Note whether the outermost module is being called."""
+        self.in_call = in_call
+        self.tell()
+
+    def tell(self, respec: bool = False) -> None:
+        """Let the parameters derive what depends on this unit, with their specs or without."""
+        for changed in self.on_change:
+            changed(respec)

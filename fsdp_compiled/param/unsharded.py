@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,24 +19,32 @@ class Unsharded:
     before backward gives the aliases their values back.
     """
 
-    param: nn.Parameter
-
-    def __init__(self, specs: Sequence[CommSpec], device: torch.device, outer: OuterParallelism | None) -> None:
+    def __init__(
+        self, device: torch.device, outer: OuterParallelism | None, extension: AllGatherExtension | None
+    ) -> None:
+        self.param: nn.Parameter | None = None  # with memory or without, once there has been one
+        self.post_forward: tuple[Tensor, CommSpec] | None = None  # padded shard over the smaller group
+        self._device = device  # of compute
         self._outer = outer  # other parallelism, of which what is all-gathered is the local part
-        self._outputs = [
-            torch.empty(spec.layout.padded_numel, dtype=spec.all_gather.dtype, device=device)  # 1D, padded
-            for spec in specs
-        ]
+        self._extension = extension  # makes the parameter of several all-gather outputs
+        self._outputs: list[Tensor] = []  # 1D, padded; made by the first all-gather
+        self._shapes: list[tuple[int, ...]] = []
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
-        self._hold(self._outputs)
+        self._made: Tensor | None = None  # what the extension returned, maybe with padding
 
-    def allocate(self, specs: Sequence[CommSpec]) -> Sequence[Tensor]:
+    def allocate(self, specs: Sequence[CommSpec], largest: Sequence[CommSpec]) -> Sequence[Tensor]:
         """Give the all-gather outputs memory.
+
+        Args:
+            specs: of this all-gather, perhaps over a smaller group.
+            largest: of the one that needs the most memory.
 
         Returns:
             Flat and padded, less than all of the memory over a smaller group. Writing to them does not count as a
             modification, because it restores the values that autograd saved.
         """
+        if not self._outputs:
+            self._make(largest)
         for tensor, nbytes in self._nbytes.items():
             storage = tensor.untyped_storage()
             if storage.nbytes() != nbytes:  # else resize_ would move it
@@ -44,55 +52,64 @@ class Unsharded:
         sizes = [spec.layout.padded_numel for spec in specs]
         return [output.data[:size] for output, size in zip(self._outputs, sizes, strict=True)]
 
-    def complete(self) -> None:
-        """Make the parameter of outputs that have been filled, unless it is a view of them."""
+    def _make(self, specs: Sequence[CommSpec]) -> None:
+        outputs = [
+            torch.empty(spec.layout.padded_numel, dtype=spec.all_gather.dtype, device=self._device) for spec in specs
+        ]
+        self._shapes = [spec.layout.shape for spec in specs]
+        self._nbytes = {output: output.untyped_storage().nbytes() for output in outputs}
+        if self._extension is None:
+            (flat,), (spec,) = outputs, specs
+            self.param = self._parameter(flat[: spec.layout.numel].view(spec.layout.shape))
+        self._outputs = outputs  # at last: until then an exception leaves nothing made
+
+    def complete(self) -> nn.Parameter | None:
+        """Return the parameter after its outputs have been filled; None before there were any."""
+        if self._extension is None or not self._outputs:
+            return self.param
+        outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
+        if self._made is None or self.param is None:
+            made, inner = self._extension.finish(outputs)
+            self.param = self._parameter(self._extension.without_padding(made))
+            self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in inner}
+            self._made = made
+            return self.param
+        # A subclass may keep more than memory, such as a scale, on the very object that compute reads.
+        out = self._made if type(self._made) is Tensor else local_of(self.param)
+        with torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
+            self._extension.refill(outputs, out)
+        return self.param
+
+    def _parameter(self, local: Tensor) -> nn.Parameter:
+        return nn.Parameter(self._outer.leaf(local) if self._outer else local, requires_grad=False)
 
     def free(self) -> None:
         """Take the memory away, and keep autograd's aliases."""
         for tensor in self._nbytes:
             tensor.untyped_storage().resize_(0)
 
-    def _hold(self, tensors: Iterable[Tensor]) -> None:
-        self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in tensors}
+    def renewed(self) -> Unsharded:
+        """Return one without memory to use from now on, and leave this one's to what may still write to it."""
+        new = Unsharded(self._device, self._outer, self._extension)
+        new.post_forward = self.post_forward
+        return new
 
-    def _parameter(self, local: Tensor) -> nn.Parameter:
-        return nn.Parameter(self._outer.leaf(local) if self._outer else local, requires_grad=False)
+    def forbid_use(self) -> None:
+        """Let graphs raise that have saved the parameter; its memory is freed once nothing writes to it."""
+        if self.param is not None:
+            torch.autograd.graph.increment_version(self.param)
+            if self.param.device.type != "cpu":
+                torch.accelerator.synchronize()  # the allocator knows no side stream
 
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient that eager autograd accumulated."""
+        return None if self.param is None else self.param.grad
 
-class UnshardedParam(Unsharded):
-    """A plain parameter, or a DTensor of one, that is a view of its one all-gather output."""
-
-    def __init__(self, spec: CommSpec, device: torch.device, outer: OuterParallelism | None) -> None:
-        super().__init__([spec], device, outer)
-        (self._flat,) = self._outputs
-        self.param = self._parameter(self._flat[: spec.layout.numel].view(spec.layout.shape))
-
-
-class ExtendedUnsharded(Unsharded):
-    """A parameter that a tensor subclass, by its ``extension``, makes of the all-gather outputs."""
-
-    def __init__(
-        self,
-        extension: AllGatherExtension,
-        specs: Sequence[CommSpec],
-        device: torch.device,
-        outer: OuterParallelism | None,
-    ) -> None:
-        super().__init__(specs, device, outer)
-        self._extension = extension
-        self._shapes = [spec.layout.shape for spec in specs]
-        self._made: Tensor | None = None  # what the extension returned, maybe with padding
-
-    def complete(self) -> None:
-        """Make the parameter at first, and fill it afterwards."""
-        outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
-        if self._made is None:
-            made, inner = self._extension.finish(outputs)
-            self.param = self._parameter(self._extension.without_padding(made))
-            self._hold(inner)
-            self._made = made
-            return
-        # A subclass may keep more than memory, such as a scale, on the very object that compute reads.
-        out = self._made if type(self._made) is Tensor else local_of(self.param)
-        with torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
-            self._extension.refill(outputs, out)
+    def take_grad(self) -> Tensor | None:
+        """Return that gradient, local and unsharded, and forget it."""
+        grad = self.grad
+        if self.param is None or grad is None:
+            return None
+        self.param.grad = None
+        return grad if self._outer is None else self._outer.local_grad(grad)

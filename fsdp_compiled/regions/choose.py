@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from torch import nn
 
 from ..expect import shown, unexpected
-from ..hooks.context import states_below
+from ..hooks.state import states_below
 from ..module import FSDPModule, unit_state, user_class
 from .block import RegionModule, drop_region, make_region
 

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
-from ..hooks.context import FSDPCommContext, FSDPStateContext
 from ..hooks.forward import PostForward, PreForward
+from ..hooks.root import FSDPCommContext, FSDPStateContext
 
 
 class _Group:

@@ -34,8 +34,8 @@ _copies = count()  # of functions, to tell their code apart
 class UnitState(Protocol):
     """What a module asks of ``FSDPState``, which this package may not import."""
 
-    unit: Unit
-
+    @property
+    def unit(self) -> Unit: ...
     @property
     def is_used_elsewhere(self) -> bool: ...
     def reshard(self) -> None: ...
@@ -77,7 +77,7 @@ class ShardedModule:
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Take ``param`` in place of a sharded one, as ``module.weight = ...`` and ``assign=True`` do."""
         replaced = self.__dict__.get("_fsdp_params", {}).get(name)
-        if replaced is None or replaced.is_registering:
+        if replaced is None or self._parameters.get(name) is param:  # type: ignore[attr-defined]  # by FSDPParam
             super().register_parameter(name, param)  # type: ignore[misc]
             return
         replaced.check_replacement(param)
@@ -135,7 +135,7 @@ def _reader(name: str) -> property:
             operands = reads.region.unsharded
             if operands is not None and param in operands:
                 return operands[param] if param.outer is None else param.outer.wrap(operands[param])
-            if reads.plain_spec(param) is not None or not param.is_hooked:
+            if not reads.is_held(param):
                 return reads.unsharded(param)
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return reads.unsharded(param)

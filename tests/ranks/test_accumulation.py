@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
-from fsdp_compiled.hooks.context import states_below
+from fsdp_compiled.hooks.state import states_below
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -104,7 +104,7 @@ def test_accumulation_in_fp32_of_bf16_gradients(mode):
     model.set_requires_gradient_sync(False)
     first, second = batches(2, 8, 10)
     square_loss(call, my_part(first)).backward()
-    accumulated = {p.unsharded_grad.grad.dtype for s in states_below([model]) for p in s.params}
+    accumulated = {p.gradients.unsharded.grad.dtype for s in states_below([model]) for p in s.params}
     assert accumulated == {torch.float32}
     model.set_requires_gradient_sync(True)
     square_loss(call, my_part(second)).backward()

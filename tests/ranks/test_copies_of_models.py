@@ -14,7 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 from fsdp_compiled import FSDPModule, fully_shard, register_fsdp_forward_method
-from fsdp_compiled.hooks.context import states_below
+from fsdp_compiled.hooks.state import states_below
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import CPUOffloadPolicy, DataParallelMeshDims, HSDPMeshInfo, ShardPlacementResult, fully_shard
-from fsdp_compiled.hooks.context import states_below
+from fsdp_compiled.hooks.state import states_below
 from fsdp_compiled.param.placement import ShardedState
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.testing import MLPStack

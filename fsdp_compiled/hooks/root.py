@@ -1,0 +1,279 @@
+"""What the units of one model share: communication under way, the step's phase, and the tree of modules they lie in.
+
+It knows units only as :class:`UnitState`; it must not know hooks or parameters' storage.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+
+from ..collectives.operators import meta_parameter
+from ..expect import unexpected
+from ..param.param import FSDPParam
+from ..param.replaced import Registered
+from ..torch_fsdp.registry import applied
+from ..tracing.sharded_module import is_managed
+from .backward import outside_functorch, without_grad
+from .step import Step, UnitState
+
+
+@dataclass(eq=False)
+class FSDPCommContext:
+    """Communication under way among the units of one model, or of several that share it."""
+
+    max_reducing: int = 1  # units whose reductions may be under way at a time; each holds its gradients meanwhile
+    reducing: deque[UnitState] = field(default_factory=deque)  # these units, the oldest first
+
+    def start_reduce(self, state: UnitState) -> None:
+        """Launch a unit's reductions, after finishing the oldest of too many before it."""
+        while len(self.reducing) >= self.max_reducing:
+            self._finish_oldest()
+        for group in state.groups:
+            group.launch_reduce()
+        self.reducing.append(state)
+
+    def finish_reduce(self) -> None:
+        """Wait for the reductions under way and accumulate their gradients."""
+        while self.reducing:
+            self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        for group in self.reducing.popleft().groups:
+            group.wait_reduce()
+
+
+_TorchHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # since torch 2.15
+
+
+class GradientReductionHandle(_TorchHandle):
+    """Waits for what ``FSDPModule.finalize_backward(async_op=True)`` has begun."""
+
+    def __init__(self, context: FSDPStateContext) -> None:
+        self._context: FSDPStateContext | None = context
+
+    def wait(self) -> None:
+        """Accumulate the gradients; a second call does nothing. RuntimeError if a reset has dropped them."""
+        context = self._context
+        if context is None:
+            return
+        if context.step.finalizing is not self:
+            self._context = None
+            where, got = "GradientReductionHandle.wait", "one that a reset has dropped"
+            raise unexpected(where, "a reduction under way", got, "run the step again", RuntimeError)
+        context.finish_reductions()
+        context.step.end_finalizing()
+        self._context = None
+
+
+@dataclass(eq=False)
+class FSDPStateContext:
+    """What the units below one root share."""
+
+    states: Sequence[UnitState]  # the root's unit and all below it, outermost first
+    tree: ModuleTree  # that they were found in
+    comm: FSDPCommContext = field(default_factory=FSDPCommContext)
+    step: Step = field(default_factory=Step)
+    is_last_backward: bool = True  # each backward waits for all reductions, or leaves them to a later one
+    finalizes_manually: bool = False  # it leaves that to finalize in any case
+    post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
+
+    @property
+    def all_states(self) -> Sequence[UnitState]:
+        """``states`` by FSDP2's name for it, which ``torch.distributed.pipelining`` reads."""
+        return self.states
+
+    @property
+    def _ends_with_backward(self) -> bool:
+        """Whether the next backward's end is the end of the step's."""
+        return self.is_last_backward and not self.finalizes_manually
+
+    def enter_thread(self) -> None:
+        """Note that this thread begins a forward; RuntimeError if another one is in forward or backward."""
+        self.step.enter_thread(self.states)
+
+    def call(self, in_call: bool) -> None:
+        """Begin or end a call of the outermost module."""
+        self.step.call(self.states, in_call)
+
+    def check_parameters(self) -> None:
+        """Check that the user has put nothing in the parameters' place since the last call of the outermost unit."""
+        self.enter_thread()
+        self.tree.check_untouched()
+        self.step.note_check()
+
+    def begin_forward(self) -> None:
+        """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
+        self.step.begin_forward(ends_step=self._ends_with_backward)
+        self.step.drop_ahead()
+        if self.post_optim_event is not None:
+            self.post_optim_event.wait()
+            self.post_optim_event = None
+
+    def begin_backward(self) -> None:
+        """Begin the backward of a unit; the first of a backward has it end with :meth:`finish_backward`."""
+        self.step.begin_backward(self.states[0], self.finish_backward)
+
+    @outside_functorch
+    def finish_backward(self) -> None:
+        """Reduce the gradients that no hook has reduced, then wait for all reductions.
+
+        These are units whose inputs needed no gradient, and gradients that were accumulated while sync was off and
+        that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
+        """
+        self._accumulate_compiled()
+        if not self.step.is_checked:
+            self.states[0].check_parameters()
+        self._start_reductions()
+        if self._ends_with_backward:
+            self.finish_reductions()
+        else:
+            self._accumulate_on_host()
+        for state in self.states:
+            state.end_step()
+        self.step.end_backward(self.states)
+
+    @without_grad
+    def _accumulate_compiled(self) -> None:
+        for state in self.states:
+            if state.unit.has_compiled_gradients:
+                for param in state.params:
+                    param.gradients.accumulate_compiled()
+
+    def finalize(self) -> GradientReductionHandle:
+        """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""
+        self._start_reductions()
+        for state in self.states:
+            if state.unit.config.reshard_after_backward:  # which pipelining sets between the last backward and this
+                state.reshard()
+        handle = GradientReductionHandle(self)
+        self.step.begin_finalizing(handle)
+        return handle
+
+    def _start_reductions(self) -> None:
+        for state in reversed(self.states):
+            if state.unit.is_recomputing:
+                state.post_backward()
+            elif state.has_gradients:
+                self.comm.start_reduce(state)
+
+    def finish_reductions(self) -> None:
+        """Wait for all reductions and accumulate the gradients."""
+        self.comm.finish_reduce()
+        groups = [group for state in self.states for group in state.groups]
+        for group in groups:
+            group.launch_replica_reduce()
+        for group in groups:
+            group.wait_reduce()
+        self._accumulate_on_host()
+        self.step.end_reductions()
+
+    def _accumulate_on_host(self) -> None:
+        for state in self.states:
+            for group in state.groups:
+                group.wait_on_host()
+
+    def reset(self, drop_accumulated: bool) -> None:
+        """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
+        self.step.begin_reset()
+        for state in (*self.comm.reducing, *self.states):
+            for group in state.groups:
+                group.drop_reduce()
+        self.comm.reducing.clear()
+        for state in self.states:
+            state.reset(drop_accumulated)
+        self.step = Step()
+
+    def recover(self, begins_step: bool = False) -> None:
+        """Reset what an exception has cut off, unless backward is under way; forward is not if this begins a step."""
+        if self.step.was_cut_off(self.states, begins_step):
+            self.reset(drop_accumulated=False)
+
+
+class ModuleTree:
+    """What lies below an outermost unit, to notice in every step whether the user has changed it since.
+
+    It is compared in every step, so it compares what is there with what was there, and knows no reasons.
+    """
+
+    def __init__(self, roots: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:
+        self._params = params
+        self._registered: Registered | None = None
+        modules = {module: None for root in roots for module in root.modules()}
+        self._parents: list[dict[str, nn.Module | None]] = [m._modules for m in modules if m._modules]
+        self._dicts: list[dict[str, Any]] = [d for m in modules for d in (m._modules, m._parameters)]
+        self._expected = self._now()
+
+    def _now(self) -> tuple[list[int], list[tuple[nn.Module | None, ...]]]:
+        # Parameters themselves are swapped in every step.
+        return list(map(len, self._dicts)), list(map(tuple, map(dict.values, self._parents)))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether a module or a parameter was added, removed or, a module, swapped."""
+        return self._now() != self._expected
+
+    def forget_params(self) -> None:
+        """Let go of parameters that may have been replaced, so that their memory is not kept until the next step."""
+        self._registered = None
+
+    def check_untouched(self) -> None:
+        """Raise RuntimeError if a parameter was replaced past its module."""
+        if self._registered is None or not self._registered.still():
+            for param in self._params:
+                param.check_untouched()
+            self._registered = Registered(self._params)
+
+
+def names_below(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
+    """Return the name of each module below ``modules``, which begins with a number if these are several."""
+    names: dict[nn.Module, str] = {}
+    for index, root in enumerate(modules):
+        for name, module in root.named_modules(prefix=str(index) if len(modules) > 1 else ""):
+            names.setdefault(module, name)
+    return names
+
+
+def check_all_sharded(roots: Sequence[nn.Module], ignored: Iterable[Mapping[nn.Module, set[str]]]) -> None:
+    """Raise ValueError if a trainable parameter below ``roots`` belongs to no unit and is not ``ignored``."""
+    left = {(module, name) for each in ignored for module, names in each.items() for name in names}
+    for prefix, module in _modules_outside_replicate(roots):
+        for name, param in module._parameters.items():
+            if param is None or not param.requires_grad or is_managed(module, name) or (module, name) in left:
+                continue
+            where = f"{prefix.removesuffix('.')} ({type(module).__name__})" if prefix else type(module).__name__
+            is_sharded = "_fsdp_units" in module.__dict__ or "_fsdp_state" in module.__dict__
+            do = "add it before fully_shard" if is_sharded else f"call fully_shard on {where} first"
+            got = "one that was added to the model afterwards and would train unsharded, without communication"
+            expected = "a parameter that fully_shard has seen"
+            raise unexpected(f"{prefix}{name}", expected, got, f"{do}, or freeze it")
+
+
+def check_materialized(params: Iterable[FSDPParam]) -> None:
+    """Raise RuntimeError if a parameter is on the meta device, or not on the CPU where it is offloaded."""
+    for param in params:
+        device = param.leaf.device
+        if device.type == "meta":
+            raise RuntimeError(meta_parameter(param.name))
+        if param.placement.offload is not None and device.type != "cpu":
+            expected, got = "a shard on the CPU, as offload_policy says", f"one on {device}"
+            do = "load it there, or move the model with model.cpu()"
+            raise unexpected(param.name, expected, got, do, RuntimeError)
+
+
+def _modules_outside_replicate(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    seen = set[nn.Module]()
+    stack = [(f"{index}." if len(roots) > 1 else "", root) for index, root in enumerate(roots)]
+    while stack:
+        prefix, module = stack.pop()
+        if module in seen or "replicate" in applied(module):
+            continue
+        seen.add(module)
+        yield prefix, module
+        stack += [(f"{prefix}{name}.", child) for name, child in module.named_children()]

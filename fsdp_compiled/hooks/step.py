@@ -1,0 +1,289 @@
+"""The phase of a step: of each unit, and of the model that the units make up. Only this file writes it.
+
+Hooks call its methods. A unit's record is what its parameters see as :class:`Unit`. It must not know collectives, nor
+what hooks do between two changes of the phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from threading import get_ident
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..expect import unexpected
+from ..param.param import FSDPParam
+from ..param.unit import Unit
+from ..policy import MixedPrecisionPolicy
+from .backward import Owner
+from .group import FSDPParamGroup
+
+
+class TrainingState(Enum):
+    """Where a unit is in an eager step.
+
+    IDLE: outside forward and backward.
+    FORWARD: between its pre-forward and post-forward hooks.
+    PRE_BACKWARD: from its first output gradient until its gradients are reduced; forward hooks that run now
+        belong to a recomputation under activation checkpointing.
+    POST_BACKWARD: its gradients were handed to the reduction in this backward.
+    """
+
+    IDLE = auto()
+    FORWARD = auto()
+    PRE_BACKWARD = auto()
+    POST_BACKWARD = auto()
+
+
+@dataclass(eq=False)
+class UnitInStep(Unit):
+    """One unit and its phase in the step."""
+
+    training_state: TrainingState = TrainingState.IDLE
+    to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
+    has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
+
+    @property
+    def is_recomputing(self) -> bool:
+        """Whether a forward that runs now is a recomputation."""
+        return self.training_state is TrainingState.PRE_BACKWARD
+
+    def begin_forward(self, modules: Iterable[nn.Module]) -> None:
+        """Begin the forward of the first of the unit's modules; that of another one changes nothing."""
+        if not self.to_run:
+            self.to_run = set(modules)
+            self.training_state = TrainingState.FORWARD
+
+    def end_module(self, module: nn.Module) -> bool:
+        """End the forward of one module; return whether it was the last."""
+        self.to_run.discard(module)
+        return not self.to_run
+
+    def end_forward(self) -> None:
+        """End the unit's forward, though some of its modules were not called."""
+        self.to_run.clear()
+        self.hold(False)
+        self.training_state = TrainingState.IDLE
+
+    def begin_backward(self) -> bool:
+        """Begin the unit's backward; return whether this is its first output gradient."""
+        is_first = self.training_state is not TrainingState.PRE_BACKWARD
+        self.training_state = TrainingState.PRE_BACKWARD
+        return is_first
+
+    def end_backward(self) -> None:
+        """Hand the unit's gradients to the reduction."""
+        self.training_state = TrainingState.POST_BACKWARD
+
+    def note_compiled_gradients(self) -> None:
+        """Note that a compiled backward has left a gradient of the unit."""
+        self.has_compiled_gradients = True
+
+    def end_step(self) -> None:
+        """Return to idle; hooks may still hold the unit."""
+        self.training_state = TrainingState.IDLE
+        self.to_run.clear()
+        self.has_compiled_gradients = False
+
+    def reset(self) -> None:
+        """Return to between two steps, after an exception that may have cut off any other change."""
+        self.end_step()
+        self.hooked = self.in_call = False
+        self.tell()
+
+
+class UnitState(Owner, Protocol):
+    """What the hooks' other files ask of ``FSDPState``, whose file imports them."""
+
+    unit: UnitInStep
+    params: list[FSDPParam]
+    device: torch.device
+    mp_policy: MixedPrecisionPolicy
+    max_reducing: int
+
+    @property
+    def groups(self) -> list[FSDPParamGroup]: ...
+    @property
+    def has_gradients(self) -> bool: ...
+    def launch_unshard(self) -> None: ...
+    def drop_unshard(self) -> None: ...
+    def reshard(self) -> None: ...
+    def enter_forward(self, module: nn.Module) -> None: ...
+    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+    def watch_output(self, module: nn.Module, output: Any) -> Any: ...
+    def complete_list_unit(self) -> None: ...
+    def end_step(self) -> None: ...
+    def reset(self, drop_accumulated: bool) -> None: ...
+    def check_parameters(self) -> None: ...
+    def leave(self) -> None: ...
+    def note(self, what: str) -> None: ...
+
+
+@dataclass
+class ForwardOrder:
+    """The order in which units begin their forward, which the next one is expected to repeat."""
+
+    expected: list[UnitState] = field(default_factory=list)  # the last forward's
+    begun: list[UnitState] = field(default_factory=list)  # this forward's so far
+    _holds: bool = True
+
+    def restart(self) -> None:
+        """Begin another forward."""
+        self.expected, self.begun, self._holds = self.begun, [], True
+
+    def enter(self, state: UnitState) -> UnitState | None:
+        """Note that a unit's forward begins; return the unit expected next, if the order has held so far."""
+        place = len(self.begun)
+        self.begun.append(state)
+        self._holds &= place < len(self.expected) and self.expected[place] is state
+        return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
+
+
+def is_in_backward() -> bool:
+    """Tell whether the autograd engine is running a backward on this thread."""
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+    return torch._C._current_graph_task_id() != -1
+
+
+def _second_thread(root: UnitState) -> Exception:
+    """Return the error for threads that use one model at a time."""
+    do = "use a model for each thread or a lock around its step, and reset_iter_state() if the other one failed"
+    expected = "one thread at a time in the model's forward or backward"
+    return unexpected(root.unit.config.name, expected, "a second", do, RuntimeError)
+
+
+@dataclass(eq=False)
+class Step:
+    """The phase of the steps of one model. After an exception a new one takes its place."""
+
+    in_call: bool = False  # the outermost module is called, or an eager backward runs: leaves copy requires_grad
+    is_checked: bool = False  # the parameters were checked since the last backward; traced calls do not check them
+    in_backward: bool = False  # until the callback that the autograd engine calls when this backward ends
+    calls_in_backward: bool = False  # this backward has set in_call, and its end unsets it
+    is_resetting: bool = False  # a reset is under way, or was when an exception came
+    finalizing: object | None = None  # the handle of a finalization that was started and not waited for
+    thread: int | None = None  # that began the last forward
+    backward_thread: int | None = None  # that began the last backward
+    ahead: UnitState | None = None  # the unit that is all-gathered ahead by forward_order and has not been used
+    forward_order: ForwardOrder = field(default_factory=ForwardOrder)
+    # Units whose forward ended in this step and whose backward has not begun.
+    post_forward_order: list[UnitState] = field(default_factory=list)
+
+    # ---- calls ----
+
+    def call(self, states: Iterable[UnitState], in_call: bool) -> None:
+        """Begin or end a call of the outermost module."""
+        self.in_call = in_call
+        for state in states:
+            state.unit.call(in_call)
+
+    def enter_thread(self, states: Sequence[UnitState]) -> None:
+        """Note that this thread begins a forward; RuntimeError if another one is in forward or backward."""
+        if is_in_backward():
+            return  # a recomputation, on a GPU in a thread of the autograd engine
+        if self.is_used_elsewhere and (self.in_backward or self.in_call or not _are_idle(states)):
+            raise _second_thread(states[0])
+        self.thread = get_ident()
+
+    @property
+    def is_used_elsewhere(self) -> bool:
+        """Whether another thread called the model last."""
+        return self.thread not in (None, get_ident())
+
+    def note_check(self) -> None:
+        """Note that the parameters were checked."""
+        self.is_checked = True
+
+    # ---- forward ----
+
+    def begin_forward(self, ends_step: bool) -> None:
+        """Begin the forward of a step, or of one more micro-batch if the last backward has not ended the step."""
+        if ends_step:
+            self.post_forward_order.clear()
+        self.forward_order.restart()
+
+    def enter_forward(self, state: UnitState) -> None:
+        """Start all-gathering the unit that is expected after ``state``, whose own parameters are unsharded."""
+        if self.ahead is not state:
+            self.drop_ahead()
+        self.ahead = self.forward_order.enter(state)
+        if self.ahead is not None:
+            self.ahead.launch_unshard()
+
+    def end_forward(self, state: UnitState) -> None:
+        """Note that a unit's forward has ended whose backward is to come."""
+        self.post_forward_order.append(state)
+
+    def drop_ahead(self) -> None:
+        """Drop the all-gather of a unit that was expected and did not come."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and not ahead.unit.hooked:
+            ahead.drop_unshard()
+
+    # ---- backward ----
+
+    def before(self, state: UnitState) -> list[UnitState]:
+        """Return the unit that came before ``state`` in forward, if any; those after it have had their backward."""
+        order = self.post_forward_order
+        while order and order.pop() is not state:
+            pass  # units that no gradient reached
+        return order[-1:]
+
+    def begin_backward(self, root: UnitState, at_end: Callable[[], None]) -> None:
+        """Have the autograd engine call ``at_end`` when the backward under way ends."""
+        if self.in_backward:
+            # On a GPU, threads of the autograd engine run a backward.
+            if self.backward_thread != get_ident() and root.device.type == "cpu":
+                raise _second_thread(root)
+        else:
+            self.in_backward, self.backward_thread = True, get_ident()
+            root.note("backward")
+            # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
+            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    def call_in_backward(self, states: Iterable[UnitState]) -> None:
+        """Let leaves be as forward had them, as a recomputation of compiled code must find them."""
+        if not self.in_call:
+            self.call(states, True)
+            self.calls_in_backward = True
+
+    def end_backward(self, states: Iterable[UnitState]) -> None:
+        """End the backward under way."""
+        if self.calls_in_backward:
+            self.calls_in_backward = False
+            self.call(states, False)
+        self.in_backward = self.is_checked = False
+
+    def begin_finalizing(self, handle: object) -> None:
+        """Note that the reductions which backwards have left were started."""
+        self.finalizing = handle
+
+    def end_finalizing(self) -> None:
+        """Note that they have ended, as the step has."""
+        self.finalizing = None
+
+    def end_reductions(self) -> None:
+        """Note that all gradients of the step are reduced."""
+        self.post_forward_order.clear()
+
+    # ---- exceptions ----
+
+    def begin_reset(self) -> None:
+        """Note that a reset is under way, which an exception may cut off, too."""
+        self.is_resetting = True
+
+    def was_cut_off(self, states: Iterable[UnitState], begins_step: bool) -> bool:
+        """Tell whether an exception has cut off a backward or a reset; a forward too, if a step begins now."""
+        is_left = self.in_backward or self.is_resetting  # a backward that died never calls back
+        if begins_step:
+            is_left |= not _are_idle(states)
+            is_left |= any(param.leaf.grad is not None for state in states for param in state.params)
+        return is_left and not is_in_backward()
+
+
+def _are_idle(states: Iterable[UnitState]) -> bool:
+    return all(state.unit.training_state is TrainingState.IDLE for state in states)
