@@ -1,4 +1,4 @@
-"""Packing and unpacking of a bucket by one Triton kernel, for GPUs. It equals :mod:`reference`.
+"""Packing and unpacking of a bucket by one Triton kernel. It equals :mod:`reference`.
 
 All four copies move **pieces**: what one rank contributes of one tensor, contiguous in the packed buffer and, in the
 tensor, ``outer`` runs of ``inner`` elements. The kernel reads the tensors' addresses and the pieces from tables, so
@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from ..sharding.layout import PackedLayout, ShardLayout, packed_layout, shard_layout
 
@@ -99,6 +100,14 @@ def _divide(value, DIVISOR: tl.constexpr, IS_POWER_OF_2: tl.constexpr):
     if IS_POWER_OF_2:  # of the same result
         return (value.to(tl.float32) * (1.0 / DIVISOR)).to(value.dtype)
     return tl.div_rn(value.to(tl.float32), tl.full(value.shape, DIVISOR, tl.float32)).to(value.dtype)
+
+
+def run_on(kind: str) -> bool:
+    """Tell whether Triton has a driver for devices of this type, as PyTorch calls it, on this machine."""
+    try:
+        return driver.active.get_active_torch_device().type == kind
+    except RuntimeError:  # for no device at all
+        return False
 
 
 def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
@@ -257,9 +266,9 @@ def _cut(
 @lru_cache(maxsize=_TABLES)
 def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     """Return the addresses on ``device``; made anew on each stream, in whose order the table is filled."""
-    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
     return table.to(device, non_blocking=True)
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return torch.get_device_module(device).current_stream(device).stream_id if device.type != "cpu" else 0
