@@ -24,16 +24,18 @@ from ..param.unit import Unit
 from ..regions.block import without_failing_regions
 from ..torch_fsdp.state_names import TorchNames
 from .backward import after_backward, before_backward, hook
-from .context import FSDPStateContext, TrainingState, is_in_backward, states_below
+from .context import FSDPCommContext, FSDPStateContext, TrainingState, is_in_backward, states_below
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
 from .optimizers import watch_optimizers
 from .tree import ModuleTree, adopt_units_below, check_all_sharded, check_materialized
 
 
-class FSDPState(TorchNames):
+class FSDPState(TorchNames[FSDPCommContext]):
     """The state of one unit: the modules of one ``fully_shard`` call."""
 
+    pre_forward: PreForward
+    post_forward: PostForward
     run = staticmethod(without_failing_regions)  # a call of the outermost unit, see TracedCall
 
     def __init__(
