@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from ..sharding.layout import PackedLayout, ShardLayout, packed_layout, shard_layout
+from ..sharding.layout import ShardLayout, packed_layout, shard_layout
 
 BLOCK = 4096  # elements that one program copies at most
 _COLUMNS = 7  # of the table of blocks
@@ -112,7 +112,7 @@ def run_on(kind: str) -> bool:
 
 def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
     """See :func:`reference.pack_shards`."""
-    _run([shard.contiguous() for shard in shards], packed, _shard_blocks(_layout(shards)), is_packing=True)
+    _run([shard.contiguous() for shard in shards], packed, _shard_blocks(shards), is_packing=True)
 
 
 def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
@@ -133,7 +133,7 @@ def pack_gradients(
 
 def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
     """See :func:`reference.unpack_gradients`."""
-    _run(outs, packed, _shard_blocks(_layout(outs)), is_packing=False, divisor=divisor)
+    _run(outs, packed, _shard_blocks(outs), is_packing=False, divisor=divisor)
 
 
 def _run(
@@ -215,23 +215,14 @@ class Blocks:
         return self._made[key]
 
 
-def _layout(shards: Sequence[Tensor]) -> PackedLayout:
-    return packed_layout(tuple(shard.numel() for shard in shards))
-
-
 def _layouts(tensors: Sequence[Tensor], dims: Sequence[int], world: int) -> Iterator[ShardLayout]:
     for tensor, dim in zip(tensors, dims, strict=True):
         yield shard_layout(tensor.shape, dim, world)
 
 
-@lru_cache(maxsize=1024)
-def _shard_blocks(layout: PackedLayout) -> Blocks:
-    """Return the pieces of one rank's shards."""
-    blocks = list[tuple[int, ...]]()
-    for index, (numel, gap, offset) in enumerate(zip(layout.numels, layout.gaps, layout.offsets, strict=True)):
-        blocks += _cut(index, offset, 0, numel, numel)
-        blocks += _cut(index, offset + numel, 0, 0, gap)
-    return Blocks(blocks)
+def _shard_blocks(shards: Sequence[Tensor]) -> Blocks:
+    """Return the pieces of one rank's shards: those of a bucket of flat tensors on one rank."""
+    return _bucket_blocks(tuple(shard_layout((shard.numel(),), 0, 1) for shard in shards))
 
 
 @lru_cache(maxsize=1024)
