@@ -23,7 +23,7 @@ STREAM = "simulated link"
 class _Done(dist.Work):
     """Work that is complete, or ends with an event on a side stream."""
 
-    def __init__(self, side: streams.CudaStreams | None = None) -> None:
+    def __init__(self, side: streams.AcceleratorStreams | None = None) -> None:
         super().__init__()
         self._side = side
         self._event = side.record(STREAM) if side is not None else None
@@ -72,7 +72,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if side is None:
             self._move(outputs, inputs, reduces)
             return _Done()
-        with side.beside(STREAM):
+        with side.on(STREAM):
             self._move(outputs, inputs, reduces)
             if self.wire:
                 self._take_time(inputs if reduces else outputs, device, reduces)

@@ -26,6 +26,7 @@ from torch._inductor import config
 
 from .. import passes
 from ..passes import cost, inductor
+from ..sharding.device import has_streams
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # supported versions of torch
 OLDEST_PYTHON = (3, 11)
@@ -49,7 +50,9 @@ class Gpu(NamedTuple):
 
 def diagnose() -> list[Finding]:
     """Return a finding for every property of this machine and process. It changes nothing and starts nothing."""
-    gpus = [_gpu(torch.device("cuda", n)) for n in range(torch.cuda.device_count() * torch.cuda.is_available())]
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    kind = accelerator.type if accelerator is not None and has_streams(accelerator) else ""
+    gpus = [_gpu(torch.device(kind, n)) for n in range(torch.accelerator.device_count() if kind else 0)]
     backends = [name for name in BACKENDS if getattr(dist, f"is_{name}_available", lambda: False)()]
     compilers = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -74,8 +77,9 @@ def diagnose() -> list[Finding]:
 
 
 def _gpu(device: torch.device) -> Gpu:
-    memory_bytes = torch.cuda.get_device_properties(device).total_memory
-    return Gpu(torch.cuda.get_device_name(device), memory_bytes, cost.detect(device).name)
+    module = torch.get_device_module(device)
+    memory_bytes = module.get_device_properties(device).total_memory
+    return Gpu(module.get_device_name(device), memory_bytes, cost.detect(device).name)
 
 
 def _version(package: str) -> str | None:

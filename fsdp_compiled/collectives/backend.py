@@ -19,33 +19,30 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from ..agreement import peers, tripwire
 from ..errors import FSDPError, RankFailureError
 
-_ATTENTION = timedelta(seconds=2)  # how often a rank that waits looks whether others have failed
+_ATTENTION = timedelta(seconds=2)  # how often a rank that waits asks whether others have failed
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+
+
+# torch 2.11.0 has the second of two names only. Collectives are asynchronous by the options' defaults.
 
 
 def all_gather(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start an all-gather of 1-D ``input``, which may be a part of ``output``."""
-    options = AllgatherOptions()
-    options.asyncOp = True
-    # Checked on torch 2.11.0, which has the second name only, 2.13.0 and 2.15.0.
     start = getattr(group, "all_gather_single", None) or group._allgather_base
-    return start(_known(output), _known(input), options)
+    return start(_known(output), _known(input), AllgatherOptions())
 
 
 def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup) -> dist.Work:
     """Start the all-gathers of several 1-D tensors in one launch."""
-    options = AllgatherOptions()
-    options.asyncOp = True
-    start = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced  # see above
-    return start(list(map(_known, outputs)), list(map(_known, inputs)), options)
+    start = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return start(list(map(_known, outputs)), list(map(_known, inputs)), AllgatherOptions())
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> dist.Work:
     """Start a reduce-scatter of 1-D ``input``."""
     options = ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]
-    options.asyncOp = True
-    start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base  # see above
+    start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return start(_real(output), _real(input), options)
 
 
@@ -53,7 +50,6 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
     """Start an all-reduce of ``tensor`` in place."""
     options = AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
-    options.asyncOp = True
     return group.allreduce([_real(tensor)], options)
 
 
@@ -68,7 +64,7 @@ def wait(work: dist.Work | None, device: torch.device) -> None:
     if work is None:
         return
     try:
-        if device.type == "cpu" and type(work) is dist.Work and peers.world_store() is not None:
+        if device.type == "cpu" and type(work) is dist.Work and peers.current() is not None:
             while not _has_ended(work):
                 tripwire.check()
                 _check_peers(())

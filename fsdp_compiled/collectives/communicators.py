@@ -1,6 +1,6 @@
 """Ready-made communicators whose buffers are not PyTorch's: the process group's own, and symmetric memory.
 
-Both need GPUs; each says so where a device or a process group cannot do it.
+Both need GPUs; each says so where a device or a process group cannot do it. Symmetric memory is CUDA's.
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ class CopyEngineAllGather(SymmetricMemory, AllGather):
         return None
 
 
+# Units own what they share, and its buffers, so that these are freed with the last unit.
 _shared: WeakValueDictionary[Hashable, AllGather] = WeakValueDictionary()
 
 

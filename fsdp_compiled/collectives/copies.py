@@ -1,8 +1,13 @@
-"""Packing and unpacking: one Triton kernel a bucket on a GPU; plain torch on a CPU, and for complex numbers."""
+"""Packing and unpacking of buckets, by the fastest way that their device has.
+
+Where Triton has a driver for the device, NVIDIA's and AMD's GPUs among others, one Triton kernel copies a bucket.
+Everywhere else, and for complex numbers, the plain torch functions of :mod:`reference` do. It must not know recipes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -39,7 +44,13 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def _for(tensor: Tensor) -> ModuleType:
-    if tensor.device.type != "cuda" or tensor.is_complex():
+    return reference if tensor.is_complex() else _module(tensor.device.type)
+
+
+@cache
+def _module(kind: str) -> ModuleType:
+    """Return what copies on devices of this type."""
+    if kind == "cpu":
         return reference
     try:
         from . import kernels
@@ -48,4 +59,4 @@ def _for(tensor: Tensor) -> ModuleType:
             "fsdp_compiled copies parameters on a GPU by Triton kernels, and triton is not installed; "
             "install PyTorch's CUDA build, which brings its triton, or: pip install triton"
         ) from error
-    return kernels
+    return kernels if kernels.run_on(kind) else reference

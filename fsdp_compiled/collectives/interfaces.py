@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -84,23 +83,30 @@ class Hook:
         around.wait_stream(self._stream)
 
 
-_objects: WeakValueDictionary[str, Comm | Hook] = WeakValueDictionary()
-_numbers = count()
+class _Registered(WeakValueDictionary[str, "Comm | Hook"]):
+    """Objects by name. No name is given twice: a graph that was compiled for an object now gone finds nothing."""
+
+    given = 0
+
+    def name(self, value: Comm | Hook) -> str:
+        known = next((name for name, each in self.items() if each is value), None)
+        if known is None:
+            known, self.given = str(self.given), self.given + 1
+            self[known] = value
+        return known
+
+
+_registered = _Registered()  # the callers own the objects
 
 
 def register(value: Comm | Hook) -> str:
     """Return the name by which operators find ``value`` as long as the caller keeps it; always the same one."""
-    for name, known in _objects.items():
-        if known is value:
-            return name
-    name = str(next(_numbers))
-    _objects[name] = value
-    return name
+    return _registered.name(value)
 
 
 def registered(name: str, kind: type) -> Any:
     """Return the object of this name; FSDPError if there is none, or none of this kind."""
-    found = _objects.get(name)
+    found = _registered.get(name)
     if not isinstance(found, kind):
         raise FSDPError(f"custom communication {name!r}: expected {kind.__name__}, found {found!r}; compile again")
     return found

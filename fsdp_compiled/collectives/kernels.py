@@ -1,4 +1,4 @@
-"""Packing and unpacking of a bucket by one Triton kernel, for GPUs. It equals :mod:`reference`.
+"""Packing and unpacking of a bucket by one Triton kernel. It equals :mod:`reference`.
 
 All four copies move **pieces**: what one rank contributes of one tensor, contiguous in the packed buffer and, in the
 tensor, ``outer`` runs of ``inner`` elements. The kernel reads the tensors' addresses and the pieces from tables, so
@@ -18,8 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
-from ..sharding.layout import PackedLayout, ShardLayout, packed_layout, shard_layout
+from ..sharding.layout import ShardLayout, packed_layout, shard_layout
 
 BLOCK = 4096  # elements that one program copies at most
 _COLUMNS = 7  # of the table of blocks
@@ -101,9 +102,17 @@ def _divide(value, DIVISOR: tl.constexpr, IS_POWER_OF_2: tl.constexpr):
     return tl.div_rn(value.to(tl.float32), tl.full(value.shape, DIVISOR, tl.float32)).to(value.dtype)
 
 
+def run_on(kind: str) -> bool:
+    """Tell whether Triton has a driver for devices of this type, as PyTorch calls it, on this machine."""
+    try:
+        return driver.active.get_active_torch_device().type == kind
+    except RuntimeError:  # for no device at all
+        return False
+
+
 def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
     """See :func:`reference.pack_shards`."""
-    _run([shard.contiguous() for shard in shards], packed, _shard_blocks(_layout(shards)), is_packing=True)
+    _run([shard.contiguous() for shard in shards], packed, _shard_blocks(shards), is_packing=True)
 
 
 def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
@@ -124,7 +133,7 @@ def pack_gradients(
 
 def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
     """See :func:`reference.unpack_gradients`."""
-    _run(outs, packed, _shard_blocks(_layout(outs)), is_packing=False, divisor=divisor)
+    _run(outs, packed, _shard_blocks(outs), is_packing=False, divisor=divisor)
 
 
 def _run(
@@ -206,23 +215,14 @@ class Blocks:
         return self._made[key]
 
 
-def _layout(shards: Sequence[Tensor]) -> PackedLayout:
-    return packed_layout(tuple(shard.numel() for shard in shards))
-
-
 def _layouts(tensors: Sequence[Tensor], dims: Sequence[int], world: int) -> Iterator[ShardLayout]:
     for tensor, dim in zip(tensors, dims, strict=True):
         yield shard_layout(tensor.shape, dim, world)
 
 
-@lru_cache(maxsize=1024)
-def _shard_blocks(layout: PackedLayout) -> Blocks:
-    """Return the pieces of one rank's shards."""
-    blocks = list[tuple[int, ...]]()
-    for index, (numel, gap, offset) in enumerate(zip(layout.numels, layout.gaps, layout.offsets, strict=True)):
-        blocks += _cut(index, offset, 0, numel, numel)
-        blocks += _cut(index, offset + numel, 0, 0, gap)
-    return Blocks(blocks)
+def _shard_blocks(shards: Sequence[Tensor]) -> Blocks:
+    """Return the pieces of one rank's shards: those of a bucket of flat tensors on one rank."""
+    return _bucket_blocks(tuple(shard_layout((shard.numel(),), 0, 1) for shard in shards))
 
 
 @lru_cache(maxsize=1024)
@@ -257,9 +257,9 @@ def _cut(
 @lru_cache(maxsize=_TABLES)
 def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
     """Return the addresses on ``device``; made anew on each stream, in whose order the table is filled."""
-    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
     return table.to(device, non_blocking=True)
 
 
 def _stream(device: torch.device) -> int:
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return torch.get_device_module(device).current_stream(device).stream_id if device.type != "cpu" else 0

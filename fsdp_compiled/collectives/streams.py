@@ -18,50 +18,58 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..errors import FSDPError
+from ..sharding.device import has_streams
 
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
 Following = TypeVar("Following")
 
 
-class CudaStreams:
-    """The side streams of one CUDA device."""
+class AcceleratorStreams:
+    """The side streams of one device, by the module that PyTorch has for its kind: CUDA's, XPU's, NPU's.
+
+    Args:
+        device: with an index.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device  # with an index
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._streams: dict[str, torch.Stream] = {}
 
-    def _stream(self, name: str) -> torch.cuda.Stream:
+    def _stream(self, name: str) -> torch.Stream:
         if name not in self._streams:
             # High priority, since compute waits for what runs here.
-            self._streams[name] = torch.cuda.Stream(self._device, priority=-1)
+            self._streams[name] = self._module.Stream(self._device, priority=-1)
         return self._streams[name]
 
-    def beside(self, name: str) -> AbstractContextManager[Any]:
+    def on(self, name: str) -> AbstractContextManager[Any]:
         """Run what follows on the side stream ``name``, after all that compute was given so far."""
         stream = self._stream(name)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        return torch.cuda.stream(stream)
+        stream.wait_stream(self._module.current_stream(self._device))
+        stream_context: AbstractContextManager[Any] = self._module.stream(stream)
+        return stream_context
 
-    def record(self, name: str) -> torch.cuda.Event:
+    def record(self, name: str) -> torch.Event:
         """Return an event after all that the side stream was given so far."""
         return self._stream(name).record_event()
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: torch.Event) -> None:
         """Let the current stream wait for ``event``."""
-        torch.cuda.current_stream(self._device).wait_event(event)
+        self._module.current_stream(self._device).wait_event(event)
 
 
-def streams_of(device: torch.device) -> CudaStreams | None:
-    """Return the side streams of ``device``; None for a CPU, which copies in turn with compute."""
-    if device.type != "cuda":
+def streams_of(device: torch.device) -> AcceleratorStreams | None:
+    """Return the side streams of ``device``; None if it has none, as a CPU, which copies in turn with compute."""
+    if not has_streams(device):
         return None
-    return _cuda_streams(torch.cuda.current_device() if device.index is None else device.index)
+    index = torch.get_device_module(device).current_device() if device.index is None else device.index
+    return _streams_of(device.type, index)
 
 
 @cache
-def _cuda_streams(index: int) -> CudaStreams:
-    return CudaStreams(torch.device("cuda", index))
+def _streams_of(kind: str, index: int) -> AcceleratorStreams:
+    return AcceleratorStreams(torch.device(kind, index))
 
 
 class Pending(Generic[Result]):
@@ -69,14 +77,14 @@ class Pending(Generic[Result]):
 
     Args:
         finish: does or awaits the rest of the work and returns its result; it holds what the work needs.
-        event: after the work; None on a CPU.
+        event: after the work; None on a device without streams.
         waiting: makes what is entered around the wait.
     """
 
     def __init__(
         self,
         finish: Callable[[], Result],
-        event: torch.cuda.Event | None = None,
+        event: torch.Event | None = None,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._finish: Callable[[], Result] | None = finish
@@ -97,12 +105,12 @@ class Pending(Generic[Result]):
             self._event.synchronize()
 
     def then(self, name: str, device: torch.device, work: Callable[[Result], Following]) -> Pending[Following]:
-        """Continue with the result on the side stream ``name``; on a CPU, when compute waits."""
+        """Continue with the result on the side stream ``name``; without streams, when compute waits."""
         streams = streams_of(device)
         if streams is None:
             return Pending(lambda: work(self.wait()))
         held = self._finish
-        with streams.beside(name):
+        with streams.on(name):
             result = work(self.wait())
         return _under_way(streams, name, result, (held, work))
 
@@ -114,26 +122,26 @@ def launch(
     finish: Callable[[Begun], Result],
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Pending[Result]:
-    """Start work beside compute.
+    """Start work that runs at the same time as compute.
 
     Args:
         name: of the side stream.
         device: where compute runs.
         begin: starts a collective.
-        finish: waits for it and unpacks its output: on the side stream; on a CPU, when compute waits.
+        finish: waits for it and unpacks its output: on the side stream; without streams, when compute waits.
         waiting: makes what is entered when compute waits.
     """
     streams = streams_of(device)
     if streams is None:
         begun = begin()
         return Pending(lambda: finish(begun), waiting=waiting)
-    with streams.beside(name):
+    with streams.on(name):
         result = finish(begin())
     return _under_way(streams, name, result, (begin, finish), waiting)
 
 
 def _under_way(
-    streams: CudaStreams,
+    streams: AcceleratorStreams,
     name: str,
     result: Result,
     held: object,
@@ -147,8 +155,8 @@ def _under_way(
 class _Join(Generic[Result]):
     """Lets compute wait for an event, once."""
 
-    streams: CudaStreams
-    event: torch.cuda.Event | None  # after the work
+    streams: AcceleratorStreams
+    event: torch.Event | None  # after the work
     result: Result
     held: object  # what the work reads, until compute has waited
 

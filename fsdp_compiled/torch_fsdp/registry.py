@@ -1,7 +1,8 @@
-"""PyTorch's record of what was applied to a module: ``fully_shard``, ``replicate``. Each leaves the other's alone.
+"""PyTorch's record, on each module, of what was applied to it: ``fully_shard``, ``replicate``.
 
-``torch.distributed._composable.replicate`` skips modules by it, as PyTorch's own ``fully_shard`` does.
-``torch.distributed.fsdp.fully_shard.state(module)`` returns the state noted there.
+Ours is noted there, so that ``torch.distributed._composable.replicate`` skips our modules, PyTorch's ``fully_shard``
+refuses them and ``torch.distributed.fsdp.fully_shard.state(module)`` returns our state; and what others noted there
+is refused. It must not know what a unit does.
 """
 
 from __future__ import annotations
@@ -20,37 +21,12 @@ from ..expect import unexpected
 from ..param.unit import Unit
 
 _FULLY_SHARD = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # what states are noted under
-
-
-class _Registry(dict[str, RegistryItem]):
-    """What was applied to a module with parameters of a unit."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def __contains__(self, name: object) -> bool:
-        # FSDP1 and checkpoints ask for the same. There is no other place to refuse from without changing PyTorch.
-        if sys._getframe(1).f_code is _is_composable_with_fsdp.__code__:
-            expected, do = "units of fsdp_compiled.fully_shard alone", "use one of the two for the whole model"
-            got = "torch.distributed.fsdp.fully_shard around or inside this one"
-            raise unexpected(self._unit.config.name, expected, got, do)
-        return super().__contains__(name)
+_OURS, _ONE_OF_TWO = "units of fsdp_compiled.fully_shard alone", "use one of the two for the whole model"
 
 
 def applied(module: nn.Module) -> dict[str, RegistryItem]:
     """Return what was applied to ``module``, by the name of the function."""
     return dict(module.__dict__.get(REGISTRY_KEY, {}))
-
-
-def note_unit(module: nn.Module, unit: Unit, state: object = None) -> None:
-    """Let PyTorch's ``fully_shard`` refuse a module with parameters of ``unit``.
-
-    If it was given to ours, its composable functions see that from ``state`` too.
-    """
-    registry = module.__dict__.setdefault(REGISTRY_KEY, _Registry(unit))
-    if state is not None:
-        registry["fully_shard"] = RegistryItem()
-        module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
 
 
 def check_composable(modules: Sequence[nn.Module]) -> None:
@@ -66,5 +42,29 @@ def check_composable(modules: Sequence[nn.Module]) -> None:
                 do = "shard its .module, with a 2-D mesh to replicate too"
                 raise unexpected(where, undistributed, f"a {type(module).__name__}", do)
             if "fully_shard" in applied(module) and "_fsdp_state" not in module.__dict__:
-                got, do = "one of torch.distributed.fsdp", "use one of the two for the whole model"
-                raise unexpected(where, "units of fsdp_compiled.fully_shard alone", got, do)
+                raise unexpected(where, _OURS, "one of torch.distributed.fsdp", _ONE_OF_TWO)
+
+
+def note_unit(module: nn.Module, unit: Unit, state: object = None) -> None:
+    """Let PyTorch's ``fully_shard`` refuse a module with parameters of ``unit``.
+
+    If it was given to ours, its composable functions see that from ``state`` too.
+    """
+    registry = module.__dict__.setdefault(REGISTRY_KEY, _Registry(unit))
+    if state is not None:
+        registry["fully_shard"] = RegistryItem()
+        module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+
+
+class _Registry(dict[str, RegistryItem]):
+    """What was applied to a module with parameters of a unit."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def __contains__(self, name: object) -> bool:
+        # FSDP1 and checkpoints ask for the same. There is no other place to refuse from without changing PyTorch.
+        if sys._getframe(1).f_code is _is_composable_with_fsdp.__code__:
+            got = "torch.distributed.fsdp.fully_shard around or inside this one"
+            raise unexpected(self._unit.config.name, _OURS, got, _ONE_OF_TWO)
+        return super().__contains__(name)

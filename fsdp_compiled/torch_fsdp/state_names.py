@@ -8,35 +8,44 @@ Until torch 2.13, ``torch.distributed.pipelining`` ends a step through ``_state_
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
-from torch._dynamo.eval_frame import skip_code  # see param/properties.py
+from torch._dynamo.eval_frame import skip_code  # see tracing/sharded_module.py
 
-from ..hooks.forward import PostForward, PreForward
-from ..hooks.root import FSDPCommContext, FSDPStateContext
+Comm = TypeVar("Comm")  # what the units that share reductions hold
+
+
+class _Context(Protocol[Comm]):
+    comm: Comm
+
+    def finish_backward(self) -> None: ...
+
+
+class _Hook(Protocol):
+    def hook(self, module: nn.Module, args: Any, value: Any, /) -> Any: ...
 
 
 class _Group:
     """Stands for a unit's groups of parameters where a tool wants to end each one's backward before all of them."""
 
-    comm_ctx: FSDPCommContext
+    comm_ctx: object
 
     def post_backward(self) -> None:
         """Leave everything to the callback that follows, which reduces what is left in all units."""
 
 
-class TorchNames:
-    """Mixin of ``FSDPState``."""
+class TorchNames(Generic[Comm]):
+    """Mixin of ``FSDPState``, which gives the hooks and the context."""
 
-    pre_forward: PreForward
-    post_forward: PostForward
+    pre_forward: _Hook
+    post_forward: _Hook
     _fsdp_param_groups = (_Group(),)
 
-    def _lazy_init(self) -> FSDPStateContext:
+    def _lazy_init(self) -> _Context[Comm]:
         raise NotImplementedError
 
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.pre_forward.hook(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -47,18 +56,18 @@ class TorchNames:
         return _Group()
 
     @property
-    def _state_ctx(self) -> FSDPStateContext:
+    def _state_ctx(self) -> _Context[Comm]:
         return self._lazy_init()
 
     def _root_post_backward_final_callback(self) -> None:
         self._lazy_init().finish_backward()
 
     @property
-    def _comm_ctx(self) -> FSDPCommContext:
+    def _comm_ctx(self) -> Comm:
         return self._lazy_init().comm
 
     @_comm_ctx.setter
-    def _comm_ctx(self, comm: FSDPCommContext) -> None:
+    def _comm_ctx(self, comm: Comm) -> None:
         self._lazy_init().comm = comm
 
     @property

@@ -25,7 +25,7 @@ class _Event:
 
 
 class RecordingStreams:
-    """Stands in for :class:`fsdp_compiled.collectives.streams.CudaStreams`; ``log`` has a line for each event."""
+    """Stands in for :class:`fsdp_compiled.collectives.streams.AcceleratorStreams`; ``log`` has a line per event."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -40,7 +40,7 @@ class RecordingStreams:
         yield
         self.current = before
 
-    def beside(self, name: str):
+    def on(self, name: str):
         with self._on(name):
             self.say("waits for compute")
         return self._on(name)

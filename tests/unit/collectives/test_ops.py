@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from fsdp_compiled import collectives
 from fsdp_compiled.collectives import copies, reduce_grad, unshard
 from fsdp_compiled.errors import FSDPError
 from fsdp_compiled.sharding.spec import (
@@ -153,6 +154,8 @@ def test_fakes_of_launches_and_waits():
 
 def test_what_a_gpu_without_triton_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsdp_compiled.collectives.kernels", None)
+    monkeypatch.delattr(collectives, "kernels", raising=False)  # where it is looked up first
+    copies._module.cache_clear()
     with pytest.raises(
         ImportError, match="copies parameters on a GPU by Triton kernels, and triton is not installed; "
     ):

@@ -118,3 +118,29 @@ def test_what_someone_else_put_there_is_left_alone():
         assert torch_fsdp.fully_shard is other
     finally:
         torch_fsdp.fully_shard = TORCHS
+
+
+def test_what_wraps_ours_is_pytorchs_again_after_disable():
+    enable()
+    ours = torch_fsdp.fully_shard
+
+    def wrapper(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    torch_fsdp.fully_shard = wrapper
+    try:
+        assert _is_ours(torch_fsdp.fully_shard)
+        disable()
+        assert torch_fsdp.fully_shard is wrapper and not _is_ours(wrapper)
+    finally:
+        disable()
+        torch_fsdp.fully_shard = TORCHS
+
+
+def test_what_a_block_left_follows_enable():
+    with as_torch_fsdp():
+        kept = torch_fsdp.fully_shard
+    enable()
+    assert _is_ours(kept)
+    disable()
+    assert not _is_ours(kept)
