@@ -1,15 +1,13 @@
 """Ranks agree on what they are about to start before they start it, through the store of the process group.
 
-Whatever follows something else on a group for the first time, a graph or a single collective of a hook, is compared
-by all ranks of that group first: each posts a digest, the last to arrive compares and posts the verdict. A collective
-would do for that only if ranks agreed already. What ranks have agreed on may follow again without asking: the steady
-state looks one pair up, and a thread compares afterwards what ran (see :mod:`tripwire`). It knows process groups and
-contracts; it must not know units, or graphs.
+Each new pair of what runs successively on a group, graphs or single collectives of hooks, is compared once by all
+ranks of that group: each posts a digest, the last to arrive compares and posts the verdict. A collective would do for
+that only if ranks agreed already. The steady state looks one pair up, and a thread compares afterwards what ran (see
+:mod:`tripwire`). It knows process groups and contracts; it must not know units, or graphs.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,18 +20,20 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store  # see peers.py
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import RankFailureError, RankMismatchError
+from ..expect import expect, unexpected
 from ..passes.inductor import source_hash
 from ..sharding.contract import Contract
 from ..sharding.mesh import process_group
 from . import mismatch, peers, tripwire
 
 _KEY = "fsdp_compiled/agreement"
-_LONGEST_PAUSE_S = 0.1  # between two looks at the store
-_ATTENTION_S = 1.0  # how often a rank that waits looks whether others compile or have failed
-_LOOKED_AT = 8  # of the ranks waited for, at a time: all of them would be too many for the store's host
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.1  # between two polls of the store
+_ATTENTION_S = 1.0  # how often a rank that waits asks whether others compile or have failed
+_ASKED_FOR = 8  # of the ranks waited for, at a time: all of them would be too many for the store's host
 _AGREED, _DIFFER, _FAILED = "agreed", "differ", "failed"  # verdicts; the last two with a text
 
 
@@ -45,7 +45,13 @@ class Setting:
     deadline: timedelta | None = None  # None: a little less than the process group's timeout
 
 
-_setting = Setting()
+# By torch's record of this process's groups, which outlives each of them.
+_settings: WeakKeyDictionary[object, Setting] = WeakKeyDictionary()
+
+
+def setting() -> Setting:
+    """Return what the user has set."""
+    return _settings.get(distributed_c10d._world, Setting())  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 
 def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = None) -> None:
@@ -59,26 +65,23 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
     Args:
         enabled: False never compares.
         deadline: how long a rank waits for one that does not come; while that one compiles, time does not count.
-            None: nine tenths of the process group's timeout, so that others still hear of it.
+            None: nine tenths of the process group's timeout, so that others still learn of it.
 
     Raises:
         TypeError: not a bool, or not a timedelta.
         ValueError: ``deadline`` is not positive.
     """
-    global _setting
-    if not isinstance(enabled, bool):
-        raise TypeError(f"enabled: expected a bool, got {enabled!r} of {type(enabled).__name__}")
-    if deadline is not None and not isinstance(deadline, timedelta):
-        raise TypeError(f"deadline: expected a timedelta or None, got {deadline!r} of {type(deadline).__name__}")
+    expect("enabled", enabled, bool, "a bool")
+    expect("deadline", deadline, timedelta | None, "a timedelta or None")
     if deadline is not None and deadline <= timedelta(0):
-        raise ValueError(f"deadline: expected a positive time, got {deadline}")
-    _setting = Setting(enabled, deadline)
+        raise unexpected("deadline", "a positive time", str(deadline))
+    _settings[distributed_c10d._world] = Setting(enabled, deadline)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def register_callbacks() -> None:
-    """Let other ranks hear of this one's compilations and failures; called when a model's forward begins."""
-    if _setting.enabled:
+    """Register this process's failure and compile callbacks; called when a model's forward begins."""
+    if setting().enabled:
         peers.register_callbacks()
 
 
@@ -89,7 +92,7 @@ def agree(contract: Contract) -> None:
         RankMismatchError: ranks differ, or one did not come before the deadline.
         RankFailureError: a rank that did not come has failed.
     """
-    if not _setting.enabled:
+    if not setting().enabled:
         return
     peers.watch_backward(tripwire.check)
     for name, part in contract.by_group.items():
@@ -100,7 +103,7 @@ def agree(contract: Contract) -> None:
 
 def note(mesh: DeviceMesh, kind: str, what: str) -> None:
     """Note what comes before the next collective of a mesh's groups: alike on all ranks that run the same."""
-    for ledger in map(_ledgers.get, mesh.get_all_groups() if _setting.enabled else ()):
+    for ledger in map(_ledgers.get, mesh.get_all_groups() if setting().enabled else ()):
         if ledger is not None:
             ledger.wire.notes[kind] = what
 
@@ -135,13 +138,12 @@ class Ledger:
         self.wire.add(contract)
 
     def _ask(self, contract: Contract) -> None:
-        peers.go_on()
-        prefix = f"{_KEY}/{self.exchanged}"
+        peers.withdraw_report()
+        prefix, old = (f"{_KEY}/{self.exchanged - age}" for age in (0, 2))
         self.exchanged += 1
-        post = {"versions": versions(), "after": self.previous, "contract": contract.encode()}
-        self.store.set(f"{prefix}/post/{self.rank}", json.dumps(post))
-        digest = f"{contract.digest} {self.previous} {versions()}"
-        self.store.set(f"{prefix}/digest/{self.rank}", digest)
+        post = mismatch.Post(versions(), contract)
+        self.store.set(f"{prefix}/post/{self.rank}", post.encode())
+        self.store.set(f"{prefix}/digest/{self.rank}", f"{contract.digest} {self.previous} {post.versions}")
         if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks):
             self._decide(prefix, *self._verdict(prefix))
         else:
@@ -151,10 +153,9 @@ class Ledger:
             error = RankMismatchError(text) if kind == _DIFFER else RankFailureError(text)
             peers.report_failure(error)  # here, since an error in backward passes none of our frames
             raise error
-        old = f"{_KEY}/{self.exchanged - 2}"  # all ranks have come to a later one, so that nobody reads it
-        names = ("arrived", "verdict") if self.rank == 0 else ()
-        for name in (f"post/{self.rank}", f"digest/{self.rank}", *names):
-            self.store.delete_key(f"{old}/{name}")
+        shared = ("arrived", "verdict") if self.rank == 0 else ()
+        for name in (f"post/{self.rank}", f"digest/{self.rank}", *shared):
+            self.store.delete_key(f"{old}/{name}")  # all ranks have come to a later one, so that nobody reads it
 
     def _decide(self, prefix: str, kind: str, text: str = "") -> None:
         self.store.compare_set(f"{prefix}/verdict", "", f"{kind} {text}")  # the first one counts, on all ranks
@@ -166,33 +167,38 @@ class Ledger:
         if odd is None:
             return _AGREED, ""
         sides = [[self.ranks[r] for r, digest in enumerate(digests) if digest == digests[one]] for one in (0, odd)]
-        posts = [json.loads(post) for post in _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)])]
-        return _DIFFER, mismatch.difference(sides, posts)
+        posts = _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)])
+        return _DIFFER, mismatch.difference(sides, list(map(mismatch.Post.decode, posts)))
 
     def _wait(self, prefix: str, contract: Contract) -> None:
         """Return when there is a verdict; leave one for the others if interrupted."""
-        allowed_s = (_setting.deadline or self.timeout * 0.9).total_seconds()
-        pause, absent, beats = 0.0005, list(range(len(self.ranks))), 0
-        looked = alive = time.monotonic()
+        allowed_s = (setting().deadline or self.timeout * 0.9).total_seconds()
+        absent, beats, pause_s = list(range(len(self.ranks))), 0, _SHORTEST_PAUSE_S
+        alive = time.monotonic()
         try:
-            while not self.store.check([f"{prefix}/verdict"]):
-                time.sleep(pause)
-                pause = min(pause * 1.3, _LONGEST_PAUSE_S)
-                if time.monotonic() - looked < min(_ATTENTION_S, allowed_s):
-                    continue
-                looked, before, first = time.monotonic(), beats, absent[:_LOOKED_AT]
-                absent[:_LOOKED_AT] = [rank for rank in first if not self.store.check([f"{prefix}/digest/{rank}"])]
-                beats = sum(peers.beats(self.ranks[rank]) for rank in absent[:_LOOKED_AT])
-                alive = looked if beats != before else alive  # one of them compiles
-                self._look(prefix, contract, [self.ranks[rank] for rank in absent], looked - alive, allowed_s)
+            while not self._has_verdict(prefix, min(_ATTENTION_S, allowed_s), pause_s):
+                before, first, pause_s = beats, absent[:_ASKED_FOR], _LONGEST_PAUSE_S
+                absent[:_ASKED_FOR] = [rank for rank in first if not self.store.check([f"{prefix}/digest/{rank}"])]
+                beats = sum(peers.beats(self.ranks[rank]) for rank in absent[:_ASKED_FOR])
+                now = time.monotonic()
+                alive = now if beats != before else alive  # one of them compiles
+                self._judge(prefix, contract, [self.ranks[rank] for rank in absent], now - alive, allowed_s)
         except BaseException as error:
             with suppress(RuntimeError):  # the store's host may have ended
                 self._decide(prefix, _FAILED, f"rank {self.ranks[self.rank]} raised {type(error).__name__} and left")
             raise
 
-    def _look(self, prefix: str, contract: Contract, absent: list[int], silent_s: float, allowed_s: float) -> None:
+    def _has_verdict(self, prefix: str, within_s: float, pause_s: float) -> bool:
+        """Poll: ``Store.wait`` would print a warning at every timeout, and hold off signal handlers until then."""
+        end = time.monotonic() + within_s
+        while not (is_there := self.store.check([f"{prefix}/verdict"])) and time.monotonic() < end:
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
+        return is_there
+
+    def _judge(self, prefix: str, contract: Contract, absent: list[int], silent_s: float, allowed_s: float) -> None:
         """Decide if all ranks have come, if an absent one has failed, or if all absent ones are silent too long."""
-        first = absent[:_LOOKED_AT]
+        first = absent[:_ASKED_FOR]
         if not absent:
             self._decide(prefix, *self._verdict(prefix))  # the last one to come has not: it was interrupted
         elif failure := peers.failure(first):
@@ -201,6 +207,7 @@ class Ledger:
             self._decide(prefix, _DIFFER, mismatch.absent(absent, contract, allowed_s, tripwire.last_runs(first)))
 
 
+# By group, which owns its ledger, and counts what was made for it; None stands for a group of this process alone.
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger | None] = WeakKeyDictionary()
 _numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
 
@@ -216,11 +223,8 @@ def _ledger(group: dist.ProcessGroup) -> Ledger | None:
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            return options._timeout  # type: ignore[no-any-return]
-    return dist.default_pg_timeout
+    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
+    return next((each._timeout for each in options if each is not None), dist.default_pg_timeout)
 
 
 def _values(store: Store, keys: list[str]) -> list[str]:

@@ -1,20 +1,33 @@
-"""What to tell about ranks that differ: which, in what, and why if it shows. Text from posts, nothing else."""
+"""What to tell about ranks that differ: which, in what, and why if it shows.
+
+It makes text of what ranks have posted; it must not know where posts come from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypedDict
 
 from ..sharding.contract import Collective, Contract
+from ..sharding.spec import Text
 
 
-def difference(sides: Sequence[Sequence[int]], posts: Sequence[dict[str, str]]) -> str:
+@dataclass(frozen=True)
+class Post(Text):
+    """What a rank tells the others before it starts something."""
+
+    versions: str
+    contract: Contract
+
+
+def difference(sides: Sequence[Sequence[int]], posts: Sequence[Post]) -> str:
     """Return in what two groups of ranks differ, from a post of each."""
     who = [ranks(side) for side in sides]
-    if posts[0]["versions"] != posts[1]["versions"]:
-        return f"ranks run other versions: {_beside(who, [post['versions'] for post in posts])}; install one on all"
-    contracts = [Contract.decode(post["contract"]) for post in posts]
+    if posts[0].versions != posts[1].versions:
+        return f"ranks run other versions: {_listed(who, [post.versions for post in posts])}; install one on all"
+    contracts = [post.contract for post in posts]
     if contracts[0].collectives == contracts[1].collectives:
         return (
             f"{who[0]} and {who[1]} came to {described(contracts[0])} after different collectives; "
@@ -49,7 +62,7 @@ def parted(records: dict[int, Record]) -> str:
         shown[side] = entries[keys[-1]]
     contracts, noted = zip(*((Contract.unpack(packed), noted) for packed, noted in shown.values()), strict=True)
     if contracts[0].collectives == contracts[1].collectives:
-        how = _beside(list(shown), [f"{described(contracts[0])}{each}" for each in noted])
+        how = _listed(list(shown), [f"{described(contracts[0])}{each}" for each in noted])
     else:
         how = _shown(list(shown), contracts)
     return f"ranks have run different collectives{after}: {how}. {_PATHS}. {_PARTED}"
@@ -59,7 +72,7 @@ def last_runs(texts: dict[int, str]) -> str:
     """Tell what each rank, by its number, has said that it ran last; "" if none has said anything."""
     sides = {text: ranks(rank for rank in texts if texts[rank] == text) for text in texts.values()}
     what = [text or "nothing that others know of" for text in sides]
-    return f"What ran last: {_beside(list(sides.values()), what)}" if any(sides) else ""
+    return f"What ran last: {_listed(list(sides.values()), what)}" if any(sides) else ""
 
 
 def absent(numbers: Sequence[int], contract: Contract, silent_s: float, last: str) -> str:
@@ -70,11 +83,11 @@ def absent(numbers: Sequence[int], contract: Contract, silent_s: float, last: st
 
 
 def _shown(who: Sequence[str], contracts: Sequence[Contract]) -> str:
-    """Return the first difference of two contracts, beside those who have them."""
+    """Return the first difference of two contracts, with the ranks of each."""
     pairs = enumerate(zip_longest(*(contract.collectives for contract in contracts)), start=1)
     place, pair = next(each for each in pairs if each[1][0] != each[1][1])
     is_graph = max(len(contract.collectives) for contract in contracts) > 1
-    return _beside(who, _contrast(*pair)) + (f" (collective {place} of a graph)" if is_graph else "")
+    return _listed(who, _contrast(*pair)) + (f" (collective {place} of a graph)" if is_graph else "")
 
 
 def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
@@ -120,11 +133,11 @@ def _cause(who: Sequence[str], contracts: Sequence[Contract]) -> str:
     for name, advice in _ADVICE.items():
         values = [basis.get(name, "") for basis in bases]
         if values[0] != values[1]:
-            return f"Likely {advice} ({_beside(who, values)})"
+            return f"Likely {advice} ({_listed(who, values)})"
     return "Ranks compiled different code: look where the model branches by rank or by data"
 
 
-def _beside(who: Sequence[str], what: Sequence[str]) -> str:
+def _listed(who: Sequence[str], what: Sequence[str]) -> str:
     return "; ".join(f"{side}: {each}" for side, each in zip(who, what, strict=True))
 
 

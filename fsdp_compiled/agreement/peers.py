@@ -1,4 +1,4 @@
-"""What ranks know of each other beside collectives, through the store: that one compiles, has failed or has ended.
+"""What ranks know of each other through the store: that one compiles, has failed or has ended.
 
 It knows the default process group's store; it must not know what ranks agree on.
 """
@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -31,29 +32,43 @@ _BEATS = "fsdp_compiled/compiling"
 _FAILURES = "fsdp_compiled/failures"
 _PROCESS = "fsdp_compiled/process"
 
-_reported: list[str] = []  # the key of the failure of this rank that still stands in the store
-# By default group, the process that is this rank and that others can find; a forked child is not.
-_introduced: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+@dataclass(eq=False)
+class Peers:
+    """What this process has told the other ranks of a default process group."""
+
+    store: Store
+    rank: int
+    world: int
+    process: int  # its number; a forked child, which has another, is not this rank
+    report: str = ""  # the key of its failure, as long as that stands in the store
+    compiling: threading.Event | None = None  # set when the compilation under way ends
+    backward: int = -1  # the autograd engine's number of the last backward that was watched
 
 
-def store_of(group: dist.ProcessGroup | None) -> Store | None:
+# By default group, which owns the record: a group that is created anew starts with a new one.
+_peers: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()
+
+
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return the store in which a group's ranks have their keys to themselves; None if no other process is in it."""
-    if group is None or group.size() == 1 or dist.get_backend(group) in _WITHOUT_PEERS:
+    if group.size() == 1 or dist.get_backend(group) in _WITHOUT_PEERS:
         return None
     return group.get_group_store()
 
 
-def world_store() -> Store | None:
-    """Return the default group's store; None in a forked child, or if its ranks do not keep each other informed."""
-    is_known = dist.group.WORLD is not None and _introduced.get(dist.group.WORLD) == os.getpid()
-    return store_of(dist.group.WORLD) if is_known else None
+def current() -> Peers | None:
+    """Return the record of the default group; None in a forked child, or if its ranks do not inform each other."""
+    group = dist.group.WORLD
+    found = None if group is None else _peers.get(group)
+    return found if found is not None and found.process == os.getpid() else None
 
 
 def publish(prefix: str, text: str) -> None:
     """Set this rank's text under ``prefix`` in the default group's store, if there is one."""
-    with suppress(RuntimeError, ValueError):  # the store's host has ended
-        if (store := world_store()) is not None:
-            store.set(f"{prefix}/{dist.get_rank()}", text)
+    with suppress(RuntimeError):  # the store's host has ended
+        if (here := current()) is not None:
+            here.store.set(f"{prefix}/{here.rank}", text)
 
 
 def value(store: Store, key: str) -> str:
@@ -62,33 +77,33 @@ def value(store: Store, key: str) -> str:
 
 
 def register_callbacks() -> None:
-    """Let other ranks hear from now on that this one compiles, fails, or that its process ends.
+    """Tell other ranks from now on that this one compiles, fails, or that its process ends.
 
-    Called by ``fully_shard``, and whenever a model's forward begins, since ``torch.compiler.reset`` forgets who asked
-    to know of compiling.
+    Called by ``fully_shard``, and whenever a model's forward begins, since ``torch.compiler.reset`` forgets the
+    callbacks around compilations.
     """
-    if _begin not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_begin)
-        callback_handler.register_end_callback(_end)
+    if _begin_beats not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_begin_beats)
+        callback_handler.register_end_callback(_end_beats)
     if getattr(sys.excepthook, "func", None) is not _report_uncaught:
         sys.excepthook = partial(_report_uncaught, sys.excepthook)
-    if dist.group.WORLD is not None and dist.group.WORLD not in _introduced:
-        _introduced[dist.group.WORLD] = os.getpid()
+    group = dist.group.WORLD
+    if group is not None and group not in _peers:
+        store = store_of(group)
+        _peers[group] = None if store is None else Peers(store, group.rank(), group.size(), os.getpid())
         if process := _process():  # nothing tells of processes of other machines
             publish(_PROCESS, process)
-    go_on()
+    withdraw_report()
 
 
 # ---- compiling ----
 
-_compiling: list[threading.Event] = []  # set when the compilation under way ends
 
-
-def _begin(_: Any = None) -> None:
-    store = world_store()
-    if store is not None and not _compiling:
-        _compiling.append(threading.Event())
-        args = store, f"{_BEATS}/{dist.get_rank()}", _compiling[0]
+def _begin_beats(_: Any = None) -> None:
+    here = current()
+    if here is not None and here.compiling is None:
+        here.compiling = threading.Event()
+        args = here.store, f"{_BEATS}/{here.rank}", here.compiling
         threading.Thread(target=_beat, args=args, name="fsdp_compiled beats", daemon=True).start()
 
 
@@ -98,15 +113,17 @@ def _beat(store: Store, key: str, ended: threading.Event) -> None:
             store.add(key, 1)
 
 
-def _end(_: Any = None) -> None:
-    while _compiling:
-        _compiling.pop().set()
+def _end_beats(_: Any = None) -> None:
+    here = current()
+    if here is not None and here.compiling is not None:
+        here.compiling.set()
+        here.compiling = None
 
 
 def beats(rank: int) -> int:
     """Return how often a rank, by its number in the default group, has said that it compiles."""
-    store = world_store()
-    return 0 if store is None else store.add(f"{_BEATS}/{rank}", 0)
+    here = current()
+    return 0 if here is None else here.store.add(f"{_BEATS}/{rank}", 0)
 
 
 # ---- failing ----
@@ -119,37 +136,33 @@ def _report_uncaught(before: Callable[..., Any], kind: type[BaseException], erro
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def report_failure(error: BaseException) -> None:
-    """Let ranks that wait for this one know why it does not come, until it goes on."""
+    """Tell ranks that wait for this one why it does not come, until it withdraws the report."""
     if not isinstance(error, (SystemExit, RankFailureError)):
         _report(f"raised {type(error).__name__}: {error}")
 
 
 def _report(what: str) -> None:
-    with suppress(RuntimeError, ValueError):  # the store's host has ended
-        if (store := world_store()) is not None:
-            if not _reported:
-                _reported.append(f"{_FAILURES}/{store.add(_FAILURES, 1)}")
-            store.set(_reported[0], f"rank {dist.get_rank()} {what}")
+    with suppress(RuntimeError):  # the store's host has ended
+        if (here := current()) is not None:
+            here.report = here.report or f"{_FAILURES}/{here.store.add(_FAILURES, 1)}"
+            here.store.set(here.report, f"rank {here.rank} {what}")
 
 
-def go_on() -> None:
+def withdraw_report() -> None:
     """Withdraw what this rank has reported: it comes after all."""
-    store = world_store() if _reported else None
-    while _reported:
-        if store is not None:
-            store.set(_reported[-1], "")
-        _reported.pop()  # at last, or a report that an interrupt leaves would stay for good
+    here = current()
+    if here is not None and here.report:
+        here.store.set(here.report, "")
+        here.report = ""  # at last, or a report that an interrupt leaves would stay for good
 
 
 class _Backward:
     """Queued as a callback of the backward under way: the engine calls it at the end, or drops it after an error."""
 
-    task = -1  # the engine's number of the last backward that was watched
     _is_complete = False
 
-    def __init__(self, task: int, at_end: Callable[[], None]) -> None:
+    def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = at_end
-        _Backward.task = task
 
     def __call__(self) -> None:
         self._is_complete = True
@@ -163,19 +176,20 @@ class _Backward:
 def watch_backward(at_end: Callable[[], None]) -> None:
     """Report it if the backward under way, if any, ends with an error; call ``at_end`` if it ends well."""
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-    task = torch._C._current_graph_task_id()
-    if task not in (-1, _Backward.task):
-        torch.autograd.Variable._execution_engine.queue_callback(_Backward(task, at_end))
+    here, task = current(), torch._C._current_graph_task_id()
+    if here is not None and task not in (-1, here.backward):
+        here.backward = task
+        torch.autograd.Variable._execution_engine.queue_callback(_Backward(at_end))
 
 
 def failure(awaited: Iterable[int] | None = None) -> str:
     """Return the report of a rank that failed, or which of ``awaited``, by default of all, has ended; or ""."""
-    with suppress(RuntimeError, ValueError):  # the store's host has ended
-        if (store := world_store()) is not None:
-            keys = (f"{_FAILURES}/{number + 1}" for number in range(store.add(_FAILURES, 0)))
-            reports = (store.get(key).decode() for key in keys if key not in _reported)
-            awaited = range(dist.get_world_size()) if awaited is None else awaited
-            processes = ((rank, value(store, f"{_PROCESS}/{rank}")) for rank in awaited)
+    with suppress(RuntimeError):  # the store's host has ended
+        if (here := current()) is not None:
+            keys = (f"{_FAILURES}/{number + 1}" for number in range(here.store.add(_FAILURES, 0)))
+            reports = (here.store.get(key).decode() for key in keys if key != here.report)
+            awaited = range(here.world) if awaited is None else awaited
+            processes = ((rank, value(here.store, f"{_PROCESS}/{rank}")) for rank in awaited)
             ended = (f"the process of rank {rank} has ended" for rank, each in processes if _has_ended(each))
             return next(filter(None, chain(reports, ended)), "")
     return ""

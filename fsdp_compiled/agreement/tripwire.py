@@ -1,9 +1,9 @@
-"""Compares what the ranks of a group have run while they go on: no training thread waits for another rank.
+"""Compares what the ranks of a group have run while training continues: no training thread waits for another rank.
 
 The sequence of what a group runs is divided into windows. What comes in a window for the second time ends it and
 begins the next, so that ranks that run the same end the same windows, one or a few in a training step. At the end of
 each, a thread adds a digest of all that ran so far to a key of the group's store. The last rank to add sees by the
-sum whether all are equal. If not, it stores a record of what it ran; the others look for records, and store theirs.
+sum whether all are equal. If not, it stores a record of what it ran; the others poll for records, and store theirs.
 It must not know process groups, nor what starts a collective.
 """
 
@@ -36,12 +36,12 @@ _KEY = "fsdp_compiled/windows"
 _LAST = "fsdp_compiled/last"
 _PAUSE_S = 0.002  # between two reports, at least
 _PAUSE_PER_RANK_S = 1e-4  # or so much per rank of the group, which limits the load of the store's host
-_IDLE_S = 1.0  # between two looks for records while nothing runs, at most
+_IDLE_S = 1.0  # between two polls for records while nothing runs, at most
 _SETTLE_S = 5.0  # how long a rank waits for the records of the others
-_LOOKED_AT = 64  # ranks, after a failure: all would be too many for the store's host
+_ASKED_FOR = 64  # ranks, after a failure: all would be too many for the store's host
 _KEPT_SUMS = 256  # in the store
 _KEPT_ENTRIES = 1024  # that a rank remembers
-_ONE_RANK = 1 << 44  # what a rank adds to a sum beside 28 bits of its digest, of which the sum stays below
+_ONE_RANK = 1 << 44  # what a rank adds to a sum, with 28 bits of its digest; the sum of those stays below it
 
 
 class Entry(NamedTuple):
@@ -75,7 +75,7 @@ class _Reporter:
             pause = self._follow(pause)
 
     def _follow(self, pause: float) -> float | None:
-        """Wait for windows, report them and look for records; return how long to wait for the next."""
+        """Wait for windows, report them and poll for records; return how long to wait for the next."""
         windows: dict[Tripwire, list[list[Entry]]] = {}
         with suppress(Empty):
             item = self.queue.get(timeout=pause)
@@ -152,7 +152,7 @@ class Tripwire:
     # ---- in the reporting thread ----
 
     def follow(self, windows: Sequence[list[Entry]]) -> bool:
-        """Report windows that have ended and look whether ranks differ; return False if the store does not answer."""
+        """Report windows that have ended and ask whether ranks differ; return False if the store does not answer."""
         stride = 1 << (len(windows) - 1).bit_length()  # of many at once it compares one, which others compare too
         with suppress(RuntimeError):  # the store's host has ended
             for window in () if self.differs else windows:
@@ -199,9 +199,10 @@ def check() -> None:
 
 def last_runs(ranks: Sequence[int] | None = None) -> str:
     """Return what the first of ``ranks``, by default of all, have run last; "" if none has said it."""
-    with suppress(RuntimeError, ValueError):  # the store's host has ended
-        if (store := peers.world_store()) is not None:
+    with suppress(RuntimeError):  # the store's host has ended
+        if (here := peers.current()) is not None:
             _reporter(os.getpid()).tell()
-            ranks = range(dist.get_world_size()) if ranks is None else ranks
-            return mismatch.last_runs({rank: peers.value(store, f"{_LAST}/{rank}") for rank in ranks[:_LOOKED_AT]})
+            ranks = range(here.world) if ranks is None else ranks
+            texts = {rank: peers.value(here.store, f"{_LAST}/{rank}") for rank in ranks[:_ASKED_FOR]}
+            return mismatch.last_runs(texts)
     return ""

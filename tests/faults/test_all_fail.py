@@ -69,5 +69,5 @@ def test_all_ranks_raise_many_times(mode, kind):
     assert threading.active_count() == threads
     assert _rss_kib() - memory < 8 * 1024
     dist.barrier()
-    same_on_ranks([peers.failure(), peers._reported])
-    assert peers.failure() == "" and not peers._reported
+    same_on_ranks([peers.failure(), peers.current().report])
+    assert peers.failure() == "" and not peers.current().report

@@ -114,7 +114,7 @@ def test_a_model_that_is_computed_again_as_a_whole():
     training.call = lambda x: checkpoint(training.model, x, use_reentrant=False)
     for number in range(3):
         assert training.step(number) == plain.step(number)
-        assert not peers._reported and not peers.failure()
+        assert not peers.current().report and not peers.failure()
 
 
 @on_ranks(2)
@@ -139,7 +139,7 @@ def test_another_process_group_in_the_same_process():
     for mode in ("eager", "full"):
         training = trainer(mode)
         training.step()
-        assert peers.world_store() is not None
+        assert peers.current() is not None
     training = trainer("eager")
     training.model.order = [1, 0, 2] if rank else [0, 2, 1]
     assert_all_refuse(training.step, "different collectives")

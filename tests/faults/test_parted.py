@@ -153,11 +153,11 @@ def test_a_forked_child_that_dies_says_nothing_for_its_parent():
             peers.register_callbacks()  # as a forward does
             sys.excepthook(ValueError, ValueError("of a child"), None)
             peers._report("raised an error in backward")
-            os._exit(threading.active_count() > 1 or peers.world_store() is not None)
+            os._exit(threading.active_count() > 1 or peers.current() is not None)
         assert os.waitpid(child, 0)[1] == 0
     dist.barrier()
     assert peers.failure() == ""
     for _ in range(PARTS_IN):
         training.backward(0)
         training.update(0)
-    assert peers.world_store() is not None
+    assert peers.current() is not None

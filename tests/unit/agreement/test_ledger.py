@@ -34,10 +34,7 @@ BASIS = ("schedule: SchedulePolicy()", "cluster: CPU, 1 ranks on a node")
 
 
 def _difference(ours, theirs, sides=([0], [1]), versions=("1", "1")):
-    posts = [
-        {"versions": version, "contract": contract.encode()}
-        for version, contract in zip(versions, (ours, theirs), strict=True)
-    ]
+    posts = list(map(mismatch.Post, versions, (ours, theirs)))
     return mismatch.difference(sides, posts)
 
 
@@ -262,14 +259,19 @@ def test_the_last_rank_is_interrupted_before_it_decides(monkeypatch):
         waiting.result(timeout=20)
 
 
+def test_what_a_rank_posts_is_read_back_as_it_was():
+    post = mismatch.Post("1", _graph(FIRST, SECOND))
+    assert mismatch.Post.decode(post.encode()) == post
+
+
 # ---- arguments ----
 
 
 @pytest.fixture
 def setting():
-    before = ledger._setting
+    before = ledger.setting()
     yield
-    ledger._setting = before
+    set_rank_agreement(before.enabled, deadline=before.deadline)
 
 
 @pytest.mark.usefixtures("setting")
@@ -280,11 +282,11 @@ def test_arguments():
         set_rank_agreement(deadline=5)
     with pytest.raises(ValueError, match="^deadline: expected a positive time, got 0:00:00$"):
         set_rank_agreement(deadline=timedelta(0))
-    assert ledger._setting == ledger.Setting(True, None)
+    assert ledger.setting() == ledger.Setting(True, None)
     set_rank_agreement(False, deadline=timedelta(seconds=3))
-    assert ledger._setting == ledger.Setting(False, timedelta(seconds=3))
+    assert ledger.setting() == ledger.Setting(False, timedelta(seconds=3))
     set_rank_agreement()
-    assert ledger._setting == ledger.Setting()
+    assert ledger.setting() == ledger.Setting()
 
 
 @pytest.mark.usefixtures("setting")
@@ -322,6 +324,64 @@ def test_a_process_that_has_ended():
         os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
         assert peers._has_ended(f"{machine} {killed.pid} {state[1]}")  # though its parent has not asked for it
     assert not peers._has_ended(f"another {machine.split()[1]} {2**22 + 1} {start}")  # of another machine
+
+
+# ---- what a process has told as a rank of a default group ----
+
+
+@pytest.fixture
+def store(fake_group, monkeypatch):
+    monkeypatch.setattr(peers, "store_of", lambda group, stores={}: stores.setdefault(group, dist.HashStore()))
+    peers.register_callbacks()
+    return peers.current().store
+
+
+def test_a_report_stands_until_it_is_withdrawn(store):
+    for number in (1, 2):
+        peers.report_failure(ValueError("no"))
+        peers.report_failure(ValueError("no again"))
+        assert store.get(f"fsdp_compiled/failures/{number}") == b"rank 0 raised ValueError: no again"
+        assert peers.failure(()) == ""  # of others
+        peers.register_callbacks()  # as the next forward does
+        assert store.get(f"fsdp_compiled/failures/{number}") == b""
+    store.set("fsdp_compiled/failures/1", "rank 1 raised ValueError: no")
+    assert peers.failure(()) == "rank 1 raised ValueError: no"
+
+
+def test_a_forked_child_tells_nothing_and_withdraws_nothing(store, monkeypatch):
+    peers.report_failure(ValueError("no"))
+    keys = store.num_keys()
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: 0)
+        assert peers.current() is None and peers.failure() == ""
+        peers.register_callbacks()
+        peers.report_failure(ValueError("of a child"))
+        peers.publish("fsdp_compiled/last", "something")
+    assert store.get("fsdp_compiled/failures/1") == b"rank 0 raised ValueError: no"
+    assert store.num_keys() == keys
+
+
+def test_a_default_group_that_is_created_anew_starts_with_nothing(store):
+    peers.report_failure(ValueError("no"))
+    first = peers.current()
+    world = dist.get_world_size()
+    dist.destroy_process_group()
+    assert peers.current() is None and peers.failure() == ""
+    dist.init_process_group("fake", rank=0, world_size=world)
+    assert peers.current() is None
+    peers.register_callbacks()
+    assert peers.current() is not first and not peers.current().report and peers.current().store is not store
+
+
+def test_a_rank_that_compiles_says_so_until_it_ends(store, monkeypatch):
+    monkeypatch.setattr(peers, "_BEAT_S", 0.01)
+    peers._begin_beats()
+    compiling = peers.current().compiling
+    peers._begin_beats()  # of a compilation within
+    assert peers.current().compiling is compiling
+    store.wait(["fsdp_compiled/compiling/0"], timedelta(seconds=20))
+    peers._end_beats()
+    assert compiling.is_set() and peers.current().compiling is None and peers.beats(0) > 0
 
 
 # ---- the graph's contract ----
