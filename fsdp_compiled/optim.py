@@ -175,7 +175,7 @@ def _leaf(param: DTensor, optimizer: Optimizer) -> Tensor:
 def _plain_state(optimizer: Optimizer, leaves: Mapping[Any, Tensor]) -> defaultdict[Any, Any]:
     state: defaultdict[Any, Any] = defaultdict(dict)
     for key, values in optimizer.state.items():
-        if key in leaves:
+        if isinstance(key, DTensor) and key in leaves:
             values = {name: _plain_value(value, key, name, optimizer) for name, value in values.items()}
         state[leaves.get(key, key)] = values
     return state
