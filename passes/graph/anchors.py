@@ -24,6 +24,7 @@ PARAMETER = "fsdp_compiled_parameter"  # key in the meta of a parameter's value:
 _BACKWARD_OF_ATTENTION = 2.5
 _ATTENTION = ("attention", "attn")
 _SIZES = (int, torch.SymInt)
+_CASTS = (torch.ops.aten._to_copy, torch.ops.prims.convert_element_type)
 
 
 class Weight(NamedTuple):
@@ -62,10 +63,14 @@ class AnchoredCompute:
         self.position: dict[fx.Node, int] = {}
         makers = _makers([(source, Weight.of(shape)) for source, shape in nodes.gradients_of(graph)])
         self._anchors = list(_anchors(graph, values, makers))
-        anchors, count = {node for node, _ in self._anchors}, 0
+        anchors, count, since = {node for node, _ in self._anchors}, 0, list[fx.Node]()
         for node in self.nodes:
             self.position[node] = 2 * count + (node in anchors)
             count += node in anchors
+            since = [] if node in anchors else since
+            since.append(node)
+            if _product_of_bias(node, values) is since[0]:  # the bias is read until here
+                self.position |= dict.fromkeys(since, 2 * count - 1)
 
     @property
     def end(self) -> int:
@@ -150,9 +155,31 @@ def _makers(gradients: list[tuple[fx.Node, Weight]]) -> _Weights:
 
 
 def _is_product(node: fx.Node, weight: Weight) -> bool:
-    """Tell whether every token meets every element of a parameter: a product with a dimension of 1 is elementwise."""
+    """Tell whether every token meets every element of a matrix: a product with a dimension of 1 is elementwise."""
     packet = getattr(node.target, "overloadpacket", None)
-    return packet in flop_registry or (packet is torch.ops.aten.mul and weight.numel > weight.width)
+    return weight.numel > weight.width and (packet in flop_registry or packet is torch.ops.aten.mul)
+
+
+def _product_of_bias(node: fx.Node, read: _Weights) -> fx.Node | None:
+    """Return the product that ``node`` adds a bias to; the product is a mul and a sum, else None.
+
+    Inductor decomposes ``addmm`` of one token so. For more tokens ``addmm`` is one anchor, which reads the bias too.
+    """
+    parameters = [read[source] for source in node.all_input_nodes if source in read]
+    is_add = getattr(node.target, "overloadpacket", None) is torch.ops.aten.add
+    if not is_add or not parameters or any(each.numel > each.width for each in parameters):
+        return None
+    is_summed = False
+    while len(inputs := [source for source in node.all_input_nodes if source not in read]) == 1:
+        (node,) = inputs
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet is torch.ops.aten.mul and not read.keys().isdisjoint(node.all_input_nodes):
+            return node if is_summed else None
+        is_number = packet is torch.ops.aten.mul and len(node.all_input_nodes) == 1
+        if not (packet in (torch.ops.aten.sum, *_CASTS) or is_number or is_view(node)):
+            return None
+        is_summed |= packet is torch.ops.aten.sum
+    return None
 
 
 def _is_attention(node: fx.Node) -> bool:
@@ -168,6 +195,8 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
             yield node, _of_region(node, read, made)
             continue
         weights = [read[source] for source in node.all_input_nodes if source in read]
+        if node not in made and _product_of_bias(node, read) is not None:
+            continue
         if weights or node in made or _is_attention(node):
             yield node, max(weights, default=made.get(node, Weight(0, 0)))
 

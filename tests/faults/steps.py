@@ -16,8 +16,9 @@ from torch._inductor.compile_fx import compile_fx
 
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
 from fsdp_compiled.errors import RankFailureError, RankMismatchError
-from fsdp_compiled.passes import CLUSTERS, Link
+from fsdp_compiled.passes import CLUSTERS, Link, region_options
 from tests.support.graphs import without_code
+from tests.support.training import with_regions
 
 MODES = ("eager", "regional", "full")
 WIDTH = 8
@@ -87,17 +88,21 @@ def trainer(
         else:
             fully_shard(block, **of_blocks)
     fully_shard(model, **kwargs)
-    return Trainer(model, compiled(model, schedule) if mode == "full" else model)
+    if mode == "regions":
+        with_regions(model, model.blocks)
+    options = region_options() if mode == "regions" else {}
+    return Trainer(model, compiled(model, schedule, **options) if mode in ("full", "regions") else model)
 
 
-def compiled(call: Callable[..., Any], schedule: SchedulePolicy | None = None) -> Callable[..., Any]:
+def compiled(call: Callable[..., Any], schedule: SchedulePolicy | None = None, **options: Any) -> Callable[..., Any]:
     """Compile to one graph that runs as the passes leave it, without generating code."""
 
     def run_passes(gm: Any, inputs: Any, **_: Any) -> Any:
         return without_code(gm, schedule or SchedulePolicy())
 
     def backend(gm: Any, inputs: Any, **_: Any) -> Any:
-        return compile_fx(gm, inputs, inner_compile=run_passes, config_patches={"force_disable_caches": True})
+        patches = {"force_disable_caches": True, **options}
+        return compile_fx(gm, inputs, inner_compile=run_passes, config_patches=patches)
 
     return torch.compile(call, fullgraph=True, backend=backend)
 

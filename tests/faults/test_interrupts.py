@@ -64,6 +64,7 @@ def _finalizing(model, call, x):
 STEPS = {
     "eager": _plain_step,
     "full": _plain_step,
+    "regions": _plain_step,
     "recomputed": _plain_step,
     "ahead of use": _ahead_of_use,
     "accumulating": _accumulating,
@@ -128,7 +129,7 @@ def _hunt(kind, error=KeyboardInterrupt, lines=True, tries=TRIES):
 
 def _training(kind):
     model = Checkpointed() if kind == "recomputed" else Model()
-    return trainer("full" if kind == "full" else "eager", model)
+    return trainer(kind if kind in ("full", "regions") else "eager", model)
 
 
 class HandlersOwn(BaseException):

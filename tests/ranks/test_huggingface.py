@@ -67,10 +67,11 @@ def test_trains_like_one_process(name, mode):
 
 
 @row("Hugging Face models", mode="regions")
+@pytest.mark.parametrize("name", ["mistral", "gemma 3", "gpt-oss"])
 @on_ranks(2)
-def test_a_sliding_window_trains_in_regions_without_a_cache():
+def test_a_sliding_window_trains_in_regions_without_a_cache(name):
     """With one, which its config asks for, blocks keep views of what they compute; torch refuses such regions."""
-    alone, model = (huggingface.build("mistral", sharded) for sharded in (False, True))
+    alone, model = (huggingface.build(name, sharded) for sharded in (False, True))
     (tokens,) = huggingface.token_batches(1)
     for use_cache in (True, False):
         torch._dynamo.reset()

@@ -40,6 +40,16 @@ def _mistral() -> nn.Module:
     return transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, head_dim=8, sliding_window=8))
 
 
+def _gemma3() -> nn.Module:
+    sliding = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**DECODER, head_dim=8, **sliding))
+
+
+def _gpt_oss() -> nn.Module:
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 8}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**DECODER, head_dim=8, **experts))
+
+
 def _bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT))
 
@@ -57,6 +67,8 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3": _qwen3,
     "gemma": _gemma,
     "mistral": _mistral,
+    "gemma 3": _gemma3,
+    "gpt-oss": _gpt_oss,
     "bert": _bert,
     "lora": _llama_with_lora,
 }

@@ -95,6 +95,8 @@ def test_an_all_reduce_goes_around_twice():
     assert LINK.collective_us(4000, world=4, reduces=True, passes=2) == pytest.approx(10 + 2 * (3 * 2 + 4.5))
 
 
+# Two published figures are missing, since they say nothing of a link: 200 GB/s of an all-gather on 32 nodes before
+# tuning (NVIDIA/nccl issue 1218), and 101 GB/s of a badly configured pair of nodes (NVIDIA/nccl issue 2409).
 # ranks, ranks in a node, passes, GB/s that each rank receives in the end (NCCL's bus bandwidth), and who measured it
 CARDS_100GBIT = replace(CLUSTERS["A100"], inter=replace(CLUSTERS["A100"].inter, bytes_per_s=0.75 * 100e9 / 8))
 MEASURED = [
