@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import agreement, collectives, passes, sharding
@@ -36,6 +35,7 @@ from .regions.choose import set_regions
 from .sharding.mesh import DataParallelMeshDims, DataParallelMeshInfo, data_parallel_mesh
 from .torch_fsdp.convert import own_record
 from .torch_fsdp.registry import check_composable
+from .tracing.dynamo import OptimizedModule
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 

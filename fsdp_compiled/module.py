@@ -16,7 +16,8 @@ from .hooks import custom_comms
 from .hooks.context import GradientReductionHandle, is_in_backward, states_below
 from .hooks.copying import copied_units
 from .hooks.state import FSDPState
-from .tracing.sharded_module import with_code_of_its_own
+from .tracing.dynamo import with_code_of_its_own
+from .tracing.sharded_module import MixinOrder
 
 
 def unit_state(module: Any) -> FSDPState:
@@ -52,6 +53,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
     only the outermost unit can do raises RuntimeError on another.
     """
 
+    _fsdp_order = MixinOrder.METHODS
     # Dynamo refuses a module that Transformers has marked as managed by FSDP without this, which FSDP2 sets, too.
     _fsdp_use_orig_params = True
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
 from ..hooks.context import FSDPCommContext, FSDPStateContext
 from ..hooks.forward import PostForward, PreForward
+from ..tracing.dynamo import skipped
 
 
 class _Group:
@@ -36,9 +36,11 @@ class TorchNames:
     def _lazy_init(self) -> FSDPStateContext:
         raise NotImplementedError
 
+    @skipped
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self.pre_forward.hook(module, args, kwargs)
 
+    @skipped
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.post_forward.hook(module, args, output)
 
@@ -68,7 +70,3 @@ class TorchNames:
             "is not implemented for units of fsdp_compiled; for a compiled model's memory use "
             "fsdp_compiled.inspect.capture, and for an uncompiled one torch.distributed._tools.mem_tracker.MemTracker"
         )
-
-
-for _hook in (TorchNames._pre_forward, TorchNames._post_forward):
-    skip_code(_hook.__code__)

@@ -14,16 +14,6 @@ from ..param.extension import AllGatherExtension
 from ..param.param import FSDPParam
 
 
-class TracedRegion:
-    """The region that Dynamo is tracing; between traces, none."""
-
-    def __init__(self) -> None:
-        self.unsharded: dict[FSDPParam, Tensor] | None = None  # its operands
-
-
-region = TracedRegion()  # one for all: for each object that a trace changes, Dynamo writes code and a message
-
-
 def plain_spec(param: FSDPParam) -> str | None:
     """Return the spec of a read for which nothing else counts, or None."""
     return param.plain_spec if torch.is_grad_enabled() else param.plain_spec_without_grad

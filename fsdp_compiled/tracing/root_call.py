@@ -11,14 +11,10 @@ from typing import Any, Protocol
 
 import torch
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._dynamo import trace_rules
-from torch._dynamo.eval_frame import skip_code  # see properties.py
-
 from ..agreement import register_callbacks, report_failure
 from ..passes.log import watch
-from .frames import with_room_for_callees
-from .sharded_module import with_code_of_its_own
+from .dynamo import is_skipped, skipped, with_code_of_its_own, with_room_for_callees
+from .sharded_module import MixinOrder
 
 
 class OutermostState(Protocol):
@@ -39,9 +35,11 @@ class TracedCall:
     their caller.
     """
 
+    _fsdp_order = MixinOrder.ROOT_CALL
     _fsdp_state: OutermostState
     _fsdp_call: Callable[..., Any]
 
+    @skipped
     @with_room_for_callees
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -70,9 +68,6 @@ class TracedCall:
     def _fsdp_class_body(user_cls: type) -> dict[str, Any]:
         body: dict[str, Any] = {"_fsdp_call": with_code_of_its_own(TracedCall._fsdp_traced)}
         # torch.compile would trace __call__, too, where forward is torch's own code, as nn.Sequential's is
-        if trace_rules.check(user_cls.forward):  # type: ignore[attr-defined]
+        if is_skipped(user_cls.forward):  # type: ignore[attr-defined]
             body["forward"] = wraps(user_cls.forward)(TracedCall._fsdp_forward)  # type: ignore[attr-defined]
         return body
-
-
-skip_code(TracedCall.__call__.__code__)
