@@ -7,6 +7,7 @@ from .api import compile, fully_shard, fully_shard_with_compiled_compute, option
 from .collectives import AllGather, Comm, ReduceScatter
 from .errors import FSDPError, RankFailureError, RankMismatchError
 from .hooks.context import GradientReductionHandle
+from .installed import uninstall
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
 from .optim import step_on_shards
 from .passes.log import observe as _observe
@@ -61,4 +62,5 @@ __all__ = [
     "set_rank_agreement",
     "share_comm_ctx",
     "step_on_shards",
+    "uninstall",
 ]

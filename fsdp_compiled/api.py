@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import agreement, collectives, passes, sharding
+from . import collectives, passes, sharding
 from .expect import expect, unexpected
 from .init.arguments import (
     check_complete_units_below,
@@ -27,6 +27,7 @@ from .init.arguments import (
 from .init.parameters import managed_parameters
 from .init.placements import ShardPlacementFn, checked_placements
 from .init.shard import shard
+from .installed import install
 from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
@@ -107,8 +108,7 @@ fully_shard.state = unit_state  # type: ignore[attr-defined]
 
 def _follow(sharded: nn.Module | list[nn.Module]) -> None:
     """Let everything around the modules know that they are sharded."""
-    passes.install(core_hash())
-    agreement.register_callbacks()
+    install(core_hash())
     for module in sharded if isinstance(sharded, list) else [sharded]:
         if isinstance(module, OptimizedModule):
             module._initialize()  # it calls the __call__ that its module's class had

@@ -77,7 +77,7 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def register_callbacks() -> None:
-    """Let other ranks hear of this one's compilations and failures; called when a model's forward begins."""
+    """Let other ranks hear of this one's failures; called when a model's forward begins."""
     if _setting.enabled:
         peers.register_callbacks()
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._C._distributed_c10d import Store
-from torch._dynamo.callback import callback_handler
 
 from ..errors import RankFailureError
 
@@ -62,14 +61,10 @@ def value(store: Store, key: str) -> str:
 
 
 def register_callbacks() -> None:
-    """Let other ranks hear from now on that this one compiles, fails, or that its process ends.
+    """Let other ranks hear from now on that this one fails, or that its process ends.
 
-    Called by ``fully_shard``, and whenever a model's forward begins, since ``torch.compiler.reset`` forgets who asked
-    to know of compiling.
+    Called by ``fully_shard``, and whenever a model's forward begins.
     """
-    if _begin not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_begin)
-        callback_handler.register_end_callback(_end)
     if getattr(sys.excepthook, "func", None) is not _report_uncaught:
         sys.excepthook = partial(_report_uncaught, sys.excepthook)
     if dist.group.WORLD is not None and dist.group.WORLD not in _introduced:
@@ -77,6 +72,12 @@ def register_callbacks() -> None:
         if process := _process():  # nothing tells of processes of other machines
             publish(_PROCESS, process)
     go_on()
+
+
+def restore_excepthook() -> None:
+    """Let the interpreter print uncaught errors as before :func:`register_callbacks`, if nobody has come between."""
+    if getattr(sys.excepthook, "func", None) is _report_uncaught:
+        (sys.excepthook,) = sys.excepthook.args  # type: ignore[attr-defined]
 
 
 # ---- compiling ----
@@ -101,6 +102,9 @@ def _beat(store: Store, key: str, ended: threading.Event) -> None:
 def _end(_: Any = None) -> None:
     while _compiling:
         _compiling.pop().set()
+
+
+callbacks = _begin, _end  # for torch to call when a compilation begins and ends
 
 
 def beats(rank: int) -> int:

@@ -35,7 +35,6 @@ from ..tracing.dynamo import (
 )
 from ..tracing.sharded_module import MixinOrder, rebase
 from .guards import guard_as, refused_reuse
-from .schemas import derive_once
 
 T = TypeVar("T")
 
@@ -86,7 +85,6 @@ def make_region(module: nn.Module, unit: Unit) -> None:
     names = "; ".join(map(" = ".join, read.values()))
     module.__dict__["_fsdp_region"] = Region(unit, tuple(read), names, is_reused=bool(_LIMIT))
     rebase(module, add=(RegionModule,))
-    derive_once()
 
 
 def drop_region(module: nn.Module) -> None:

@@ -1,8 +1,9 @@
-"""PyTorch's name ``fully_shard``, made to mean ours: the only file that replaces a name of torch.
+"""PyTorch's name ``fully_shard``, made to mean ours within a block, or from ``enable`` to ``disable``.
 
 Libraries such as accelerate import ``torch.distributed.fsdp.fully_shard`` when they shard a model. Nothing else needs
 a replacement: our modules are instances of PyTorch's ``FSDPModule``, its policies are taken as they are, and its
-``register_fsdp_forward_method``, ``share_comm_ctx`` and ``fully_shard.state`` work on our modules.
+``register_fsdp_forward_method``, ``share_comm_ctx`` and ``fully_shard.state`` work on our modules. What sharding a
+model puts into torch is listed in ``installed.py``.
 """
 
 from __future__ import annotations

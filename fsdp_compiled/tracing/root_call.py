@@ -11,9 +11,17 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import agreement
 from ..agreement import register_callbacks, report_failure
-from ..passes.log import watch
-from .dynamo import is_skipped, skipped, with_code_of_its_own, with_room_for_callees
+from ..passes import log
+from .dynamo import (
+    call_around_compiles,
+    call_no_more,
+    is_skipped,
+    skipped,
+    with_code_of_its_own,
+    with_room_for_callees,
+)
 from .sharded_module import MixinOrder
 
 
@@ -25,6 +33,18 @@ class OutermostState(Protocol):
     def begin_call(self) -> None: ...
     def end_call(self) -> None: ...
     def reset_iteration(self, drop_accumulated: bool) -> None: ...
+
+
+def watch_compiles() -> None:
+    """Log compilations and let other ranks hear of them; again when a forward begins, as torch's reset forgets it."""
+    for callbacks in (log.callbacks, agreement.callbacks):
+        call_around_compiles(*callbacks)
+
+
+def ignore_compiles() -> None:
+    """End that."""
+    for callbacks in (log.callbacks, agreement.callbacks):
+        call_no_more(*callbacks)
 
 
 class TracedCall:
@@ -45,7 +65,7 @@ class TracedCall:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         register_callbacks()
-        watch()
+        watch_compiles()
         grad_mode = torch.is_grad_enabled()
         self._fsdp_state.begin_call()
         try:
