@@ -155,7 +155,8 @@ def _is_as_the_first(cls: type) -> bool:
 
     Torch lets regions of equal code share one graph, whatever modes they are called under.
     """
-    devices = {"cpu", torch._C._get_accelerator().type}
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     modes: dict[str, Any] = {f"autocast on {each}": torch.is_autocast_enabled(each) for each in sorted(devices)}
     modes |= {f"autocast dtype on {each}": torch.get_autocast_dtype(each) for each in sorted(devices)}
     modes |= {f"{each} attention": getattr(torch.backends.cuda, f"{each}_sdp_enabled")() for each in _ATTENTION}
@@ -187,7 +188,7 @@ def _enter(context: Any) -> None:
 @assume_constant_result  # type: ignore[untyped-decorator]
 def _described_call() -> str | None:
     trace = of_trace(_Trace)
-    return trace and trace.call
+    return None if trace is None else trace.call
 
 
 # Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.

@@ -87,7 +87,7 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
-def gives_chunks_back(version: tuple[int, ...] = sys.version_info) -> bool:
+def gives_chunks_back(version: tuple[Any, ...] = sys.version_info[:3]) -> bool:
     """Tell whether CPython gives a chunk of its stack back to the system as soon as the frames in it return.
 
     Since 3.11 it keeps frames in chunks; https://github.com/python/cpython/issues/142183 was mended in 3.13.13 and

@@ -71,7 +71,7 @@ class TracedCall:
         try:
             return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
         except BaseException as error:
-            torch._C._set_grad_enabled(grad_mode)  # an interrupt of torch's own code may have left another
+            torch.set_grad_enabled(grad_mode)  # an interrupt of torch's own code may have left another
             report_failure(error)
             self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise
