@@ -5,6 +5,7 @@ from .api import compile, fully_shard, fully_shard_with_compiled_compute, option
 from .collectives import AllGather, Comm, ReduceScatter
 from .errors import FSDPError, RankFailureError, RankMismatchError
 from .hooks.root import GradientReductionHandle
+from .installed import uninstall
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
 from .optim import step_on_shards
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
@@ -49,4 +50,5 @@ __all__ = [
     "set_rank_agreement",
     "share_comm_ctx",
     "step_on_shards",
+    "uninstall",
 ]

@@ -14,12 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from . import agreement, collectives, passes, sharding
+from . import collectives, passes, sharding
 from .expect import expect, unexpected
 from .init.arguments import check_device, check_options, checked_modules, checked_reshard, renew_compiled
 from .init.parameters import managed_parameters
 from .init.placements import ShardPlacementFn, checked_placements
 from .init.shard import shard
+from .installed import install
 from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
 from .passes import Pass, mode_options, region_options
@@ -98,10 +99,9 @@ fully_shard.state = unit_state  # type: ignore[attr-defined]
 
 
 def _follow(sharded: nn.Module | list[nn.Module]) -> None:
-    """Install passes, observer and callbacks, and let compiled modules call their module's new class."""
-    passes.install(core_hash())
+    """Install what the library puts into torch, and let compiled modules call their module's new class."""
+    install(core_hash())
     passes.observe(_write_artifacts)
-    agreement.register_callbacks()
     for module in sharded if isinstance(sharded, list) else [sharded]:
         renew_compiled(module)
 

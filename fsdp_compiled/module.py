@@ -17,7 +17,8 @@ from .hooks.copying import copied_units
 from .hooks.root import GradientReductionHandle
 from .hooks.state import FSDPState, states_below
 from .hooks.step import is_in_backward
-from .tracing.sharded_module import with_code_of_its_own
+from .tracing.dynamo import with_code_of_its_own
+from .tracing.sharded_module import MixinOrder
 
 
 def unit_state(module: Any) -> FSDPState:
@@ -58,6 +59,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
     Methods for the outermost unit raise RuntimeError on another.
     """
 
+    _fsdp_order = MixinOrder.METHODS
     # Dynamo refuses a module that Transformers has marked as managed by FSDP without this, which FSDP2 sets, too.
     _fsdp_use_orig_params = True
 

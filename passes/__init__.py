@@ -16,7 +16,7 @@ from .cost import CLUSTERS, Cluster, Link
 from .expand import Expand
 from .inductor import Pass, Pipeline, beside_users_passes, mode_options
 from .inductor import source_hash as source_hash
-from .log import observe, watch
+from .log import observe
 from .normalize import Normalize
 from .pin import Pin
 from .reshard import Reshard
@@ -49,7 +49,6 @@ __all__ = [
     "post_grad",
     "region_options",
     "uninstall",
-    "watch",
 ]
 
 
@@ -94,16 +93,15 @@ def slots(policy: SchedulePolicy, core: str = "", more: Sequence[Pass] = ()) -> 
 def install(core: str = "") -> None:
     """Give every later ``torch.compile`` of this process our passes; the user's own passes still run.
 
-    The first ``fully_shard`` calls it, with ``core`` of :func:`slots`. It is the only assignment to torch's global
-    configuration.
+    The first ``fully_shard`` calls it, with ``core`` of :func:`slots`. It is the only assignment to torch's
+    configuration; ``fsdp_compiled/installed.py`` lists what else the library puts into torch.
     """
     for slot, run in slots(DEFAULT, core).items():
         inductor.install(slot, run)
-    watch()
 
 
 def uninstall() -> None:
-    """Restore the slots.
+    """Restore the slots; :func:`fsdp_compiled.uninstall` also takes out what else the library puts into torch.
 
     Graphs with our operators then run them one by one. Results are equal, but nothing overlaps, and every
     unsharded parameter is kept from forward to backward.

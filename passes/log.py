@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import fx
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._dynamo.callback import CallbackArgs, CallbackTrigger, callback_handler
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
 from torch._guards import CompileContext
 from torch._logging import _internal as torch_logging
@@ -31,7 +30,19 @@ Observer = Callable[[fx.Graph, SchedulePolicy, str, Path, str], None]
 Slot = Literal["", "joint", "schedule", "schedule only"]  # a pipeline whose begin or end is that of a phase
 
 _log = logging.getLogger(NAME)
-torch_logging.register_log(NAME, NAME)
+
+
+def register() -> None:
+    """Let torch's logging know the logger's name, as ``TORCH_LOGS`` and ``torch._logging.set_logs`` take it."""
+    torch_logging.register_log(NAME, NAME)
+
+
+def unregister() -> None:
+    """End that."""
+    torch_logging.log_registry.log_alias_to_log_qnames.pop(NAME, None)
+
+
+register()  # when imported, so that a program can name it before it shards a model
 
 
 def _level() -> int:
@@ -67,10 +78,10 @@ class _Progress:
         self._phase = ""  # that is under way
         self._scheduled = False  # whether a graph was, in this compilation
 
-    def begin(self, args: CallbackArgs) -> None:
+    def begin(self, args: Any) -> None:
         """Called by torch when it begins to compile."""
         self._began, self._scheduled = time.perf_counter(), False
-        is_backward = args.callback_trigger is CallbackTrigger.LAZY_BACKWARD
+        is_backward = args.callback_trigger.name == "LAZY_BACKWARD"
         self._enter("" if is_backward else "tracing")
         _log.log(_level(), "compiling backward" if is_backward else "tracing")
 
@@ -146,8 +157,4 @@ def ran(name: str, seconds: float) -> None:
     _log.log(_level(), "%s: %s ran in %.2f s", graph_kind(), name, seconds)
 
 
-def watch() -> None:
-    """Log compilations from now on; called again because ``torch.compiler.reset`` forgets who asked."""
-    if _progress.begin not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_progress.begin)
-        callback_handler.register_end_callback(_progress.end)
+callbacks = _progress.begin, _progress.end  # for torch to call when a compilation begins and ends

@@ -4,6 +4,15 @@ It knows contracts and process groups' stores. It must not know units, graphs or
 """
 
 from .ledger import agree, note, number_in, register_callbacks, set_rank_agreement
-from .peers import report_failure
+from .peers import callbacks, report_failure, restore_excepthook
 
-__all__ = ["agree", "note", "number_in", "register_callbacks", "report_failure", "set_rank_agreement"]
+__all__ = [
+    "agree",
+    "callbacks",
+    "note",
+    "number_in",
+    "register_callbacks",
+    "report_failure",
+    "restore_excepthook",
+    "set_rank_agreement",
+]

@@ -80,7 +80,7 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def register_callbacks() -> None:
-    """Register this process's failure and compile callbacks; called when a model's forward begins."""
+    """Register this process's failure callbacks; called when a model's forward begins."""
     if setting().enabled:
         peers.register_callbacks()
 

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._C._distributed_c10d import Store
-from torch._dynamo.callback import callback_handler
 
 from ..errors import RankFailureError
 
@@ -77,14 +76,10 @@ def value(store: Store, key: str) -> str:
 
 
 def register_callbacks() -> None:
-    """Tell other ranks from now on that this one compiles, fails, or that its process ends.
+    """Tell other ranks from now on that this one fails, or that its process ends.
 
-    Called by ``fully_shard``, and whenever a model's forward begins, since ``torch.compiler.reset`` forgets the
-    callbacks around compilations.
+    Called by ``fully_shard``, and whenever a model's forward begins.
     """
-    if _begin_beats not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(_begin_beats)
-        callback_handler.register_end_callback(_end_beats)
     if getattr(sys.excepthook, "func", None) is not _report_uncaught:
         sys.excepthook = partial(_report_uncaught, sys.excepthook)
     group = dist.group.WORLD
@@ -94,6 +89,12 @@ def register_callbacks() -> None:
         if process := _process():  # nothing tells of processes of other machines
             publish(_PROCESS, process)
     withdraw_report()
+
+
+def restore_excepthook() -> None:
+    """Let the interpreter print uncaught errors as before :func:`register_callbacks`, if nobody has come between."""
+    if getattr(sys.excepthook, "func", None) is _report_uncaught:
+        (sys.excepthook,) = sys.excepthook.args  # type: ignore[attr-defined]
 
 
 # ---- compiling ----
@@ -118,6 +119,9 @@ def _end_beats(_: Any = None) -> None:
     if here is not None and here.compiling is not None:
         here.compiling.set()
         here.compiling = None
+
+
+callbacks = _begin_beats, _end_beats  # for torch to call when a compilation begins and ends
 
 
 def beats(rank: int) -> int:

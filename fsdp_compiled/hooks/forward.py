@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import skip_code  # see param/properties.py
 
+from ..tracing.dynamo import skipped
 from .casts import cast_floating
 from .step import UnitState
 
@@ -29,6 +29,7 @@ class PreForward:
         policy = self.state.mp_policy
         self.dtype = policy.param_dtype if policy.cast_forward_inputs else None
 
+    @skipped
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments for forward."""
         if not torch.compiler.is_compiling():
@@ -50,12 +51,9 @@ class PostForward:
     def __post_init__(self) -> None:
         self.dtype = self.state.mp_policy.output_dtype
 
+    @skipped
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return what the module returns."""
         if not torch.compiler.is_compiling():
             output = self.state.watch_output(module, output)
         return output if self.dtype is None else cast_floating(output, self.dtype)
-
-
-for _hook in (PreForward.hook, PostForward.hook):
-    skip_code(_hook.__code__)

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..agreement import note
 from ..expect import unexpected
@@ -27,16 +28,21 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many pa
 def watch_optimizers(params: Iterable[FSDPParam]) -> None:
     """Let an optimizer's first step, and the first after it got more parameters, look whether it holds stale ones.
 
-    A stale one is a parameter as it was before ``fully_shard``, or unsharded: the step raises RuntimeError. The first
-    call registers a hook on the steps of all optimizers of the process.
+    A stale one is a parameter as it was before ``fully_shard``, or unsharded: the step raises RuntimeError.
     """
-    _install()
     _params.update(params)
 
 
 @cache
-def _install() -> None:
-    register_optimizer_step_pre_hook(_check)
+def hook_steps() -> RemovableHandle:
+    """Run before the steps of all optimizers of the process; a second call does nothing."""
+    return register_optimizer_step_pre_hook(_check)
+
+
+def unhook_steps() -> None:
+    """End that."""
+    hook_steps().remove()
+    hook_steps.cache_clear()
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

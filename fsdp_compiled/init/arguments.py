@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 from ..expect import expect, unexpected
 from ..hooks.state import states_below
 from ..module import FSDPModule, user_class
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..sharding.mesh import DataParallelMeshInfo
+from ..tracing.dynamo import OptimizedModule
 
 
 def module_inside(module: Any) -> Any:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx, nn
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._dynamo.utils import counters
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
@@ -24,7 +23,7 @@ from ..passes import Pass, beside_users_passes, cost, region_options, slots
 from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
-from ..tracing.sharded_module import with_code_of_its_own
+from ..tracing.dynamo import graph_breaks, with_code_of_its_own
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -67,7 +66,7 @@ def capture(
     policy = schedule or SchedulePolicy()
     recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code)
 
-    breaks = counters["graph_break"].copy()
+    breaks = graph_breaks()
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
     meshes = [param.placement.mesh_info for state in states for param in state.params]
     return Capture(
@@ -77,7 +76,7 @@ def capture(
         torch_version=torch.__version__,
         cluster=policy.cluster or cost.detect(states[0].device),
         schedule=policy,
-        graph_breaks=tuple(counters["graph_break"] - breaks),
+        graph_breaks=tuple(graph_breaks() - breaks),
         graphs=tuple(recorder.graphs),
     )
 

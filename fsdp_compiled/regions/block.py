@@ -8,30 +8,45 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo.comptime import comptime
-from torch._dynamo.eval_frame import set_eval_frame, skip_code  # type: ignore[attr-defined]
-from torch._dynamo.exc import TorchDynamoException
-from torch._guards import TracingContext
 from torch.compiler import assume_constant_result, nested_compile_region
 
 from .. import collectives
 from ..param.param import FSDPParam
 from ..param.unit import Unit
+from ..tracing import operands as region_operands
 from ..tracing import reads, substituted
-from ..tracing.sharded_module import rebase
-from .guards import describe, guard_as
-from .schemas import derive_once
+from ..tracing.dynamo import (
+    TorchDynamoException,
+    callback_in_force,
+    comptime,
+    describe_arguments,
+    known_internals,
+    local_value,
+    of_trace,
+    skipped,
+    turn_on_again,
+)
+from ..tracing.sharded_module import MixinOrder, rebase
+from .guards import guard_as, refused_reuse
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is known of a block that is a region."""
+
+    unit: Unit
+    params: tuple[FSDPParam, ...]  # all that are read below the module
+    names: str  # which of them is read under which names
+    is_reused: bool  # a trace of an equal block may stand for this one's
 
 
 class RegionModule:
@@ -41,22 +56,19 @@ class RegionModule:
     unsharded parameters as arguments. Hooks of the module stay outside, too.
     """
 
-    _fsdp_region: tuple[FSDPParam, ...]  # all parameters that are read below the module
-    _fsdp_region_names: str  # which of them is read under which names
-    _fsdp_region_reused: bool  # a trace of an equal block may stand for this one's
-    _fsdp_region_unit: Unit
+    _fsdp_order = MixinOrder.REGION
+    _fsdp_region: Region
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() or self._fsdp_region_unit.hooked or not _is_as_the_first(type(self)):
+        if not torch.compiler.is_compiling() or self._fsdp_region.unit.hooked or not _is_as_the_first(type(self)):
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         comptime(_enter)
-        params, unsharded = self._fsdp_region, _unsharded_together(self._fsdp_region)
-        call = _described_call() if self._fsdp_region_reused else None
+        region = self._fsdp_region
+        unsharded = _unsharded_together(region.params)
+        call = _described_call() if region.is_reused else None
         if call is None:
-            return _region_of_its_own(self, *unsharded, *args, **kwargs)
-        around, reads.region.unsharded = reads.region.unsharded, dict(zip(params, unsharded, strict=True))
-        output = _region(self, self._fsdp_region_names + call, *unsharded, *args, **kwargs)
-        reads.region.unsharded = around
+            return _region(self, region, *unsharded, *args, **kwargs)
+        output = _region(self, region.names + call, *unsharded, *args, **kwargs)
         comptime(_guard)
         return output
 
@@ -70,20 +82,14 @@ def make_region(module: nn.Module, unit: Unit) -> None:
     for path, below in module.named_modules(remove_duplicate=False):
         for name, param in below.__dict__.get("_fsdp_params", {}).items():
             read.setdefault(param, []).append(f"{path}.{name}")
-    module.__dict__.update(
-        _fsdp_region=tuple(read),
-        _fsdp_region_names="; ".join(map(" = ".join, read.values())),
-        _fsdp_region_reused=bool(_LIMIT),
-        _fsdp_region_unit=unit,
-    )
+    names = "; ".join(map(" = ".join, read.values()))
+    module.__dict__["_fsdp_region"] = Region(unit, tuple(read), names, is_reused=bool(_LIMIT))
     rebase(module, add=(RegionModule,))
-    derive_once()
 
 
 def drop_region(module: nn.Module) -> None:
     """Let ``module`` be traced as a part of the graph around it again."""
-    for name in ("_fsdp_region", "_fsdp_region_names", "_fsdp_region_reused", "_fsdp_region_unit"):
-        module.__dict__.pop(name, None)
+    module.__dict__.pop("_fsdp_region", None)
     rebase(module, drop=RegionModule)
 
 
@@ -99,23 +105,18 @@ def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
     return [next(together) if param.extension is None else reads.unsharded_local(param) for param in params]
 
 
-def _body(module: Any, names: str, *operands: Any, **kwargs: Any) -> Any:
-    """Run the module's own forward; what it reads of ``operands``, it finds in ``reads.region``.
+def _body(module: Any, which: str | Region, *operands: Any, **kwargs: Any) -> Any:
+    """Run the module's own forward, whose reads of parameters give the first ``operands``.
 
-    They are operands all the same: torch reuses a trace only if all that it reads are, or have a source. It compares
-    ``names``, too: under which names each operand is read, and what the call is like.
+    Torch reuses a trace of an equal ``which``: under which names each operand is read, and what the call is like. It
+    cannot compare a Region, so the trace of a block that is called with one is not reused.
     """
-    return module._fsdp_body(*operands[len(module._fsdp_region) :], **kwargs)
+    comptime(_enter_body)
+    return module._fsdp_body(*operands[len(module._fsdp_region.params) :], **kwargs)
 
 
-def _body_of_its_own(module: Any, *operands: Any, **kwargs: Any) -> Any:
-    """As ``_body``, but it sets ``reads.region`` itself: a trace with side effects is not reused."""
-    params = module._fsdp_region
-    unsharded = dict(zip(params, operands[: len(params)], strict=True))
-    around, reads.region.unsharded = reads.region.unsharded, unsharded
-    output = _body(module, module._fsdp_region_names, *operands, **kwargs)
-    reads.region.unsharded = around
-    return output
+def _enter_body(context: Any) -> None:
+    region_operands.enter(context, local_value(context, "module")._fsdp_region.params)
 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.
@@ -124,12 +125,28 @@ _LIMIT: dict[str, Any] = (
     {"max_reuse_entries": 16} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 )
 _region = nested_compile_region(_body, **_LIMIT)
-_region_of_its_own = nested_compile_region(_body_of_its_own)
 _guard = guard_as(_body.__code__)
 
 
 _ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
-_surroundings: WeakKeyDictionary[TracingContext, str] = WeakKeyDictionary()  # of the first region of a trace
+
+
+@dataclass
+class _Trace:
+    """What is known of regions in the trace under way."""
+
+    modes: str = ""  # that the first region is called under
+    call: str | None = None  # how the last one is called, see describe_arguments()
+
+
+@dataclass
+class _Attempt:
+    """One attempt to run a call of the outermost unit."""
+
+    entered: type | None = None  # the class of the region that Dynamo traced last, if any
+
+
+_attempt: ContextVar[_Attempt | None] = ContextVar("the attempt under way in this thread", default=None)
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
@@ -138,12 +155,16 @@ def _is_as_the_first(cls: type) -> bool:
 
     Torch lets regions of equal code share one graph, whatever modes they are called under.
     """
-    devices = {"cpu", torch._C._get_accelerator().type}
+    accelerator = torch.accelerator.current_accelerator()
+    devices = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     modes: dict[str, Any] = {f"autocast on {each}": torch.is_autocast_enabled(each) for each in sorted(devices)}
     modes |= {f"autocast dtype on {each}": torch.get_autocast_dtype(each) for each in sorted(devices)}
     modes |= {f"{each} attention": getattr(torch.backends.cuda, f"{each}_sdp_enabled")() for each in _ATTENTION}
     here = f"gradients {torch.is_grad_enabled()}, {modes}, {torch.get_default_dtype()}"
-    first = _surroundings.setdefault(TracingContext.get(), here)
+    trace = of_trace(_Trace)
+    if trace is None:  # nothing is traced
+        return True
+    first = trace.modes = trace.modes or here
     if first != here:
         warnings.warn(
             f"regions: a block ({cls._fsdp_user_class.__name__}) is compiled as a part of the graph, because it is "  # type: ignore[attr-defined]
@@ -153,23 +174,28 @@ def _is_as_the_first(cls: type) -> bool:
     return first == here
 
 
-_REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
-_entered: list[type] = []  # the class of the region that Dynamo traced last, if any
-_calls: list[str | None] = []  # how it was called, see describe()
-
-
 def _enter(context: Any) -> None:
-    """Remember which region Dynamo is about to trace; ``torch._dynamo.comptime`` calls it then."""
-    _entered[:] = [context.get_local("self").python_type()]
-    _calls[:] = [describe(context) if _LIMIT else None]
+    """Note which region Dynamo is about to trace, and how it is called."""
+    trace, attempt = of_trace(_Trace), _attempt.get()
+    if attempt is not None:
+        attempt.entered = context.get_local("self").python_type()
+    if trace is not None and _LIMIT:
+        with known_internals("compare the arguments of equal blocks"):
+            trace.call = describe_arguments(context)
     substituted.check_below(context)
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def _described_call() -> str | None:
-    return _calls[0]
+    trace = of_trace(_Trace)
+    return None if trace is None else trace.call
 
 
+# Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.
+_REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
+
+
+@skipped  # or Dynamo would trace it and what it calls as one
 def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """Run; where torch cannot compile a region, compile its block as a part of the graph, and warn.
 
@@ -177,42 +203,50 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any,
     """
     dropped: list[tuple[nn.Module, Unit]] = []
     why: Exception | None = None
-    dynamo = get_eval_frame_callback()
+    dynamo = callback_in_force()
     while True:
-        _entered.clear()
+        attempt = _Attempt()
+        outer = _attempt.set(attempt)
         try:
             result = run(*args, **kwargs)
         except (TorchDynamoException, AssertionError) as error:  # torch 2.11's Dynamo lets assertions of its own out
-            if isinstance(error, AssertionError) and not _entered:
+            if isinstance(error, AssertionError) and attempt.entered is None:
                 raise  # nothing was compiled
-            failing = _failing(model)
+            failing = _failing(model, attempt)
             if not failing:
                 for module, unit in dropped:
                     make_region(module, unit)
                 raise
-            if _REFUSES_REUSE.search(str(error)) and any(module._fsdp_region_reused for module in failing):
-                for module in failing:
-                    module.__dict__["_fsdp_region_reused"] = False
-                set_eval_frame(dynamo)
+            if _trace_each(failing, error):
+                turn_on_again(dynamo)
                 continue
             why = why or error
-            dropped += [(module, module._fsdp_region_unit) for module in failing]
+            dropped += [(module, module._fsdp_region.unit) for module in failing]
             for module in failing:
                 drop_region(module)
-            set_eval_frame(dynamo)  # which an error turns off
+            turn_on_again(dynamo)
         else:
             if why is not None:
                 _warn([module for module, _ in dropped], why)
             return result
+        finally:
+            _attempt.reset(outer)
 
 
-skip_code(without_failing_regions.__code__)  # or Dynamo would trace it and what it calls as one
+def _trace_each(failing: list[Any], error: Exception) -> bool:
+    """Let each of the blocks be traced by itself if what failed was to reuse a trace; tell whether it was."""
+    was_refused = refused_reuse(error) or _REFUSES_REUSE.search(str(error)) is not None
+    if not was_refused or not any(module._fsdp_region.is_reused for module in failing):
+        return False
+    for module in failing:
+        module.__dict__["_fsdp_region"] = replace(module._fsdp_region, is_reused=False)
+    return True
 
 
-def _failing(model: nn.Module) -> list[Any]:
+def _failing(model: nn.Module, attempt: _Attempt) -> list[Any]:
     """Return the regions of the class that Dynamo traced last, or all if it had traced all of them."""
     regions = [module for module in model.modules() if isinstance(module, RegionModule)]
-    return [module for module in regions if type(module) in _entered] or regions
+    return [module for module in regions if type(module) is attempt.entered] or regions
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any, Generic, Protocol, TypeVar
 
 from torch import nn
-from torch._dynamo.eval_frame import skip_code  # see tracing/sharded_module.py
+
+from ..tracing.dynamo import skipped
 
 Comm = TypeVar("Comm")  # what the units that share reductions hold
 
@@ -45,9 +46,11 @@ class TorchNames(Generic[Comm]):
     def _lazy_init(self) -> _Context[Comm]:
         raise NotImplementedError
 
+    @skipped
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         return self.pre_forward.hook(module, args, kwargs)
 
+    @skipped
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.post_forward.hook(module, args, output)
 
@@ -77,7 +80,3 @@ class TorchNames(Generic[Comm]):
             "is not implemented for units of fsdp_compiled; for a compiled model's memory use "
             "fsdp_compiled.inspect.capture, and for an uncompiled one torch.distributed._tools.mem_tracker.MemTracker"
         )
-
-
-for _hook in (TorchNames._pre_forward, TorchNames._post_forward):
-    skip_code(_hook.__code__)

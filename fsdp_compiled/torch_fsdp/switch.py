@@ -3,7 +3,8 @@
 Libraries such as accelerate import ``torch.distributed.fsdp.fully_shard`` when they shard a model. Nothing else needs
 a replacement: our modules are instances of PyTorch's ``FSDPModule``, its policies are taken as they are, and its
 ``register_fsdp_forward_method``, ``share_comm_ctx`` and ``fully_shard.state`` work on our modules. What is put in
-place of the name knows who uses it; it must not know how a module is sharded.
+place of the name knows who uses it; it must not know how a module is sharded. What
+sharding a model puts into torch is listed in ``installed.py``.
 """
 
 from __future__ import annotations

@@ -11,17 +11,7 @@ from torch import Tensor
 
 from .. import collectives
 from ..param.extension import AllGatherExtension
-from ..param.param import HELD, FSDPParam
-
-
-class TracedRegion:
-    """The region that Dynamo is tracing; between traces, none."""
-
-    def __init__(self) -> None:
-        self.unsharded: dict[FSDPParam, Tensor] | None = None  # its operands
-
-
-region = TracedRegion()  # one for all: for each object that a trace changes, Dynamo writes code and a message
+from ..param.param import FSDPParam
 
 
 def _plain_spec(param: FSDPParam) -> str | None:
@@ -31,7 +21,8 @@ def _plain_spec(param: FSDPParam) -> str | None:
 
 def is_held(param: FSDPParam) -> bool:
     """Tell whether eager hooks hold the unsharded parameter, so that a read is of what is registered."""
-    return _plain_spec(param) == HELD
+    spec = _plain_spec(param)
+    return spec is not None and not spec  # == HELD, without a guard on that global
 
 
 def unsharded(param: FSDPParam) -> Tensor:

@@ -11,14 +11,18 @@ from typing import Any, Protocol
 
 import torch
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._dynamo import trace_rules
-from torch._dynamo.eval_frame import skip_code  # see properties.py
-
+from .. import agreement
 from ..agreement import register_callbacks, report_failure
-from ..passes.log import watch
-from .frames import with_room_for_callees
-from .sharded_module import with_code_of_its_own
+from ..passes import log
+from .dynamo import (
+    call_around_compiles,
+    call_no_more,
+    is_skipped,
+    skipped,
+    with_code_of_its_own,
+    with_room_for_callees,
+)
+from .sharded_module import MixinOrder
 
 
 class OutermostState(Protocol):
@@ -31,6 +35,18 @@ class OutermostState(Protocol):
     def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
+def watch_compiles() -> None:
+    """Log compilations and let other ranks hear of them; again when a forward begins, as torch's reset forgets it."""
+    for callbacks in (log.callbacks, agreement.callbacks):
+        call_around_compiles(*callbacks)
+
+
+def ignore_compiles() -> None:
+    """End that."""
+    for callbacks in (log.callbacks, agreement.callbacks):
+        call_no_more(*callbacks)
+
+
 class TracedCall:
     """Mixin of the outermost unit: ``torch.compile(model)`` traces its hooks and not only its forward.
 
@@ -39,21 +55,23 @@ class TracedCall:
     their caller.
     """
 
+    _fsdp_order = MixinOrder.ROOT_CALL
     _fsdp_state: OutermostState
     _fsdp_call: Callable[..., Any]
 
+    @skipped
     @with_room_for_callees
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         register_callbacks()
-        watch()
+        watch_compiles()
         grad_mode = torch.is_grad_enabled()
         self._fsdp_state.begin_call()
         try:
             return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
         except BaseException as error:
-            torch._C._set_grad_enabled(grad_mode)  # an interrupt of torch's own code may have left another
+            torch.set_grad_enabled(grad_mode)  # an interrupt of torch's own code may have left another
             report_failure(error)
             self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise
@@ -70,9 +88,6 @@ class TracedCall:
     def _fsdp_class_body(user_cls: type) -> dict[str, Any]:
         body: dict[str, Any] = {"_fsdp_call": with_code_of_its_own(TracedCall._fsdp_traced)}
         # torch.compile would trace __call__, too, where forward is torch's own code, as nn.Sequential's is
-        if trace_rules.check(user_cls.forward):  # type: ignore[attr-defined]
+        if is_skipped(user_cls.forward):  # type: ignore[attr-defined]
             body["forward"] = wraps(user_cls.forward)(TracedCall._fsdp_forward)  # type: ignore[attr-defined]
         return body
-
-
-skip_code(TracedCall.__call__.__code__)

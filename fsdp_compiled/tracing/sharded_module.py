@@ -7,28 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from enum import IntEnum
 from functools import cache
 from inspect import unwrap
-from itertools import count
-from types import FunctionType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0. Unlike torch.compiler.disable it still lets Dynamo inline the
-# function into a caller that it traces.
-from torch._dynamo.comptime import comptime
-from torch._dynamo.eval_frame import skip_code
 
 from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..torch_fsdp.registry import note_unit
-from . import reads, substituted
+from . import operands, reads, substituted
+from .dynamo import comptime, skipped
 
-_copies = count()  # of functions, to tell their code apart
+
+class MixinOrder(IntEnum):
+    """Which of a sharded module's mixins comes before which; each declares its place as ``_fsdp_order``."""
+
+    METHODS = 0  # FSDPModule first, as users of FSDP2 know it
+    ROOT_CALL = 1  # the traced call before the one that Dynamo skips
+    REGION = 2
+    READS = 3
 
 
 class UnitState(Protocol):
@@ -53,10 +55,12 @@ class ShardedModule:
     * else what is registered: the DTensor, or the unsharded parameter between the eager hooks.
     """
 
+    _fsdp_order = MixinOrder.READS
     _fsdp_params: dict[str, FSDPParam]
     _fsdp_units: tuple[UnitState, ...]
     _fsdp_calling = False
 
+    @skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # Not by super(): Dynamo would guard its result for every module in every step.
@@ -107,11 +111,13 @@ class ShardedModule:
 class ShardedModuleWithCall(ShardedModule):
     """The mixin of modules whose class has a ``__call__`` of its own."""
 
+    @skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super(ShardedModule, self).__call__  # type: ignore[misc]
         return call(*args, **kwargs) if torch.compiler.is_compiling() else _call(self, call, args, kwargs)
 
 
+@skipped
 def _call(module: ShardedModule, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Make the call of a module; a read of its parameters all-gathers them if no hook has done that."""
     if module._fsdp_calling:
@@ -123,18 +129,16 @@ def _call(module: ShardedModule, call: Callable[..., Any], args: Any, kwargs: An
         module.__dict__["_fsdp_calling"] = False
 
 
-for _function in (ShardedModule.__call__, ShardedModuleWithCall.__call__, _call):
-    skip_code(_function.__code__)
-
-
 def _reader(name: str) -> property:
+    @skipped
     def read(module: ShardedModule) -> Tensor | None:
         param = module._fsdp_params[name]
         if torch.compiler.is_compiling():
             comptime(substituted.check)
-            operands = reads.region.unsharded
-            if operands is not None and param in operands:
-                return operands[param] if param.outer is None else param.outer.wrap(operands[param])
+            operand: Tensor | None = None
+            comptime(operands.find)  # sets it in a region that has the parameter
+            if operand is not None:
+                return operand if param.outer is None else param.outer.wrap(operand)
             if not reads.is_held(param):
                 return reads.unsharded(param)
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
@@ -144,7 +148,6 @@ def _reader(name: str) -> property:
         except KeyError:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}") from None
 
-    skip_code(read.__code__)
     return property(read)
 
 
@@ -189,10 +192,8 @@ def rebase(
 ) -> None:
     """Put mixins before the class that the user gave ``module``, and properties for ``names``."""
     cls, user_cls = type(module), _user_class(module)
-    mixins = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
-    # FSDPModule first, as users of FSDP2 know it; the traced call before the one that Dynamo skips.
-    order = ("FSDPModule", "TracedCall", "RegionModule", "ShardedModule", "ShardedModuleWithCall")
-    in_order = tuple(sorted(mixins, key=lambda mixin: order.index(mixin.__name__)))
+    mixins: set[Any] = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
+    in_order = tuple(sorted(mixins, key=lambda mixin: mixin._fsdp_order))
     module.__class__ = _subclass(user_cls, in_order, names or cls.__dict__.get("_fsdp_names", ()))
 
 
@@ -207,18 +208,6 @@ def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) 
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
-
-
-def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the same function under another code object.
-
-    Dynamo keeps what it compiled, and counts it against its recompile limit, by code object. Equal ones count
-    together, so a constant that nothing reads makes this one differ.
-    """
-    assert isinstance(function, FunctionType)
-    code = function.__code__
-    code = code.replace(co_consts=(*code.co_consts, f"copy {next(_copies)}"))
-    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
 def copied_module(module: Any, memo: dict[int, Any]) -> Any:

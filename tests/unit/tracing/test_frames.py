@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import resource
-import sys
 
 import pytest
 
-from fsdp_compiled.tracing.frames import with_room_for_callees
+from fsdp_compiled.tracing.dynamo import gives_chunks_back, with_room_for_callees
 from fsdp_compiled.tracing.root_call import TracedCall
 
 CALLS = 500  # at each depth
@@ -37,13 +36,29 @@ def _most_faults_with_room() -> int:
     return _most_faults()
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="CPython keeps a chunk for the next call")
+@pytest.mark.skipif(not gives_chunks_back(), reason="CPython keeps a chunk for the next call")
 def test_python_takes_memory_from_the_system_for_each_call_at_some_depth() -> None:
     assert _most_faults() >= CALLS
 
 
 def test_no_depth_does_below_a_call_with_room() -> None:
     assert _most_faults_with_room() < CALLS
+
+
+@pytest.mark.parametrize(
+    ("version", "gives_back"),
+    [
+        ((3, 11, 7), True),
+        ((3, 12, 12), True),
+        ((3, 13, 12), True),
+        ((3, 13, 13), False),
+        ((3, 14, 3), True),
+        ((3, 14, 4), False),
+        ((3, 15, 0), False),
+    ],
+)
+def test_which_versions_of_cpython_need_room(version: tuple[int, ...], gives_back: bool) -> None:
+    assert gives_chunks_back(version) is gives_back
 
 
 def test_the_outermost_call_has_room() -> None:

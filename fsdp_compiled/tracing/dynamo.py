@@ -1,0 +1,263 @@
+"""Every private name of Dynamo that this library uses, each as a small function or under its own name.
+
+Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py`` lists what another torch lacks. It
+must not know sharded parameters, units or regions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any, TypeVar
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._dynamo import OptimizedModule as OptimizedModule
+from torch._dynamo import trace_rules
+from torch._dynamo.callback import callback_handler
+
+# Not wrapped: Dynamo recognises the object, and gives the frame of whoever calls it. What it calls while it traces
+# leaves nothing in the graph, and no guard. In uncompiled code it does nothing.
+from torch._dynamo.comptime import comptime as comptime
+from torch._dynamo.eval_frame import set_eval_frame, skip_code  # type: ignore[attr-defined]
+from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.guards import install_guard
+from torch._dynamo.source import LocalSource
+from torch._dynamo.utils import counters
+from torch._dynamo.variables import ConstantVariable, LazyVariableTracker
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._guards import TracingContext
+
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+_SLOTS = 1 << 16  # of 8 bytes; a chunk is a power of two that holds a frame and some more: here 1 MiB
+# What belongs to a trace, by its kind; weak, so that it ends with the trace.
+_of_traces: WeakKeyDictionary[TracingContext, dict[Any, Any]] = WeakKeyDictionary()
+
+
+class UnknownDynamoError(RuntimeError):
+    """Dynamo's internals are others than in the versions that this library knows."""
+
+
+@contextmanager
+def known_internals(what: str) -> Iterator[None]:
+    """Raise UnknownDynamoError where Dynamo lacks a name that the block reads, and say what cannot be done then."""
+    try:
+        yield
+    except AttributeError as error:
+        raise UnknownDynamoError(
+            f"torch {torch.__version__}: expected Dynamo's internals to be those of torch 2.11 to 2.15, without "
+            f"which fsdp_compiled cannot {what}, got {type(error).__name__}: {error}; install a supported torch"
+        ) from error
+
+
+# ---- frames and code ----
+
+
+def skipped(function: F) -> F:
+    """Let Dynamo run this function uncompiled when it would begin to compile with it.
+
+    Unlike ``torch.compiler.disable`` it still lets Dynamo inline the function into a caller that it traces.
+    """
+    skip_code(function.__code__)  # type: ignore[attr-defined]
+    return function
+
+
+def is_skipped(function: Callable[..., Any]) -> bool:
+    """Tell whether Dynamo skips the function, as it does torch's own code."""
+    return bool(trace_rules.check(function))
+
+
+def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the same function under another code object.
+
+    Dynamo keeps what it compiled, and counts it against its recompile limit, by code object. Equal ones count
+    together, so a constant that nothing reads makes this one differ.
+    """
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    code = code.replace(co_consts=(*code.co_consts, uuid4().hex))
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+
+
+def gives_chunks_back(version: tuple[Any, ...] = sys.version_info[:3]) -> bool:
+    """Tell whether CPython gives a chunk of its stack back to the system as soon as the frames in it return.
+
+    Since 3.11 it keeps frames in chunks; https://github.com/python/cpython/issues/142183 was mended in 3.13.13 and
+    3.14.4. *Source:* their changelogs (``Misc/NEWS.d``); pull requests 145789 and 146123.
+    """
+    return version < (3, 13, 13) or (3, 14) <= version < (3, 14, 4)
+
+
+def with_room_for_callees(function: F) -> F:
+    """Let frames below a call of ``function`` share one chunk of CPython's stack, of which 512 KiB is left for them.
+
+    Chunks commonly have 16 KiB, and CPython takes one from the system when a call does not fit into the last. Where
+    it :func:`gives_chunks_back`, each call of a loop at such a depth takes 7 us instead of 0.02, and tracing and
+    lowering a large graph has loops at many depths. A frame as large as this one gets a chunk of its own, larger
+    still. It costs a call 10 us; memory that no frame writes to is never backed. Other versions need none of it.
+    """
+    assert isinstance(function, FunctionType)
+    if gives_chunks_back():
+        function.__code__ = function.__code__.replace(co_stacksize=_SLOTS)
+    return function
+
+
+def callback_in_force() -> Any:
+    """Return what evaluates frames in this thread: Dynamo in a call that it compiles."""
+    return get_eval_frame_callback()
+
+
+def turn_on_again(callback: Any) -> None:
+    """Let ``callback`` evaluate frames again, which an error in Dynamo ends."""
+    set_eval_frame(callback)
+
+
+# ---- compilations ----
+
+
+def call_around_compiles(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """Let torch call these when a compilation begins and ends.
+
+    A second call does nothing, unless ``torch.compiler.reset`` has forgotten the first.
+    """
+    if begin not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(begin)
+        callback_handler.register_end_callback(end)
+
+
+def call_no_more(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """End what :func:`call_around_compiles` began, if it did."""
+    if begin in callback_handler.start_callbacks:
+        callback_handler.remove_start_callback(begin)
+        callback_handler.remove_end_callback(end)
+
+
+def graph_breaks() -> Counter[str]:
+    """Return how often each reason has broken a graph in this process."""
+    return Counter(counters["graph_break"])
+
+
+# ---- the trace under way ----
+
+
+def of_trace(kind: Callable[[], T]) -> T | None:
+    """Return what ``kind()`` gave when this was first asked for in the trace under way; None between traces."""
+    trace = TracingContext.try_get()
+    if trace is None:
+        return None
+    found = _of_traces.setdefault(trace, {})
+    if kind not in found:
+        found[kind] = kind()
+    return found[kind]  # type: ignore[no-any-return]
+
+
+def _tracer(context: Any) -> Any:
+    """Return Dynamo's interpreter of the frame that called ``comptime``, which gave ``context``."""
+    return context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+
+
+def local_variable(context: Any, name: str) -> Any:
+    """Return Dynamo's record of a local variable of the caller's."""
+    return _tracer(context).symbolic_locals[name]
+
+
+def local_value(context: Any, name: str) -> Any:
+    """Return the object that a local variable of the caller's stands for, without a guard on it."""
+    variable = local_variable(context, name)
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        return variable.peek_value()
+    return variable.realize().value
+
+
+def set_local(context: Any, name: str, variable: Any) -> None:
+    """Let a local variable of the caller's be what Dynamo's record ``variable`` stands for."""
+    _tracer(context).symbolic_locals[name] = variable
+
+
+def graphs_around(context: Any) -> Iterator[Any]:
+    """Yield what traces the graph that the caller is in, and those around it, inner ones first."""
+    graph = _tracer(context).output.current_tracer
+    while graph is not None:
+        yield graph
+        graph = graph.parent
+
+
+def changed_dict(context: Any, original: dict[Any, Any]) -> dict[Any, Any] | None:
+    """Return Dynamo's records of what a dict holds by now; None if the traced program has not touched it."""
+    changed = _tracer(context).output.side_effects.id_to_variable.get(id(original))
+    return None if changed is None else {key.vt.as_python_constant(): value for key, value in changed.items.items()}
+
+
+# ---- traces of regions, which torch reuses from 2.13 on ----
+
+
+def describe_arguments(context: Any) -> str | None:
+    """Return a text that is equal for two calls of equal blocks, the caller's ``self``, if their arguments are alike.
+
+    These are alike in number, names, kinds, values but for tensors, and in which tensors are the same. It is None for
+    other arguments, such as objects and functions: torch does not compare what a trace reads of them.
+    """
+    seen: dict[Any, int] = {}
+    block = local_variable(context, "self").source
+    try:
+        return "".join(_described(local_variable(context, name), block, seen) for name in ("args", "kwargs"))
+    except (NotImplementedError, Unsupported):
+        return None
+
+
+def _described(variable: Any, block: Any, seen: dict[Any, int]) -> str:
+    variable = variable.realize()
+    kind = variable.python_type()
+    # Of an attribute, torch takes whatever the trace reads there from the other call's argument.
+    where = str(variable.source and _moved(variable.source, block, LocalSource("self")))
+    text = f"{kind.__name__} {where if 'member=' in where or 'global_name=' in where else ''} "
+    if isinstance(variable, ConstantVariable):
+        return text + repr(variable.value)
+    if isinstance(variable, (TensorVariable, SymNodeVariable)):
+        return text + str(seen.setdefault(variable.as_proxy().node, len(seen)))
+    if kind is dict:
+        text += str([key.vt.as_python_constant() for key in variable.items])
+    elif kind not in (tuple, list):
+        raise NotImplementedError(text)
+    items = variable.items.values() if kind is dict else variable.items
+    return text + str([_described(each, block, seen) for each in items])
+
+
+def reused_traces(context: Any, code: CodeType) -> list[tuple[Any, Any]]:
+    """Return torch's traces of the region ``code``, each after the condition under which it is reused."""
+    caches = _tracer(context).output.tracing_context.hop_dispatch_set_cache
+    return list(caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache.get(code, []))
+
+
+def guard_like(context: Any, condition: Any, trace: Any) -> bool:
+    """Guard the caller's ``self`` as the block of a reused trace is guarded; tell whether the trace fits it."""
+    output, block, traced = _tracer(context).output, local_variable(context, "self").source, trace.arg_sources[0]
+    scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
+    known: dict[Any, Any] = {}  # values of sources, so that what several lead through is looked up once
+    guards = []
+    for source, handler, expected, guard in condition.guards:
+        own = _moved(source, traced, block)
+        if own != source:
+            try:
+                value = own.get_value(scope, {}, known)
+            except Exception:  # whatever evaluating the source raises: the block has nothing there
+                return False
+            if not handler.eval_fn(value, expected):
+                return False
+            guards.append(own.make_guard(guard.create_fn))
+    output.guard_on_key_order.update([_moved(source, traced, block) for source in output.guard_on_key_order])
+    install_guard(*(guard for guard in guards if guard.create_fn_name() != "TENSOR_MATCH"))
+    return True
+
+
+def _moved(source: Any, traced: Any, block: Any) -> Any:
+    """Return where ``block`` has what ``source`` leads to in the block ``traced``."""
+    return source.clone(lambda each: block if each == traced else each)
