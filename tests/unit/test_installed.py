@@ -100,7 +100,7 @@ def test_uninstall_leaves_torch_as_it_was():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-m", __name__], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [
+    assert done.stdout.splitlines() == [
         "end callbacks",
         "invoke_subgraph.gen_schema",
         "logs",
