@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import collectives
 from ..param.extension import AllGatherExtension
-from ..param.param import HELD, FSDPParam
+from ..param.param import FSDPParam
 
 
 class TracedRegion:
@@ -31,7 +31,8 @@ def _plain_spec(param: FSDPParam) -> str | None:
 
 def is_held(param: FSDPParam) -> bool:
     """Tell whether eager hooks hold the unsharded parameter, so that a read is of what is registered."""
-    return _plain_spec(param) == HELD
+    spec = _plain_spec(param)
+    return spec is not None and not spec  # == HELD, without a guard on that global
 
 
 def unsharded(param: FSDPParam) -> Tensor:
