@@ -123,16 +123,16 @@ class Gradients:
         self.unsharded_leaf: nn.Parameter | None = None
         self.partial_leaf: nn.Parameter | None = None
         self._config: UnitConfig | None = None  # that they follow
-        self._is_differentiable = leaf.requires_grad
-        if self._is_differentiable:
+        self.is_differentiable = leaf.requires_grad
+        if self.is_differentiable:
             tell_unit(leaf, unit)
 
     def follow(self, name: str, config: UnitConfig) -> bool:
         """Make the leaves that ``config`` asks for; return whether it reduces gradients completely."""
         if config is not self._config:
             self.name, self._config = name, config
-            unsharded = self._is_differentiable and not config.reduce_grads
-            partial = self._is_differentiable and config.reduce_grads and not config.all_reduce_grads
+            unsharded = self.is_differentiable and not config.reduce_grads
+            partial = self.is_differentiable and config.reduce_grads and not config.all_reduce_grads
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
             self.partial_leaf = self.partial.prepare(self._device) if partial else None
         return self.unsharded_leaf is None and self.partial_leaf is None

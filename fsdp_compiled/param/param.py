@@ -102,8 +102,9 @@ class FSDPParam:
                 self.extension.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
         if self.leaf_is_current is not self.unit.in_call:
             self.leaf_is_current = self.unit.in_call
-            can = self.leaf.is_floating_point() or self.leaf.is_complex()
-            self.leaf.requires_grad = can and (not self.leaf_is_current or self.sharded_param.requires_grad)
+            requires_grad = not self.leaf_is_current or self.sharded_param.requires_grad
+            if self.leaf.requires_grad is not requires_grad:  # rarely; an integer leaf never can
+                self.leaf.requires_grad = requires_grad and self.gradients.is_differentiable
         reduces, is_held = self.gradients.follow(self.name, self.unit.config), self.is_held
         is_plain = self.leaf_is_current and self.extension is None and self.outer is None
         read = HELD if is_held else self.spec_text if is_plain else None
