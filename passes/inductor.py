@@ -76,7 +76,8 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
 
         None, which turns compile caches off, where the source of a user's pass cannot be found.
         """
-        machine = cost.description(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        machine = cost.description(accelerator or torch.device("cpu"))
         try:
             sources = [inspect.getsource(type(run)) for run in self.passes if not _is_ours(run)]
         except (OSError, TypeError):

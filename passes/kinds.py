@@ -100,9 +100,8 @@ class Kind:
         return self.bucket(requests[0].spec, params)  # type: ignore[call-arg]
 
 
-# Found by the names of operators in graphs. A kind lives as long as whoever has defined it.
-_by_opaque: WeakValueDictionary[str, Kind] = WeakValueDictionary()
-_by_stage: WeakValueDictionary[str, Kind] = WeakValueDictionary()
+_by_opaque: WeakValueDictionary[str, Kind] = WeakValueDictionary()  # a graph holds the names of operators only
+_by_stage: WeakValueDictionary[str, Kind] = WeakValueDictionary()  # as above
 
 
 def register(kind: Kind) -> None:

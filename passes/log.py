@@ -77,6 +77,7 @@ class _Progress:
         self._began = self._phase_began = 0.0
         self._phase = ""  # that is under way
         self._scheduled = False  # whether a graph was, in this compilation
+        self.observers: dict[Observer, None] = {}
 
     def begin(self, args: Any) -> None:
         """Called by torch when it begins to compile."""
@@ -124,7 +125,6 @@ class _Progress:
 
 
 _progress = _Progress()
-_observers = list[Observer]()
 
 
 def observe(observer: Observer) -> None:
@@ -132,15 +132,14 @@ def observe(observer: Observer) -> None:
 
     It gets the graph, its policy and kind, the folder of the trace, and torch's id of the compilation.
     """
-    if observer not in _observers:
-        _observers.append(observer)
+    _progress.observers[observer] = None
 
 
 def scheduled(graph: fx.Graph, policy: SchedulePolicy) -> None:
     """Let observers see a scheduled graph."""
     folder = getattr(torch_logging.LOG_TRACE_HANDLER, "root_dir", None)  # of TORCH_TRACE
     if folder is not None:
-        for observer in _observers:
+        for observer in _progress.observers:
             observer(graph, policy, graph_kind(), Path(folder), str(CompileContext.current_compile_id()))
 
 

@@ -207,9 +207,9 @@ class Ledger:
             self._decide(prefix, _DIFFER, mismatch.absent(absent, contract, allowed_s, tripwire.last_runs(first)))
 
 
-# By group, which owns its ledger, and counts what was made for it; None stands for a group of this process alone.
+# By group, which owns its ledger; None stands for a group of this process alone.
 _ledgers: WeakKeyDictionary[dist.ProcessGroup, Ledger | None] = WeakKeyDictionary()
-_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
+_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()  # by group, which owns its count
 
 
 def _ledger(group: dist.ProcessGroup) -> Ledger | None:

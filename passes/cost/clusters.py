@@ -95,10 +95,11 @@ def group_places() -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 def description(device: torch.device) -> tuple[str, int]:
     """Return all that :func:`detect` looks at, which compile-cache keys must hold."""
-    is_gpu = device.type == "cuda" and torch.cuda.is_available()
-    name = torch.cuda.get_device_name(device) if is_gpu else "CPU" if device.type == "cpu" else device.type
+    module = torch.get_device_module(device)
+    is_there = device.type != "cpu" and module.is_available()
+    name = module.get_device_name(device) if is_there else "CPU" if device.type == "cpu" else device.type
     given = os.environ.get("LOCAL_WORLD_SIZE") or "0"
     if not given.isdecimal():
         raise unexpected("LOCAL_WORLD_SIZE", "the number of ranks on this machine", repr(given), "unset it")
     local = int(given)
-    return name, local or (torch.cuda.device_count() if is_gpu else 0) or CLUSTERS["CPU"].ranks_per_node
+    return name, local or (module.device_count() if is_there else 0) or CLUSTERS["CPU"].ranks_per_node
