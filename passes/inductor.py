@@ -68,22 +68,28 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         run(graph)
         if not is_ours:
             log.ran(name_of(run), time.perf_counter() - began)
-        if self.verifies or not is_ours:
+        if (self.verifies or not is_ours) and not nodes.is_pinned(graph):
             verify(graph, name_of(run))
 
     def uuid(self) -> str | None:
         """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines.
 
-        None, which turns compile caches off, where the source of a user's pass cannot be found.
+        None, which turns compile caches off, where the source of a user's pass cannot be found, or its ``uuid`` is None.
         """
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         machine = cost.description(accelerator or torch.device("cpu"))
         try:
-            sources = [inspect.getsource(type(run)) for run in self.passes if not _is_ours(run)]
+            sources = [_source_of(run) for run in self.passes if not _is_ours(run)]
         except (OSError, TypeError):
+            return None
+        if None in sources:
             return None
         library = f"{source_hash(Path(__file__).parent)}:{self.core}"
         return f"{library}:{sources}:{self.passes!r}:{machine}:{cost.group_places()}"
+
+
+def _source_of(run: Pass) -> Any:
+    return run.uuid() if hasattr(run, "uuid") else inspect.getsource(type(run))
 
 
 def _is_ours(run: Pass) -> bool:

@@ -32,7 +32,7 @@ class Pin:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        if any("control_deps" in str(node.target) for node in graph.nodes):
+        if nodes.is_pinned(graph):
             return
         dependencies: dict[fx.Node, OrderedSet[fx.Node]] = {}
         # The collective node before and the heavy compute since, each with what stands for it: of a list one result,

@@ -136,7 +136,7 @@ class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
     def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool) -> None:
-        slot = "post_grad_custom_pre_pass"
+        slot, chosen = "post_grad_custom_pre_pass", options(policy, own)
         pipeline = slots(policy, more=own)[slot]
         self._passes = tuple(map(name_of, pipeline.passes))
         ran: tuple[Pass, ...] = (*pipeline.passes, self._observe)
@@ -144,7 +144,7 @@ class _Recorder:
         self.graphs = list[CapturedGraph]()
         self._policy, self._code = policy, code
         self._scheduled: fx.Graph | None = None
-        self._config = {**options(policy, own), **more} | {slot: beside_users_passes(slot, observed)}
+        self._config = {**chosen, **more} | {slot: beside_users_passes(slot, observed)}
         self._config["force_disable_caches"] = True  # on a hit no pass would run
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **_: Any) -> Any:

@@ -77,6 +77,11 @@ def has_ours(graph: fx.Graph) -> bool:
     return any(map(is_communication, graph.nodes))
 
 
+def is_pinned(graph: fx.Graph) -> bool:
+    """Tell whether ``graph`` has control dependencies, which hide the nodes that they are of."""
+    return any("control_deps" in str(node.target) for node in graph.nodes)
+
+
 # ---- opaque operators ----
 
 
