@@ -74,7 +74,7 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
     def uuid(self) -> str | None:
         """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines.
 
-        None, which turns compile caches off, where the source of a user's pass cannot be found, or its ``uuid`` is None.
+        None, which turns compile caches off, where a user's pass has no source that can be found, or None for ``uuid``.
         """
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         machine = cost.description(accelerator or torch.device("cpu"))
