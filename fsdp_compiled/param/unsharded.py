@@ -27,7 +27,7 @@ class Unsharded:
         self._device = device  # of compute
         self._outer = outer  # other parallelism, of which what is all-gathered is the local part
         self._extension = extension  # makes the parameter of several all-gather outputs
-        self._outputs: list[Tensor] = []  # 1D, padded; made by the first all-gather
+        self._outputs: list[Tensor] | None = None  # 1D, padded; made by the first all-gather
         self._shapes: list[tuple[int, ...]] = []
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
         self._made: Tensor | None = None  # what the extension returned, maybe with padding
@@ -43,8 +43,8 @@ class Unsharded:
             Flat and padded, less than all of the memory over a smaller group. Writing to them does not count as a
             modification, because it restores the values that autograd saved.
         """
-        if not self._outputs:
-            self._make(largest)
+        if self._outputs is None:
+            self._outputs = self._make(largest)  # at last: until then an exception leaves nothing made
         for tensor, nbytes in self._nbytes.items():
             storage = tensor.untyped_storage()
             if storage.nbytes() != nbytes:  # else resize_ would move it
@@ -52,7 +52,7 @@ class Unsharded:
         sizes = [spec.layout.padded_numel for spec in specs]
         return [output.data[:size] for output, size in zip(self._outputs, sizes, strict=True)]
 
-    def _make(self, specs: Sequence[CommSpec]) -> None:
+    def _make(self, specs: Sequence[CommSpec]) -> list[Tensor]:
         outputs = [
             torch.empty(spec.layout.padded_numel, dtype=spec.all_gather.dtype, device=self._device) for spec in specs
         ]
@@ -61,11 +61,11 @@ class Unsharded:
         if self._extension is None:
             (flat,), (spec,) = outputs, specs
             self.param = self._parameter(flat[: spec.layout.numel].view(spec.layout.shape))
-        self._outputs = outputs  # at last: until then an exception leaves nothing made
+        return outputs
 
     def complete(self) -> nn.Parameter | None:
         """Return the parameter after its outputs have been filled; None before there were any."""
-        if self._extension is None or not self._outputs:
+        if self._extension is None or self._outputs is None:
             return self.param
         outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
         if self._made is None or self.param is None:

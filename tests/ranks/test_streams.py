@@ -312,7 +312,7 @@ def test_a_forward_in_another_order_uses_what_it_gathers():
             alone.order = model.order = order
             assert_trains_like_one_process(model, model, alone, batches(2, 8, 6))
         for part in model.parts:
-            assert part._fsdp_params["weight"]._unsharded._flat.untyped_storage().nbytes() == 0
+            assert part._fsdp_params["weight"].unsharded_param.untyped_storage().nbytes() == 0
 
     _recorded(run)
 
@@ -421,7 +421,7 @@ def test_an_exception_between_launch_and_wait_leaves_nothing_behind():
             bucket = next(
                 nodes.bucket_of(n) for n in recorder.only("forward", after=True).nodes if nodes.is_launch(n)
             )
-            shards = [p._fsdp_params[name].shard for p in [model[0]] for name in ("weight", "bias")]
+            shards = [p._fsdp_params[name].storage.padded for p in [model[0]] for name in ("weight", "bias")]
             handle = torch.ops.fsdp_compiled.launch_all_gather(shards, bucket.encode())
             found.log.clear()
             del handle
