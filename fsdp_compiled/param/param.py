@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,17 +41,21 @@ from .unsharded import Unsharded
 HELD = ""  # in place of a spec: hooks hold the unsharded parameter, so a traced read is of what is registered
 
 
-@dataclass(eq=False)
 class FSDPParam:
-    """One original parameter from the moment it is sharded."""
+    """One original parameter from the moment it is sharded.
 
-    info: ParamModuleInfo
-    placement: ParamPlacement
-    unit: Unit
-    name: str  # full name, relative to the outermost sharded module known so far
-    first: InitVar[nn.Parameter]  # the original parameter; only read, and not kept
+    Args:
+        info: where it is registered.
+        placement: how it is sharded.
+        unit: that shards it.
+        name: full name, relative to the outermost sharded module known so far.
+        first: the original parameter; only read, and not kept.
+    """
 
-    def __post_init__(self, first: nn.Parameter) -> None:
+    def __init__(
+        self, info: ParamModuleInfo, placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
+    ) -> None:
+        self.info, self.placement, self.unit, self.name = info, placement, unit, name
         mesh_info, unsharded = self.placement.mesh_info, local_of(first.detach())
         self.original = TakenOriginal(first, self)
         self.users = [self.unit]  # every unit that has modules which share it

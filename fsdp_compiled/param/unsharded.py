@@ -43,7 +43,8 @@ class Unsharded:
             Flat and padded, less than all of the memory over a smaller group. Writing to them does not count as a
             modification, because it restores the values that autograd saved.
         """
-        outputs = self._outputs if self._outputs is not None else self._make(largest)
+        if self._outputs is None:
+            self._outputs = self._make(largest)  # at last: until then an exception leaves nothing made
         for tensor, nbytes in self._nbytes.items():
             storage = tensor.untyped_storage()
             if storage.nbytes() != nbytes:  # else resize_ would move it
@@ -60,7 +61,6 @@ class Unsharded:
         if self._extension is None:
             (flat,), (spec,) = outputs, specs
             self.param = self._parameter(flat[: spec.layout.numel].view(spec.layout.shape))
-        self._outputs = outputs  # at last: until then an exception leaves nothing made
         return outputs
 
     def complete(self) -> nn.Parameter | None:
