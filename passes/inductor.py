@@ -74,7 +74,7 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
     def uuid(self) -> str | None:
         """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines.
 
-        None, which turns compile caches off, where a user's pass has no source that can be found, or None for ``uuid``.
+        None, which turns compile caches off, where a user's pass has no source to be found, or None as its uuid.
         """
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         machine = cost.description(accelerator or torch.device("cpu"))

@@ -50,7 +50,7 @@ class Unsharded:
             if storage.nbytes() != nbytes:  # else resize_ would move it
                 storage.resize_(nbytes)
         sizes = [spec.layout.padded_numel for spec in specs]
-        return [output.data[:size] for output, size in zip(outputs, sizes, strict=True)]
+        return [output.data[:size] for output, size in zip(self._outputs, sizes, strict=True)]
 
     def _make(self, specs: Sequence[CommSpec]) -> list[Tensor]:
         outputs = [

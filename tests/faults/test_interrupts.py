@@ -15,6 +15,7 @@ from fsdp_compiled.errors import RankFailureError
 from tests.faults.interrupts import RaiseAt
 from tests.faults.steps import Model, trainer
 from tests.faults.test_no_fault import Checkpointed
+from tests.support.parity import row
 from tests.support.ranks import on_ranks
 
 TRIES = 60
@@ -71,6 +72,8 @@ STEPS = {
     "block alone": _block_alone,
     "finalizing": _finalizing,
 }
+
+MODE_OF = {"full": "full", "regions": "regions"}  # the other steps run hooks alone
 
 
 def _results(params, step):
@@ -136,7 +139,9 @@ class HandlersOwn(BaseException):
     """What a signal handler may raise."""
 
 
-@pytest.mark.parametrize("kind", STEPS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=row("interrupts", mode=MODE_OF.get(kind, "eager"))) for kind in STEPS]
+)
 @on_ranks(2, timeout_s=30)
 def test_an_exception_at_any_line(kind):
     _hunt(kind)

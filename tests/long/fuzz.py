@@ -25,6 +25,7 @@ from hypothesis.errors import NoSuchExample
 from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 from tests.support.drawn import CASES, parse
+from tests.support.drawn_lengths import RANKS, Compared
 from tests.support.drawn_regions import calls, check_calls, check_program, programs
 from tests.support.drawn_training import train_drawn
 from tests.unit.passes.test_bucket import PASSES_POLICIES, chains, check_graph
@@ -119,7 +120,7 @@ def test_models(search, ranks, pytestconfig):
     if case:
         ranks.train(parse(case))
     else:
-        search(CASES, ranks.train, part=0.6)
+        search(CASES, ranks.train, part=0.5)
 
 
 def test_regions(search):
@@ -136,3 +137,10 @@ def test_schedules(search):
 
 def test_graphs(search):
     search(st.tuples(chains(), PASSES_POLICIES, st.floats(0, 1)), lambda drawn: check_graph(*drawn), part=0.1)
+
+
+def test_lengths(search, capsys):
+    compared = Compared()
+    search(RANKS, compared.check, part=0.1)
+    with capsys.disabled():
+        print(compared)

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from fsdp_compiled import MixedPrecisionPolicy
+from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MODES,
@@ -65,6 +66,7 @@ def on_dimension_1(param: nn.Parameter) -> Shard | None:
     return Shard(1) if param.dim() == 2 and param.shape[1] % 2 == 0 else None
 
 
+@row("complex parameters")
 @each_mode
 @each_dtype
 @pytest.mark.parametrize("choose", [None, on_dimension_1], ids=["Shard(0)", "Shard(1)"])
@@ -76,6 +78,7 @@ def test_complex_parameters_train(mode, dtype, choose):
     assert_trains_like_one_process(model, call, alone)
 
 
+@row("complex parameters")
 @each_mode
 @on_ranks(2)
 def test_a_policy_leaves_complex_parameters_alone(mode):
@@ -92,6 +95,7 @@ def test_a_policy_leaves_complex_parameters_alone(mode):
     assert_close(full_grads(model), full_grads(alone), rtol=3e-2)
 
 
+@row("complex parameters")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(4)
 def test_complex_parameters_with_replicas_and_accumulation(mode):

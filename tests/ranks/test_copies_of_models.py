@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 from fsdp_compiled import FSDPModule, fully_shard, register_fsdp_forward_method
 from fsdp_compiled.hooks.state import states_below
+from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
@@ -57,6 +58,7 @@ def storages(model: nn.Module) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in local if each.numel()}
 
 
+@row("copies")
 @each_mode
 @pytest.mark.parametrize("replicas", [1, 2])
 @on_ranks(2)
@@ -87,6 +89,7 @@ def test_a_copy_trains_by_itself(mode, replicas):
     assert_close(full_params(copied), after)
 
 
+@row("copies")
 @each_mode
 @pytest.mark.parametrize("moment", ["forward", "after forward", "backward", "unshard"])
 @on_ranks(2)
@@ -148,6 +151,7 @@ def averaging(kind: str) -> dict:
     return of_kind[kind]
 
 
+@row("copies")
 @each_mode
 @pytest.mark.parametrize("kind", ["swa", "ema", "foreach"])
 @on_ranks(2)

@@ -44,6 +44,14 @@ ROWS = (
     Row("training", "SGD and AdamW against one process and against torch's FSDP2"),
     Row("lengths that differ", "batches of another length on every rank, also where only one rank compiles again"),
     Row(
+        "interrupts",
+        "an exception at any point of a step, such as Ctrl-C: the model trains on, or an error names "
+        "`reset_iter_state`",
+        regional=False,
+    ),
+    Row("copies", "`copy.deepcopy` of a sharded model, `torch.optim.swa_utils.AveragedModel`"),
+    Row("complex parameters", "complex64 and complex128, carried as real numbers"),
+    Row(
         "reshard",
         "`reshard_after_forward` True / False / int (smaller group) / None (auto root), `set_reshard_after_forward`, "
         "`set_reshard_after_backward`, `set_unshard_in_backward`",
