@@ -70,9 +70,10 @@ def _another_model_first(mode):
             training.update(model)
 
     others = "rank 0" if dist.get_world_size() == 2 else "ranks 0, 1, 2"
+    first = "bias" if mode in ("full", "regions") else "weight"  # graphs order what one node reads by name
     _assert_all_raise_in_time(
         step,
-        f"{others}: all-gather of blocks.0.weight",
+        f"{others}: all-gather of blocks.0.{first}",
         ", in forward of Model (unit 4)",
         ", in forward of Model (unit 8)",
     )

@@ -36,6 +36,7 @@ OWNERS = {
     "_parameters": MODULE,
     "_reduce_scatter_base": GROUP,
     "_root": "torch.fx.Graph",
+    "_spec": "torch.distributed.tensor.DTensor",
 }
 NOT_TORCHS = {"_asdict", "_fsdp_user_class", "_getframe", "_init_weights"}  # Python's, ours, Transformers'
 
