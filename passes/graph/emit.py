@@ -89,9 +89,8 @@ def expand(node: fx.Node) -> None:
 
 def do_locally(node: fx.Node) -> None:
     """Replace an opaque node for which nothing travels by the steps that are left to do."""
-    (param,), spec = nodes.asked_of(node).params, nodes.asked_of(node).spec
-    result = nodes.source_of(node)
-    for step in spec.local_steps(param):
+    alone, result = nodes.asked_of(node), nodes.source_of(node)
+    for step in alone.spec.local_steps(alone.params[0]):
         if isinstance(step, torch.dtype):
             result = insert_cast(node, result, step)
         elif step != 1.0:
