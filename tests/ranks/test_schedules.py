@@ -17,6 +17,7 @@ import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes.graph import nodes
+from tests.support.drawn_training import draw_lengths, train_lengths
 from tests.support.graphs import after_inductors_passes, without_code
 from tests.support.parity import row
 from tests.support.ranks import on_ranks, same_on_ranks
@@ -187,6 +188,14 @@ def test_ranks_whose_batches_differ_in_length(mode, lengths):
 @on_ranks(4)
 def test_4_ranks_whose_batches_differ_in_length():
     _check_lengths("full", [(16,), (2, 3), (9, 9, 4), (8,)])
+
+
+@row("lengths that differ", mode="full")
+@pytest.mark.parametrize("number", [0, 1])
+@on_ranks(2)
+def test_drawn_lengths_through_code_generation(number):
+    """The others are in tests/long/lengths.py."""
+    train_lengths(draw_lengths(number))
 
 
 class Uneven(nn.Module):
