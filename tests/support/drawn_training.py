@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,21 +16,36 @@ from torch.distributed.tensor import Shard
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, step_on_shards
+from fsdp_compiled import (
+    SchedulePolicy,
+    compile,
+    fully_shard,
+    fully_shard_with_compiled_compute,
+    step_on_shards,
+)
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.rules import verify
 from fsdp_compiled.regions.choose import set_regions
+from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.drawn import POLICIES, Case, Node
+from tests.support.drawn_lengths import EVEN
 from tests.support.graphs import record, target_name
 from tests.support.ranks import same_on_ranks
 from tests.support.training import (
+    assert_close,
     batches,
     full_grads,
     full_params,
+    llama_loss,
     mean_over_ranks,
     my_part,
+    shard,
     square_loss,
+    train,
+    train_replicas,
 )
+
+RUN_ON_4 = (4, 9)  # numbers of drawn lengths
 
 
 class Drawn(nn.Module):
@@ -203,3 +219,43 @@ def _assert_close(actual: dict[str, Tensor | None], expected: dict[str, Tensor |
         if want is not None:
             close = {"rtol": rtol, "atol": rtol * max(largest, 1e-3)}
             torch.testing.assert_close(got, want, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A Llama that ranks train, each with lengths of its own, through code generation."""
+
+    dynamic: bool | None
+    of_ranks: tuple[tuple[int, ...], ...]  # each step's
+
+
+def draw_lengths(number: int) -> Lengths:
+    """Draw 100 to 4000 tokens for each of 2 ranks, or of 4 for two of twelve numbers, and each of 1 to 2 steps."""
+    rng = random.Random(number)
+    near = rng.randint(100, 3600)
+    kinds: list[Callable[[], int]] = [
+        lambda: rng.randint(100, 4000),
+        lambda: round(100 * 40 ** rng.random()),
+        lambda: round(near * rng.uniform(1, 1.1)),
+    ]
+    dynamic, draw = (False, True, None)[number % 3], kinds[number // 3 % 3]
+    world, steps = 4 if number in RUN_ON_4 else 2, 1 if dynamic is False else 2
+    return Lengths(dynamic, tuple(tuple(draw() for _ in range(steps)) for _ in range(world)))
+
+
+def train_lengths(drawn: Lengths) -> None:
+    """Compare with replicas of an unsharded model; a rank that disagreed would raise."""
+    sizes = Config(vocab=101, width=32, layers=2, heads=4, kv_heads=2, hidden=48, max_seq=4096)
+    alone, model = Llama(sizes), Llama(sizes)
+    for each in (alone, model):
+        each.init_weights(0)
+    shard(model, "eager")
+    call = compile(model, schedule=SchedulePolicy(cluster=EVEN), fullgraph=True, dynamic=drawn.dynamic)
+    mine = drawn.of_ranks[dist.get_rank()]
+    for step, length in enumerate(mine):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(sizes.vocab, (dist.get_world_size(), length + 1), generator=generator)[None]
+        want = train_replicas(alone, alone, tokens, llama_loss)
+        got = train(model, call, tokens, llama_loss)
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
+    assert_close(full_params(model), full_params(alone))
