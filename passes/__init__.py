@@ -1,8 +1,7 @@
 """When: graph passes that turn per-parameter all-gathers and reductions into scheduled, bucketed collectives.
 
 ``install()`` adds them once to Inductor's custom-pass slots, where they return at once on graphs without our
-operators; ``uninstall()`` restores the slots. The passes must not know models: they import torch and
-:mod:`fsdp_compiled.sharding` only.
+operators; ``uninstall()`` restores the slots.
 """
 
 from __future__ import annotations
@@ -11,45 +10,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from . import inductor
-from .agree import Agree
-from .cost import CLUSTERS, Cluster, Link
-from .expand import Expand
-from .inductor import Pass, Pipeline, beside_users_passes, mode_options
+from .agree import Agree as Agree
+from .cost import CLUSTERS as CLUSTERS
+from .cost import Cluster as Cluster
+from .cost import Link as Link
+from .inductor import Pass as Pass
+from .inductor import Pipeline as Pipeline
+from .inductor import beside_users_passes as beside_users_passes
+from .inductor import mode_options as mode_options
 from .inductor import source_hash as source_hash
-from .log import observe
-from .normalize import Normalize
-from .pin import Pin
-from .reshard import Reshard
-from .schedule import Schedule
-from .schedule_policy import DEFAULT, SchedulePolicy
-from .unalias import Protect, Unalias, region_options
-
-__all__ = [
-    "CLUSTERS",
-    "Agree",
-    "Cluster",
-    "Expand",
-    "Link",
-    "Normalize",
-    "Pass",
-    "Pin",
-    "Pipeline",
-    "Protect",
-    "Reshard",
-    "Schedule",
-    "SchedulePolicy",
-    "Unalias",
-    "beside_users_passes",
-    "install",
-    "joint",
-    "mode_options",
-    "observe",
-    "options",
-    "pinning",
-    "post_grad",
-    "region_options",
-    "uninstall",
-]
+from .log import observe as observe
+from .normalize import Normalize as Normalize
+from .pin import Pin as Pin
+from .reshard import Reshard as Reshard
+from .schedule import Schedule as Schedule
+from .schedule_policy import DEFAULT
+from .schedule_policy import SchedulePolicy as SchedulePolicy
+from .unalias import Expand as Expand
+from .unalias import Protect as Protect
+from .unalias import Unalias as Unalias
+from .unalias import region_options as region_options
 
 
 def joint(policy: SchedulePolicy) -> tuple[Pass, ...]:
@@ -72,9 +52,7 @@ def post_grad(policy: SchedulePolicy) -> tuple[Pass, ...]:
 
 def pinning() -> tuple[Pass, ...]:
     """Return what runs after Inductor's own passes, from which control dependencies would hide nodes."""
-    return (
-        Pin(),  # Inductor's scheduler would undo the order
-    )
+    return (Pin(),)  # Inductor's scheduler would undo the order
 
 
 def slots(policy: SchedulePolicy, core: str = "", more: Sequence[Pass] = ()) -> dict[str, Pipeline]:

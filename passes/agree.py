@@ -1,7 +1,4 @@
-"""Writes into a graph what the ranks have to agree on before it runs.
-
-It reads the order that the passes before have decided; it must not change it, nor know how ranks agree.
-"""
+"""Writes into a graph what the ranks have to agree on before it runs."""
 
 from __future__ import annotations
 
@@ -11,7 +8,6 @@ from torch import fx
 
 from ..sharding.contract import Contract, collective_of
 from .graph import nodes
-from .graph.read import cluster_of
 from .schedule_policy import DEFAULT, SchedulePolicy
 
 
@@ -33,11 +29,7 @@ class Agree:
         started = (collective_of(nodes.bucket_of(launch), nodes.stage_of(launch)) for launch in launches)
         collectives = tuple(each for each in started if each is not None)  # a copy to the host is none
         if collectives:
-            nodes.set_contract(launches[0], Contract(collectives, self._basis(graph)))
-
-    def _basis(self, graph: fx.Graph) -> tuple[str, ...]:
-        cluster = cluster_of(graph, self.policy.cluster)
-        return (
-            f"schedule: {replace(self.policy, cluster=None)!r}",
-            f"cluster: {cluster.name}, {cluster.ranks_per_node} ranks on a node",
-        )
+            cluster = nodes.cluster_of(graph, self.policy.cluster)
+            schedule = f"schedule: {replace(self.policy, cluster=None)!r}"
+            machine = f"cluster: {cluster.name}, {cluster.ranks_per_node} ranks on a node"
+            nodes.set_contract(launches[0], Contract(collectives, (schedule, machine)))

@@ -1,7 +1,4 @@
-"""Runs passes inside Inductor's custom-pass slots, beside whatever the user put there.
-
-It knows the slots and how each supported torch fills them; it must not know what any pass does.
-"""
+"""Runs passes inside Inductor's custom-pass slots, beside whatever the user put there."""
 
 from __future__ import annotations
 
@@ -17,14 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._inductor import config, custom_graph_pass, list_mode_options
-
 from ..expect import expect, shown, unexpected
 from . import cost, log
 from .graph import nodes
 from .rules import verify
 from .schedule_policy import SchedulePolicy
+from .torch_internals import config, custom_graph_pass, list_mode_options
 
 
 class Pass(Protocol):
@@ -79,17 +74,14 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         machine = cost.description(accelerator or torch.device("cpu"))
         try:
-            sources = [_source_of(run) for run in self.passes if not _is_ours(run)]
+            theirs = [run for run in self.passes if not _is_ours(run)]
+            sources = [run.uuid() if hasattr(run, "uuid") else inspect.getsource(type(run)) for run in theirs]
         except (OSError, TypeError):
             return None
         if None in sources:
             return None
         library = f"{source_hash(Path(__file__).parent)}:{self.core}"
         return f"{library}:{sources}:{self.passes!r}:{machine}:{cost.group_places()}"
-
-
-def _source_of(run: Pass) -> Any:
-    return run.uuid() if hasattr(run, "uuid") else inspect.getsource(type(run))
 
 
 def _is_ours(run: Pass) -> bool:
@@ -109,17 +101,18 @@ def with_users(pipelines: Mapping[str, Pipeline], runs: Sequence[Pass]) -> dict[
         if not callable(run):
             raise unexpected("passes", "functions of a graph", shown(run), error=TypeError)
         before, after = getattr(run, "before", None), getattr(run, "after", None)
-        name, where = before or after or "Schedule", f"{name_of(run)}.{'before' if before else 'after'}"
-        names = [name_of(each) for pipeline in found.values() for each in pipeline.passes]
         if before and after:
             raise unexpected(name_of(run), "before or after, one of them", f"{before!r} and {after!r}")
-        if name not in names:
-            raise unexpected(where, f"a pass among {', '.join(names)}", repr(name))
-        slot, pipeline = next((s, p) for s, p in found.items() if name in map(name_of, p.passes))
-        at = list(map(name_of, pipeline.passes)).index(name) + (0 if before else 1)
-        while not before and at < len(pipeline.passes) and not _is_ours(pipeline.passes[at]):
+        name, where = before or after or "Schedule", f"{name_of(run)}.{'before' if before else 'after'}"
+        places = [(name_of(p), slot, at) for slot, each in found.items() for at, p in enumerate(each.passes)]
+        slot, at = next(((slot, at) for other, slot, at in places if other == name), ("", 0))
+        if not slot:
+            raise unexpected(where, f"a pass among {', '.join(each for each, _, _ in places)}", repr(name))
+        passes = found[slot].passes
+        at += 0 if before else 1
+        while not before and at < len(passes) and not _is_ours(passes[at]):
             at += 1  # behind those that were given earlier
-        found[slot] = replace(pipeline, passes=(*pipeline.passes[:at], run, *pipeline.passes[at:]))
+        found[slot] = replace(found[slot], passes=(*passes[:at], run, *passes[at:]))
     return found
 
 
@@ -157,8 +150,7 @@ def mode_options(mode: str | None) -> dict[str, Any]:
 def installed(slot: str) -> Pipeline | None:
     """Return our pipeline in ``slot``, the name of a field of ``torch._inductor.config``, or None."""
     value = getattr(config, slot)
-    value = value.pipeline if isinstance(value, Chain) else value
-    entries = value if isinstance(value, (list, tuple)) else (value,)
+    entries = value if isinstance(value, (list, tuple)) else (value.pipeline if isinstance(value, Chain) else value,)
     return next((entry for entry in entries if isinstance(entry, Pipeline)), None)
 
 

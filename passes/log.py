@@ -1,14 +1,14 @@
 """Tells on the logger ``fsdp_compiled`` what a compilation is doing: a line as each phase begins or ends.
 
 Rank 0 logs at level INFO, the others at DEBUG. The logger is registered with torch's, so that
-``TORCH_LOGS=fsdp_compiled`` shows it, and ``TORCH_LOGS=+fsdp_compiled`` that of all ranks. It must not know what a
-pass decides.
+``TORCH_LOGS=fsdp_compiled`` shows it, and ``TORCH_LOGS=+fsdp_compiled`` that of all ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +17,9 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch import fx
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name
-from torch._guards import CompileContext
-from torch._logging import _internal as torch_logging
-
 from .graph import nodes
 from .schedule_policy import SchedulePolicy
+from .torch_internals import CompileContext, _internal, get_aot_graph_name
 
 NAME = "fsdp_compiled"
 Observer = Callable[[fx.Graph, SchedulePolicy, str, Path, str], None]
@@ -34,32 +30,36 @@ _log = logging.getLogger(NAME)
 
 def register() -> None:
     """Let torch's logging know the logger's name, as ``TORCH_LOGS`` and ``torch._logging.set_logs`` take it."""
-    torch_logging.register_log(NAME, NAME)
+    _internal.register_log(NAME, NAME)
 
 
 def unregister() -> None:
     """End that."""
-    torch_logging.log_registry.log_alias_to_log_qnames.pop(NAME, None)
+    _internal.log_registry.log_alias_to_log_qnames.pop(NAME, None)
 
 
 register()  # when imported, so that a program can name it before it shards a model
+
+
+def _say(text: str, *args: Any) -> None:
+    _log.log(_level(), text, *args)
 
 
 def _level() -> int:
     return logging.DEBUG if dist.is_initialized() and dist.get_rank() > 0 else logging.INFO
 
 
-def graph_kind() -> str:
+def _graph_kind() -> str:
     """Return which graph AOTAutograd is compiling: forward, backward, joint or inference."""
     name = get_aot_graph_name()
     return next((kind for kind in ("forward", "backward", "joint", "inference") if kind in name), "graph")
 
 
-def described(graph: fx.Graph) -> str:
+def _described(graph: fx.Graph) -> str:
     """Return how many parameters and gradients share how many collectives in a scheduled graph."""
-    sizes: dict[str, list[int]] = {}
-    for launch in (node for node in graph.nodes if nodes.is_launch(node) and nodes.is_first_stage(node)):
-        sizes.setdefault(nodes.kind_of(launch).noun, []).append(len(nodes.bucket_of(launch).params))
+    sizes = defaultdict[str, list[int]](list)
+    for launch in filter(nodes.is_first_launch, graph.nodes):
+        sizes[nodes.kind_of(launch).noun].append(len(nodes.bucket_of(launch).params))
     texts = (
         f"{_counted(sum(each), noun)} in {_counted(len(each), 'bucket')}" for noun, each in sorted(sizes.items())
     )
@@ -84,16 +84,15 @@ class _Progress:
         self._began, self._scheduled = time.perf_counter(), False
         is_backward = args.callback_trigger.name == "LAZY_BACKWARD"
         self._enter("" if is_backward else "tracing")
-        _log.log(_level(), "compiling backward" if is_backward else "tracing")
+        _say("compiling backward" if is_backward else "tracing")
 
     def end(self, _: Any) -> None:
         """Called by torch when it has compiled."""
         self._leave()
-        why = (
-            "" if self._scheduled else "; no graph was scheduled: it has no collectives or came from a compile cache"
-        )
+        why = "; no graph was scheduled: it has no collectives or came from a compile cache"
         if self._began:
-            _log.log(_level(), "compilation took %.1f s%s", time.perf_counter() - self._began, why)
+            took = time.perf_counter() - self._began
+            _say("compilation took %.1f s%s", took, "" if self._scheduled else why)
         self._began = 0.0
 
     @contextmanager
@@ -105,26 +104,27 @@ class _Progress:
         self._leave()
         began = time.perf_counter()
         yield
-        kind = graph_kind()
-        if slot == "joint" and kind == "joint":
-            self._enter("partitioning into forward and backward")
-        if slot != "joint":
-            self._scheduled = True
-            took, following = time.perf_counter() - began, "; generating code" if slot == "schedule" else ""
-            _log.log(_level(), "%s: scheduled %s in %.1f s%s", kind, described(graph), took, following)
-        if slot == "schedule":
-            self._enter(f"{kind}: code generation")
+        kind = _graph_kind()
+        if slot == "joint":
+            self._enter("partitioning into forward and backward" if kind == "joint" else "")
+            return
+        self._scheduled = True
+        following = "; generating code" if slot == "schedule" else ""
+        _say("%s: scheduled %s in %.1f s%s", kind, _described(graph), time.perf_counter() - began, following)
+        self._enter(f"{kind}: code generation" if slot == "schedule" else "")
 
     def _enter(self, phase: str) -> None:
         self._phase, self._phase_began = phase, time.perf_counter()
 
     def _leave(self) -> None:
         if self._phase:
-            _log.log(_level(), "%s took %.1f s", self._phase, time.perf_counter() - self._phase_began)
+            _say("%s took %.1f s", self._phase, time.perf_counter() - self._phase_began)
         self._phase = ""
 
 
 _progress = _Progress()
+during = _progress.during
+callbacks = _progress.begin, _progress.end  # for torch to call when a compilation begins and ends
 
 
 def observe(observer: Observer) -> None:
@@ -137,23 +137,17 @@ def observe(observer: Observer) -> None:
 
 def scheduled(graph: fx.Graph, policy: SchedulePolicy) -> None:
     """Let observers see a scheduled graph."""
-    folder = getattr(torch_logging.LOG_TRACE_HANDLER, "root_dir", None)  # of TORCH_TRACE
+    folder = getattr(_internal.LOG_TRACE_HANDLER, "root_dir", None)  # of TORCH_TRACE
     if folder is not None:
         for observer in _progress.observers:
-            observer(graph, policy, graph_kind(), Path(folder), str(CompileContext.current_compile_id()))
+            observer(graph, policy, _graph_kind(), Path(folder), str(CompileContext.current_compile_id()))
 
 
 def trace_artifact(kind: Literal["artifact", "link"], text: str | None = None, **about: str) -> None:
     """Write a record of a kind that tlparse reads, and the text that it carries, into torch's trace."""
-    torch_logging.trace_structured(kind, lambda: about, payload_fn=lambda: text)
-
-
-during = _progress.during
+    _internal.trace_structured(kind, lambda: about, payload_fn=lambda: text)
 
 
 def ran(name: str, seconds: float) -> None:
     """Tell that a user's pass has run on the graph under way."""
-    _log.log(_level(), "%s: %s ran in %.2f s", graph_kind(), name, seconds)
-
-
-callbacks = _progress.begin, _progress.end  # for torch to call when a compilation begins and ends
+    _say("%s: %s ran in %.2f s", _graph_kind(), name, seconds)

@@ -1,7 +1,4 @@
-"""Gives every parameter one all-gather and one reduction per graph, however often it is read.
-
-It compares specs and shards; it must not know buckets or order.
-"""
+"""Gives every parameter one all-gather and one reduction per graph, however often it is read."""
 
 from __future__ import annotations
 
@@ -73,10 +70,8 @@ def _reduce_the_sum(node: fx.Node) -> None:
 
 
 def _put_users_of_reduced_gradients_last(graph: fx.Graph) -> None:
-    early, late = list[fx.Node](), set[fx.Node]()
+    late: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if any(source in late or nodes.is_reduce_grad(source) for source in node.all_input_nodes):
-            late.add(node)
-        else:
-            early.append(node)
-    emit.put_in_order([*early, *(node for node in graph.nodes if node in late)], graph)
+            late[node] = None
+    emit.put_in_order([*(node for node in graph.nodes if node not in late), *late])

@@ -1,7 +1,6 @@
 """Makes Inductor keep collectives where the graph has them.
 
-Inductor reorders for peak memory by default, which undoes prefetch; control dependencies bind it. This pass must
-not choose an order.
+Inductor reorders for peak memory by default, which undoes prefetch; control dependencies bind it.
 """
 
 from __future__ import annotations
@@ -10,11 +9,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering
-from torch.utils._ordered_set import OrderedSet
-
 from .graph import nodes
+from .torch_internals import OrderedSet, preserve_node_ordering
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Decides, in the joint graph, which unsharded parameters live from forward to backward.
-
-It reads ``reshard`` in each node's spec, and sizes; it must not know units.
-"""
+"""Decides, in the joint graph, which unsharded parameters live from forward to backward."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from ..sharding.spec import CommSpec
 from .cost import Cluster
 from .graph import emit, nodes
 from .graph.anchors import mark_parameters
-from .graph.read import cluster_of
 from .schedule_policy import DEFAULT, SchedulePolicy
 
 
@@ -75,7 +71,7 @@ class Reshard:
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
         unshards = [node for node in graph.nodes if nodes.is_unshard(node)]
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
-        kept = kept_by(self.policy, specs, cluster_of(graph, self.policy.cluster))
+        kept = kept_by(self.policy, specs, nodes.cluster_of(graph, self.policy.cluster))
         for node in unshards:
             keep = not nodes.spec_of(node).reshard or _key(node) in kept
             _tag(node, keep)
@@ -85,15 +81,13 @@ class Reshard:
 
 def _drop_gradient_marks(graph: fx.Graph) -> None:
     """Remove identities whose gradient the joint graph has by now; what they mark is an unsharded parameter."""
-    for node in list(graph.nodes):
-        if nodes.is_with_gradient(node):
-            unsharded = nodes.source_of(node)
-            if nodes.spec_of(node).reshard:
-                _recompute_from_all_gathers(unsharded)
-            else:
-                _tag(unsharded, keep=True)
-            node.replace_all_uses_with(unsharded)
-            graph.erase_node(node)
+    for node in filter(nodes.is_with_gradient, list(graph.nodes)):
+        unsharded = nodes.source_of(node)
+        if nodes.spec_of(node).reshard:
+            _recompute_from_all_gathers(unsharded)
+        else:
+            _tag(unsharded, keep=True)
+        emit.replace_by([node], [unsharded])
 
 
 def _recompute_from_all_gathers(unsharded: fx.Node) -> None:

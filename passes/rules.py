@@ -1,7 +1,6 @@
-"""The rules that every graph of ours keeps, checked before and after each pass in tests and under a debug flag.
+"""The rules that every graph of ours keeps, whatever its schedule; ``SchedulePolicy(verify=True)`` checks them.
 
-A rule is a name and a function that yields a sentence for each place that breaks it. The rules know nodes, not
-parameters: they hold for any schedule.
+A rule is a name and a function that yields a sentence for each place that breaks it.
 """
 
 from __future__ import annotations
@@ -60,9 +59,7 @@ def _wait_without_a_launch(graph: fx.Graph) -> Iterator[str]:
 
 
 def _stage_out_of_turn(graph: fx.Graph) -> Iterator[str]:
-    for node in filter(nodes.is_launch, graph.nodes):
-        if nodes.is_first_stage(node):
-            continue
+    for node in (node for node in graph.nodes if nodes.is_launch(node) and not nodes.is_first_launch(node)):
         stages, (handle,) = nodes.bucket_of(node).stages, nodes.inputs_of(node)
         before = stages[stages.index(nodes.stage_of(node)) - 1]
         wait = nodes.list_of(handle) if nodes.is_getitem(handle) else handle
@@ -71,9 +68,7 @@ def _stage_out_of_turn(graph: fx.Graph) -> Iterator[str]:
 
 
 def _bucket_of_other_tensors(graph: fx.Graph) -> Iterator[str]:
-    for node in filter(nodes.is_launch, graph.nodes):
-        if not nodes.is_first_stage(node):
-            continue
+    for node in filter(nodes.is_first_launch, graph.nodes):
         bucket, given = nodes.bucket_of(node), nodes.inputs_of(node)
         if len(given) != len(bucket.params):
             yield f"{node.name} takes {len(given)} tensors for {len(bucket.params)} parameters"
@@ -95,8 +90,8 @@ def _result_that_is_not_there(graph: fx.Graph) -> Iterator[str]:
 
 
 def _contract_elsewhere(graph: fx.Graph) -> Iterator[str]:
-    for place, node in enumerate(filter(nodes.is_launch, graph.nodes)):
-        if place and nodes.contract_at(node) is not None:
+    for node in list(filter(nodes.is_launch, graph.nodes))[1:]:
+        if nodes.contract_at(node) is not None:
             yield f"{node.name} carries the graph's contract, but launches after another"
 
 

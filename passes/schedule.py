@@ -1,22 +1,30 @@
 """Buckets collectives and puts their launches and waits where the schedule wants them.
 
-It collects requests, lets :mod:`planning` decide once, and emits that plan as it is. It must not know parameters or
-units, and it leaves compute in the order that it has.
+It collects requests, lets :mod:`planning` decide once, and emits that plan as it is; compute keeps its order.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from itertools import count
 
+import torch
 from torch import fx
-from torch._inductor import config  # see inductor.py
 
+from ..sharding.spec import Bucket
+from .cost import Cluster
+from .cost.compute import is_view
 from .graph import nodes
 from .graph.anchors import AnchoredCompute
 from .graph.emit import do_locally, emit
-from .graph.read import cluster_of, computes_on, requests_of
+from .kinds import Request
 from .planning.buckets import decide
+from .planning.tasks import Requests
 from .schedule_policy import DEFAULT, SchedulePolicy
+from .torch_internals import config
 
 
 @dataclass(frozen=True)
@@ -38,21 +46,68 @@ class Schedule:
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
-        asking = [node for node in graph.nodes if nodes.opaque_kind(node) is not None]
-        opaque = [node for node in asking if nodes.travels(node)]
-        _require_no_cuda_graphs(opaque)
-        for node in asking:
-            if not nodes.travels(node):
+        asked: dict[fx.Node, Bucket] = {}
+        for node in [node for node in graph.nodes if nodes.opaque_kind(node) is not None]:
+            bucket = nodes.asked_of(node)
+            if bucket.spec.is_local:
                 do_locally(node)
-        if opaque:
-            cluster = cluster_of(graph, self.policy.cluster)
-            compute = AnchoredCompute(graph, set(opaque).__contains__, self.policy.tokens)
-            emit(decide(requests_of(opaque, compute, cluster), self.policy), opaque, compute, cluster)
+            else:
+                asked[node] = bucket
+        if asked:
+            _require_no_cuda_graphs(asked)
+            cluster = nodes.cluster_of(graph, self.policy.cluster)
+            compute = AnchoredCompute(graph, asked.__contains__, self.policy.tokens)
+            emit(decide(_requests_of(asked, compute, cluster), self.policy), list(asked), compute, cluster)
 
 
-def _require_no_cuda_graphs(opaque: list[fx.Node]) -> None:
-    if config.triton.cudagraphs and any(computes_on(node).type != "cpu" for node in opaque):
+def _require_no_cuda_graphs(opaque: Iterable[fx.Node]) -> None:
+    if config.triton.cudagraphs and any(_computes_on(node).type != "cpu" for node in opaque):
         raise NotImplementedError(
             "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
             "compile with mode='max-autotune-no-cudagraphs' or the default"
         )
+
+
+def _requests_of(asked: Mapping[fx.Node, Bucket], compute: AnchoredCompute, cluster: Cluster) -> Requests:
+    """Return what opaque nodes ask for, given the bucket of each alone; a request's index is its node's."""
+    lane = cache(cluster.lane)
+    number = defaultdict[Hashable, int](count().__next__)  # of a key, which is faster to compare
+
+    def request(index: int, node: fx.Node, alone: Bucket) -> Request:
+        kind, source, param = nodes.kind_of(node), nodes.source_of(node), params[index]
+        (size,), (first, last), ready = alone.sizes, compute.reads(node), compute.after(source)
+        return Request(
+            index,
+            kind,
+            param,
+            alone.spec,
+            size,
+            ready=min(ready, first) if kind.is_ahead else ready,
+            needed=first,
+            last=last,
+            lanes=tuple(lane(alone.group_of(stage)) for stage in alone.stages),
+            made=None if kind.is_ahead else ready - 1,
+            kept_bytes=size if kind.is_ahead and _is_returned(node) else 0,
+            device=_computes_on(node),
+            inputs_persist=nodes.is_parameter(source),
+            key=number[kind.opaque, alone.spec.key(param)],
+        )
+
+    def place(each: Request) -> tuple[bool, str, int, str]:
+        """What starts ahead comes first. Within a position by name: the order of nodes there may differ by rank."""
+        is_ahead = each.kind.is_ahead
+        return not is_ahead, each.kind.noun, each.needed if is_ahead else each.ready, each.param.name
+
+    params = nodes.params_of(asked)
+    order = sorted((request(index, *each) for index, each in enumerate(asked.items())), key=place)
+    return Requests(compute.time(cluster), tuple(order), cluster)
+
+
+def _computes_on(opaque: fx.Node) -> torch.device:
+    """Return the device where compute uses what an opaque node makes, or makes what it takes."""
+    return nodes.value_of(opaque if nodes.kind_of(opaque).is_ahead else nodes.source_of(opaque)).device
+
+
+def _is_returned(node: fx.Node) -> bool:
+    """Tell whether the graph returns ``node`` or a view of it, as forward does with what it keeps for backward."""
+    return any(user.op == "output" or (is_view(user) and _is_returned(user)) for user in node.users)

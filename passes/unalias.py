@@ -1,4 +1,4 @@
-"""Results of regions that share memory with each other or with arguments, which Inductor takes for separate tensors.
+"""What graphs that call regions need besides: one operator for each parameter, and results without shared memory.
 
 AOTAutograd parts a region in two before the graph around it, and lets its forward half return whatever its backward
 half needs: an unsharded parameter, which would then be saved, or an activation. ``Unalias`` takes these from outside
@@ -15,16 +15,14 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx
-from torch._inductor import config, custom_graph_pass, ir  # see inductor.py; its types are not complete
-from torch._inductor.virtualized import V
 
 from .cost.compute import is_view
 from .graph import emit, nodes
 from .inductor import source_hash
+from .torch_internals import V, config, custom_graph_pass, ir
 
-_MAYBE_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten.reshape.default}
+_MAYBE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
 _SLOT = "_pre_fusion_custom_pass"
 _SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # torch 2.11
 
@@ -45,6 +43,22 @@ def region_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Expand:
+    """One operator for each parameter that is read; one for several is cheaper to trace. Numerics cannot change.
+
+    ::
+
+        w1, w2 = unshard_all([s1, s2])  ->  w1 = unshard(s1); w2 = unshard(s2)
+        d1, d2 = reduce_all([g1, g2])   ->  d1 = reduce_grad(g1); d2 = reduce_grad(g2)
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node in list(graph.nodes):
+            if nodes.operator_of(node) in ("unshard_all", "reduce_all"):
+                emit.expand(node)
+
+
+@dataclass(frozen=True)
 class Unalias:
     """No result of a region shares memory with its arguments. Numerics cannot change.
 
@@ -55,8 +69,7 @@ class Unalias:
 
     def __call__(self, graph: fx.Graph) -> None:
         for call in list(graph.nodes):
-            region = nodes.region_of(call)
-            if region is None:
+            if (region := nodes.region_of(call)) is None:
                 continue
             if not isinstance(getattr(config, _SLOT), Protect):
                 raise RuntimeError(
@@ -71,36 +84,26 @@ def _unalias(call: fx.Node, region: fx.Graph) -> None:
     results = nodes.results_of(region)
     for item in list(call.users):
         result = results[nodes.index_of(item)]
-        if result is None or not _is_of_argument(result):
-            continue
-        known = dict(operands)
-        for node in _made_of_arguments(result):
-            known[node] = emit.insert_copy(item, node, known)
-        item.replace_all_uses_with(known[result])
-        call.graph.erase_node(item)
+        if result is not None and _is_of_argument(result):
+            emit.replace_by([item], [_copied(result, item, dict(operands))])
 
 
 def _is_of_argument(node: fx.Node) -> bool:
     """Tell whether ``node`` is an argument of the region, or a view of one."""
     while node.op != "placeholder":
-        if not (is_view(node) or node.target in _MAYBE_VIEWS) or nodes.is_getitem(node):
+        if not (is_view(node) or str(node.target) in _MAYBE_VIEWS) or nodes.is_getitem(node):
             return False
         node = nodes.source_of(node)
     return True
 
 
-def _made_of_arguments(result: fx.Node) -> list[fx.Node]:
-    """Return the views, and the sizes that they take, from arguments to ``result``, in order."""
-    found: dict[fx.Node, None] = {}
-
-    def visit(node: fx.Node) -> None:
-        if node.op != "placeholder" and node not in found:
-            for source in node.all_input_nodes:
-                visit(source)
-            found[node] = None
-
-    visit(result)
-    return list(found)
+def _copied(node: fx.Node, before: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Return what stands for a region's ``node`` around it: ``known``, or a copy."""
+    if node not in known:
+        for source in node.all_input_nodes:
+            _copied(source, before, known)
+        known[node] = emit.insert_copy(before, node, known)
+    return known[node]
 
 
 @dataclass(frozen=True)
@@ -128,14 +131,11 @@ class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
 
 def _shared(graph: Any, call: Any) -> set[str]:
     """Return the buffers around a region that share memory by the region's doing: results and arguments."""
-    results = [_memory_of(graph, result) for result in call.outputs if _is_read(graph, result)]
+    read = (each for each in call.outputs if isinstance(each, ir.MultiOutput))
+    results = [_memory_of(graph, each) for each in read if each.get_name() not in graph.removed_buffers]
     arguments = [_memory_of(graph, argument) for argument in call.inputs]
     pairs = [*combinations(results, 2), *product(results, arguments)]
     return {name for one, other in pairs if one & other for name in one | other}
-
-
-def _is_read(graph: Any, result: Any) -> bool:
-    return isinstance(result, ir.MultiOutput) and result.get_name() not in graph.removed_buffers
 
 
 def _memory_of(graph: Any, node: Any) -> set[str]:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..passes.cost import CLUSTERS, Cluster
-from ..passes.cost.cluster import AllGatherKind
-from ..passes.kinds import Kind, Request, Times
+from ..passes.cost import CLUSTERS, Cluster, Times
+from ..passes.kinds import Kind, Request
 from ..sharding.layout import ShardLayout
 from ..sharding.mesh import process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, CommSpec, ParamSpec
@@ -176,15 +175,8 @@ def _bucket_of(requests: Sequence[Request], cluster: Cluster) -> AllGatherBucket
 
 
 def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
-    bucket, (lane,), device = _bucket_of(requests, cluster), requests[0].lanes, requests[0].device
-    kind = AllGatherKind(
-        into_place=bucket.into_place,
-        beside=device.type != "cpu",
-        inputs_persist=bucket.inputs_persist,
-        from_host=bool(bucket.spec.device) and device.type != "cpu",
-    )
-    times = cluster.all_gather_times([request.bytes for request in requests], lane, kind)
-    return Times((times.us,), times.pack_us, times.unpack_us)
+    bucket, (lane,), sizes = _bucket_of(requests, cluster), requests[0].lanes, [each.bytes for each in requests]
+    return cluster.all_gather_times(sizes, lane, bucket, beside=requests[0].device.type != "cpu")
 
 
 def _results(like: Tensor, bucket: AllGatherBucket) -> list[Tensor]:

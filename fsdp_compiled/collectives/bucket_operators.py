@@ -30,7 +30,7 @@ from .reduction import REDUCTION
 def define_kind(kind: Kind) -> None:
     """Let graphs hold collectives of ``kind``: define its operators. The process keeps them for good."""
     _define_stages(kind)
-    define(nodes.opaque_schema(kind.opaque), partial(_opaque, kind), partial(_opaque_fake, kind))
+    define(nodes.OPAQUE_SCHEMA.format(kind.opaque), partial(_opaque, kind), partial(_opaque_fake, kind))
 
 
 def run_alone(kind: Kind, tensor: Tensor, bucket: Bucket) -> Tensor:
@@ -46,8 +46,8 @@ def run_alone(kind: Kind, tensor: Tensor, bucket: Bucket) -> Tensor:
 def _define_stages(kind: Kind) -> None:
     kinds.register(kind)
     for stage in kind.launch:
-        define(nodes.launch_schema(stage), partial(_launch, kind, stage), partial(_launch_fake, kind, stage))
-        define(nodes.wait_schema(stage), partial(_wait, kind, stage), partial(_wait_fake, kind, stage))
+        define(nodes.LAUNCH_SCHEMA.format(stage), partial(_launch, kind, stage), partial(_launch_fake, kind, stage))
+        define(nodes.WAIT_SCHEMA.format(stage), partial(_wait, kind, stage), partial(_wait_fake, kind, stage))
 
 
 def _opaque(kind: Kind, tensor: Tensor, text: str) -> Tensor:

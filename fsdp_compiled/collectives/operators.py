@@ -8,7 +8,7 @@ at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -94,13 +94,23 @@ def _subclass_with_gradient(unsharded: Tensor, *others: Any) -> Tensor:
     return _WithGradient.apply(unsharded, *others)
 
 
-def _unshard(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, text: str) -> Tensor:
+def _for_each(run: Callable[[Tensor, str], Tensor]) -> Callable[..., list[Tensor]]:
+    """Return the operator on several tensors: the first argument; the last one is a text for each."""
+    return lambda tensors, *others: list(map(run, tensors, others[-1]))
+
+
+def _alone(run: Callable[[Tensor, str], Tensor]) -> Callable[..., Tensor]:
+    """Return the operator on one tensor: the first argument; the last one is its text."""
+    return lambda tensor, *others: run(tensor, others[-1])
+
+
+def _unshard(shard: Tensor, text: str) -> Tensor:
     bucket = ALL_GATHER.bucket_of_one(text, shard)
     bucket = all_gather_bucket(bucket.spec, bucket.params, bucket.device_of([shard]))  # type: ignore[arg-type]
     return run_alone(ALL_GATHER, shard, bucket)
 
 
-def _unshard_fake(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, text: str) -> Tensor:
+def _unshard_fake(shard: Tensor, text: str) -> Tensor:
     bucket = ALL_GATHER.bucket_of_one(text, shard)
     if shard.device.type == "meta":
         raise RuntimeError(meta_parameter(bucket.params[0].name))
@@ -140,18 +150,6 @@ def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return reduce_grad(grad, ctx.spec), None, None, None
 
 
-def _unshard_all(
-    shards: Sequence[Tensor], leaves: Sequence[Tensor], targets: Sequence[int], texts: Sequence[str]
-) -> list[Tensor]:
-    return [_unshard(shard, None, None, text) for shard, text in zip(shards, texts, strict=True)]
-
-
-def _unshard_all_fake(
-    shards: Sequence[Tensor], leaves: Sequence[Tensor], targets: Sequence[int], texts: Sequence[str]
-) -> list[Tensor]:
-    return [_unshard_fake(shard, None, None, text) for shard, text in zip(shards, texts, strict=True)]
-
-
 def _save_all_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     _, _, ctx.targets, ctx.specs = inputs
     ctx.set_materialize_grads(False)  # a parameter that was not read has no gradient
@@ -175,14 +173,6 @@ def _unshard_all_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any
     return of_shards, of_leaves, None, None
 
 
-def _reduce_all(grads: Sequence[Tensor], texts: Sequence[str]) -> list[Tensor]:
-    return list(map(_reduce_grad, grads, texts))
-
-
-def _reduce_all_fake(grads: Sequence[Tensor], texts: Sequence[str]) -> list[Tensor]:
-    return list(map(_reduce_grad_fake, grads, texts))
-
-
 def _take_shard(unsharded: Tensor, dim: int, world: int, group: str) -> Tensor:
     rank = dist.get_group_rank(process_group(group), dist.get_rank())
     return reference.take_shard(unsharded, ShardLayout(tuple(unsharded.shape), dim, world), rank)
@@ -192,9 +182,9 @@ def _take_shard_fake(unsharded: Tensor, dim: int, world: int, group: str) -> Ten
     return unsharded.new_empty(ShardLayout(tuple(unsharded.shape), dim, world).shard_shape)
 
 
-define(nodes.UNSHARD_SCHEMA, _unshard, _unshard_fake)
-define(nodes.UNSHARD_ALL_SCHEMA, _unshard_all, _unshard_all_fake)
-define(nodes.REDUCE_ALL_SCHEMA, _reduce_all, _reduce_all_fake)
+define(nodes.UNSHARD_SCHEMA, _alone(_unshard), _alone(_unshard_fake))
+define(nodes.UNSHARD_ALL_SCHEMA, _for_each(_unshard), _for_each(_unshard_fake))
+define(nodes.REDUCE_ALL_SCHEMA, _for_each(_reduce_grad), _for_each(_reduce_grad_fake))
 define(nodes.REDUCE_GRAD_SCHEMA, _reduce_grad, _reduce_grad_fake)
 define(nodes.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
 define(

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..passes.cost import Cluster
-from ..passes.kinds import Kind, Request, Times
+from ..passes.cost import Cluster, Times
+from ..passes.kinds import Kind, Request
 from ..sharding.mesh import process_group
 from ..sharding.spec import CommSpec, ReductionBucket, ReductionSpec
 from . import backend, copies, profiler, reference, streams

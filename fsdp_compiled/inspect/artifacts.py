@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from ..passes.graph.read import cluster_of
+from ..passes.graph import nodes
 from ..passes.log import trace_artifact
 from ..passes.schedule_policy import SchedulePolicy
 from .reading import Scheduled, captured_graph
@@ -57,7 +57,7 @@ def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Captu
         parameters=sum(param.layout(1).numel for param in params.values()),
         world=max((collective.world for collective in found.collectives), default=1),
         torch_version=torch.__version__,
-        cluster=cluster_of(graph, policy.cluster),
+        cluster=nodes.cluster_of(graph, policy.cluster),
         schedule=policy,
         graph_breaks=(),
         graphs=(found,),

@@ -18,10 +18,8 @@ from ..passes.cost import Cluster
 from ..passes.cost.compute import node_us
 from ..passes.graph import nodes
 from ..passes.graph.emit import PLACE, POSITION, Place
-from ..passes.graph.read import cluster_of
 from ..passes.kinds import Request
-from ..passes.planning.simulate import Timed, simulate
-from ..passes.planning.tasks import Load, Plan, bytes_in_flight
+from ..passes.planning.tasks import Load, Plan, Timed, bytes_in_flight, simulate
 from ..passes.schedule_policy import SchedulePolicy
 from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region, Verdict
 
@@ -41,7 +39,7 @@ class Scheduled:
         self.launches = {(place.task, place.stage): node for node, place in places.items()}
         self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))
         self.compute = _compute_of(graph, len(self.plan.load.compute_us))
-        clock = _Clock(cluster_of(graph, policy.cluster))
+        clock = _Clock(nodes.cluster_of(graph, policy.cluster))
         self.us = {node: clock.us(node) for together in self.compute for node in together}
         compute_us = tuple(sum(map(self.us.__getitem__, together)) for together in self.compute)
         self.load = replace(self.plan.load, compute_us=compute_us)

@@ -1,18 +1,21 @@
-"""What collectives and the copies around them cost on a given cluster: records, and arithmetic on them."""
+"""What collectives and the copies around them cost: clusters, those that ship, and which one this process is in."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from ...expect import expect, unexpected
 from ...sharding.mesh import process_group
-from ...sharding.spec import Group
+from ...sharding.spec import AllGatherBucket, Group
+from ..torch_internals import groups
 
 EFFICIENCY = 0.7  # of peak FLOP/s and of memory bandwidth. *Source:* AutoParallel's compute model.
 
@@ -135,23 +138,26 @@ class Cluster:
         """Return the time to move ``size_bytes`` to the host, or from there."""
         return 1e6 * size_bytes / (EFFICIENCY * self.host_bytes_per_s)
 
-    def all_gather_times(self, sizes: Sequence[int], lane: Lane, kind: AllGatherKind) -> AllGatherTimes:
-        """Return the times of one all-gather of parameters of these bytes, unsharded."""
+    def all_gather_times(self, sizes: Sequence[int], lane: Lane, bucket: AllGatherBucket, beside: bool) -> Times:
+        """Return the times of one all-gather of parameters of these bytes, unsharded.
+
+        ``bucket`` tells how it is done; ``beside``: compute runs on a GPU, and copies on a side stream.
+        """
         size, world = sum(sizes), lane.world
         us, pack_us, unpack_us = lane.link.collective_us(size, world), 0.0, 0.0
-        if kind.from_host:
+        if bucket.spec.device and beside:
             us += self.host_us(size // world)
-        if kind.into_place:
+        if bucket.into_place:
             us += (len(sizes) - 1) * self.piece_us
         else:
             unpack_us = self.packing_us(size)
-        if not kind.inputs_persist or (not kind.into_place and len(sizes) > 1 and world > 1):
+        if not bucket.inputs_persist or (not bucket.into_place and len(sizes) > 1 and world > 1):
             pack_us = self.packing_us(size // world)
-        if not kind.beside:
-            return AllGatherTimes(us, pack_us, unpack_us)
-        if kind.inputs_persist:
-            return AllGatherTimes(us + pack_us + unpack_us, 0.0, 0.0)
-        return AllGatherTimes(us + unpack_us, pack_us, 0.0)
+        if not beside:
+            return Times((us,), pack_us, unpack_us)
+        if bucket.inputs_persist:
+            return Times((us + pack_us + unpack_us,))
+        return Times((us + unpack_us,), pack_us)
 
     def saves_by_gathering_into_place(self, sizes: Sequence[int]) -> bool:
         """Tell whether further pieces of one launch cost less than unpacking parameters of these bytes."""
@@ -167,22 +173,12 @@ class Lane:
     name: str = ""  # collectives of equal names run one after the other
 
 
-@dataclass(frozen=True)
-class AllGatherKind:
-    """What happens around an all-gather."""
+class Times(NamedTuple):
+    """Estimated microseconds of one bucket."""
 
-    into_place: bool = False  # each parameter is gathered straight into its own memory
-    beside: bool = False  # copies run on a side stream
-    inputs_persist: bool = True  # the shards keep their memory until the wait; others are copied first, by compute
-    from_host: bool = False  # the shards live there
-
-
-class AllGatherTimes(NamedTuple):
-    """Times of an all-gather: on the link, with what runs on its stream; of compute before, and after."""
-
-    us: float
-    pack_us: float
-    unpack_us: float
+    stages_us: tuple[float, ...]  # on the lane of each stage, with what runs on its stream
+    pack_us: float = 0.0  # of compute, before the launch
+    unpack_us: float = 0.0  # of compute, after the first wait
 
 
 def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
@@ -197,3 +193,86 @@ def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
         expect(name, value, int | float, least)
         if not (0 <= value < inf) or (value == 0 and field.name not in may_be_0):
             raise unexpected(name, least, value)
+
+
+# NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
+# *Source:* baseLat and hwLat in NCCL's src/graph/tuning.cc.
+_NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
+_NVLINK_USABLE = 370 / 450  # of its line rate, after protocol. *Source:* NVIDIA/nccl-tests issue 212 (H100).
+# Of a network card's line rate. *Source:* 46 of 50 GB/s for a 400 Gb/s card, NVIDIA/nccl-tests issue 290; 75 of
+# 100 GB/s for the eight 100 Gb/s cards of an A100 node, NVIDIA/nccl issue 495.
+_CARD_USABLE, _A100_CARD_USABLE = 46 / 50, 75 / 100
+
+
+def _gpu(name: str, tflops: tuple[float, float], memory_gb: float, nvlink_gb: float, card_gb: float) -> Cluster:
+    tflops_16, tflops_32 = tflops
+    return Cluster(
+        name=name,
+        flops_16bit=tflops_16 * 1e12,
+        flops_32bit=tflops_32 * 1e12,
+        memory_bytes_per_s=memory_gb * 1e9,
+        kernel_us=7.0,  # *Source:* AutoParallel's launch floor.
+        intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, _NVLINK_USABLE * nvlink_gb * 1e9),
+        inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, card_gb * 1e9),
+        piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
+    )
+
+
+CLUSTERS: Mapping[str, Cluster] = {
+    # *Source:* NVIDIA's datasheets (SXM parts): dense bf16 and fp32 FLOP/s, memory, half of NVLink's two-way
+    # bandwidth; one network card for each GPU as in NVIDIA's DGX systems; PCIe 5.0, for the A100 4.0.
+    "H100": _gpu("H100", (989, 67), 3350, 450, _CARD_USABLE * 50),
+    "H200": _gpu("H200", (989, 67), 4800, 450, _CARD_USABLE * 50),
+    "A100": replace(_gpu("A100", (312, 19.5), 2039, 300, _A100_CARD_USABLE * 25), host_bytes_per_s=32e9),
+    "B200": _gpu("B200", (2250, 75), 8000, 900, _CARD_USABLE * 50),
+    # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
+    # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
+    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for
+    # each further buffer of coalesced all-gathers.
+    "CPU": Cluster(
+        name="CPU",
+        flops_16bit=133e9,
+        flops_32bit=133e9,
+        memory_bytes_per_s=25e9,
+        kernel_us=2.0,
+        intra=Link(400.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
+        inter=Link(600.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
+        compute_blocked_fraction=1.0,
+        piece_us=10.0,
+        host_bytes_per_s=25e9,  # its own memory
+    ),
+}
+
+
+def detect(device: torch.device) -> Cluster:
+    """Return the cluster that ``device`` belongs to.
+
+    The device's name chooses the constants; an unknown GPU is taken for an H100. The number of ranks on a node
+    is ``torchrun``'s ``LOCAL_WORLD_SIZE``, else the number of this machine's GPUs. Ranks on machines of different
+    kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there.
+    """
+    name, ranks_per_node = description(device)
+    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
+    return replace(known, ranks_per_node=ranks_per_node)
+
+
+def group_places() -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return name and ranks of each process group, which compile-cache keys must hold.
+
+    They are all that :meth:`Cluster.link` looks at. Groups of the first ranks, such as all ranks, are left out: there
+    the world, which specs hold, tells as much, and a group for something else then leaves the keys as they are.
+    """
+    ranks_of = {str(name): dist.get_process_group_ranks(group) for group, name in groups().items()}
+    return tuple(sorted((name, tuple(ranks)) for name, ranks in ranks_of.items() if max(ranks) >= len(ranks)))
+
+
+def description(device: torch.device) -> tuple[str, int]:
+    """Return all that :func:`detect` looks at, which compile-cache keys must hold."""
+    module = torch.get_device_module(device)
+    is_there = device.type != "cpu" and module.is_available()
+    name = module.get_device_name(device) if is_there else "CPU" if device.type == "cpu" else device.type
+    given = os.environ.get("LOCAL_WORLD_SIZE") or "0"
+    if not given.isdecimal():
+        raise unexpected("LOCAL_WORLD_SIZE", "the number of ranks on this machine", repr(given), "unset it")
+    local = int(given)
+    return name, local or (module.device_count() if is_there else 0) or CLUSTERS["CPU"].ranks_per_node

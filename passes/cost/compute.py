@@ -1,7 +1,7 @@
 """What a node costs on a given cluster with the sizes that it has, by arithmetic alone: for those who look at graphs.
 
-Nothing is decided from it: ranks whose inputs differ in size would decide differently. It must not know collectives,
-and puts no guard on sizes that vary.
+Nothing is decided from it: ranks whose inputs differ in size would decide differently. It puts no guard on sizes that
+vary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
 from .cluster import EFFICIENCY, Cluster
@@ -29,7 +28,7 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     """
     if node.op != "call_function" or is_view(node):
         return 0.0
-    packet = _packet(node)
+    packet = getattr(node.target, "overloadpacket", None)
     formula = flop_registry.get(packet)
     if formula is None:
         return 1e6 * _bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
@@ -38,21 +37,20 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     stand_in = _with_equal_heads(node) if is_attention else _stand_in
     args, kwargs = map_aggregate(node.args, stand_in), map_aggregate(node.kwargs, stand_in)
     flops = formula(*args, **kwargs, out_val=stand_in(node))
-    is_16bit = any(tensor.element_size() <= 2 for tensor in _tensors(node))
+    is_16bit = any(tensor.element_size() <= 2 for tensor in tensors_of(node))
     peak = cluster.flops_16bit if is_16bit else cluster.flops_32bit
     seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
     return max(seconds * 1e6, cluster.kernel_us)
 
 
 def _bytes(node: fx.Node) -> int:
-    """Return the size of a node's result, all tensors of it."""
-    return sum(prod(map(_counted, tensor.shape)) * tensor.element_size() for tensor in _tensors(node))
+    return sum(prod(map(_counted, tensor.shape)) * tensor.element_size() for tensor in tensors_of(node))
 
 
 def _stand_in(value: Any) -> Any:
     """Return what formulas for FLOPs take in place of an argument: tensors without memory, numbers."""
     if isinstance(value, fx.Node):
-        return tree_map(_stand_in, value.meta.get("val"))
+        return map_aggregate(value.meta.get("val"), _stand_in)
     if isinstance(value, torch.Tensor):
         return torch.empty([_counted(size) for size in value.shape], dtype=value.dtype, device="meta")
     return _counted(value) if isinstance(value, torch.SymInt) else value
@@ -81,16 +79,13 @@ def _counted(size: int | torch.SymInt) -> int:
     return _UNKNOWN if hint is None else int(hint)
 
 
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
-
-
 def is_view(node: fx.Node) -> bool:
     """Tell whether a node's result shares its input's memory, or takes a piece out of a list."""
     return bool(getattr(node.target, "is_view", False)) or getattr(node.target, "__name__", "") == "getitem"
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Return the fake tensors that stand for a node's results."""
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -1,13 +1,13 @@
 """A graph's compute as every rank has it, whatever the sizes of its inputs: what schedules are decided from.
 
 Ranks decide alike and cannot ask each other while they compile, though one may see 128 tokens and another 4096, one a
-fixed size and another one that varies. So nothing here reads a size that is not a parameter's. It puts no guard on
-sizes that vary, and must not know collectives.
+fixed size and another one that varies. So nothing here reads a size that is not a parameter's, or guards one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..cost import EFFICIENCY, Cluster
-from ..cost.compute import is_view
+from ..cost.compute import is_view, tensors_of
 from . import nodes
 
 SEQUENCE = 4096  # nominal length of a sequence, in tokens, unless there are fewer tokens
@@ -24,7 +24,7 @@ PARAMETER = "fsdp_compiled_parameter"  # key in the meta of a parameter's value:
 _BACKWARD_OF_ATTENTION = 2.5
 _ATTENTION = ("attention", "attn")
 _SIZES = (int, torch.SymInt)
-_CASTS = (torch.ops.aten._to_copy, torch.ops.prims.convert_element_type)
+_CASTS = ("aten._to_copy", "prims.convert_element_type")
 
 
 class Weight(NamedTuple):
@@ -33,10 +33,13 @@ class Weight(NamedTuple):
     numel: int
     width: int  # of the last dimension
 
-    @staticmethod
-    def of(shape: torch.Size | tuple[int, ...]) -> Weight:
-        numel = torch.Size(shape).numel()
-        return Weight(numel, shape[-1] if shape else 1)
+    @property
+    def is_vector(self) -> bool:
+        return self.numel <= self.width
+
+
+def _weights(shapes: Iterable[tuple[fx.Node, tuple[int, ...]]]) -> dict[fx.Node, Weight]:
+    return {node: Weight(prod(shape), shape[-1] if shape else 1) for node, shape in shapes}
 
 
 class AnchoredCompute:
@@ -54,14 +57,14 @@ class AnchoredCompute:
     """
 
     def __init__(self, graph: fx.Graph, is_ours: Callable[[fx.Node], bool], tokens: int) -> None:
-        known = {node: Weight.of(shape) for node, shape in nodes.unsharded_of(graph)}
+        known = _weights(nodes.unsharded_of(graph))
         known |= {n: n.meta[PARAMETER] for n in graph.nodes if n.op == "placeholder" and PARAMETER in n.meta}
         values = _with_derived(graph, known)
         self._tokens, self._values = tokens, values
         inside = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
         self.nodes = [node for node in inside if node not in values and not is_ours(node)]
         self.position: dict[fx.Node, int] = {}
-        makers = _makers([(source, Weight.of(shape)) for source, shape in nodes.gradients_of(graph)])
+        makers = _makers(_weights(nodes.gradients_of(graph)))
         self._anchors = list(_anchors(graph, values, makers))
         anchors, count, since = {node for node, _ in self._anchors}, 0, list[fx.Node]()
         for node in self.nodes:
@@ -110,8 +113,7 @@ class AnchoredCompute:
 
 def mark_parameters(graph: fx.Graph) -> None:
     """Note beside what is computed from parameters alone that it is; what forward keeps for backward stays noted."""
-    known = {node: Weight.of(shape) for node, shape in nodes.unsharded_of(graph)}
-    for node, weight in _with_derived(graph, known).items():
+    for node, weight in _with_derived(graph, _weights(nodes.unsharded_of(graph))).items():
         node.meta[PARAMETER] = weight
 
 
@@ -124,40 +126,34 @@ def _with_derived(graph: fx.Graph, known: _Weights) -> _Weights:
     found = dict(known)
     for node in graph.nodes:
         sources = [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), _SIZES)]
-        if sources and node not in found and all(each in found for each in sources) and _is_pure(node):
+        if node.op != "call_function" or not sources or node in found or not found.keys() >= set(sources):
+            continue
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if not is_random and not nodes.is_communication(node) and nodes.region_of(node) is None:
             weights = [found[source] for source in sources]
             found[node] = Weight(sum(each.numel for each in weights), max(each.width for each in weights))
     return found
 
 
-def _is_pure(node: fx.Node) -> bool:
-    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-    is_compute = node.op == "call_function" and not nodes.is_communication(node)
-    return is_compute and not is_random and nodes.region_of(node) is None
-
-
-def _makers(gradients: list[tuple[fx.Node, Weight]]) -> _Weights:
+def _makers(gradients: _Weights) -> _Weights:
     """Return the nodes that make gradients of parameters that are no vectors, seen through sums, casts and views."""
     makers: _Weights = {}
-    for source, weight in gradients:
-        stack = [source] if weight.numel > weight.width else []
+    for source, weight in gradients.items():
+        stack = [] if weight.is_vector else [source]
         while stack:
             node = stack.pop()
-            is_sum = getattr(node.target, "overloadpacket", None) is torch.ops.aten.add
             if node.op != "call_function" or node in makers:
                 continue
             region = nodes.region_of(nodes.source_of(node) if nodes.is_getitem(node) else node)
-            if region is None and (is_sum or len(node.all_input_nodes) == 1):
+            if region is None and (_packet(node) is torch.ops.aten.add or len(node.all_input_nodes) == 1):
                 stack += node.all_input_nodes
             else:
                 makers[node] = weight
     return makers
 
 
-def _is_product(node: fx.Node, weight: Weight) -> bool:
-    """Tell whether every token meets every element of a matrix: a product with a dimension of 1 is elementwise."""
-    packet = getattr(node.target, "overloadpacket", None)
-    return weight.numel > weight.width and (packet in flop_registry or packet is torch.ops.aten.mul)
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
 
 
 def _product_of_bias(node: fx.Node, read: _Weights) -> fx.Node | None:
@@ -165,18 +161,19 @@ def _product_of_bias(node: fx.Node, read: _Weights) -> fx.Node | None:
 
     Inductor decomposes ``addmm`` of one token so. For more tokens ``addmm`` is one anchor, which reads the bias too.
     """
+    if _packet(node) is not torch.ops.aten.add:
+        return None
     parameters = [read[source] for source in node.all_input_nodes if source in read]
-    is_add = getattr(node.target, "overloadpacket", None) is torch.ops.aten.add
-    if not is_add or not parameters or any(each.numel > each.width for each in parameters):
+    if not parameters or not all(each.is_vector for each in parameters):
         return None
     is_summed = False
     while len(inputs := [source for source in node.all_input_nodes if source not in read]) == 1:
         (node,) = inputs
-        packet = getattr(node.target, "overloadpacket", None)
+        packet = _packet(node)
         if packet is torch.ops.aten.mul and not read.keys().isdisjoint(node.all_input_nodes):
             return node if is_summed else None
         is_number = packet is torch.ops.aten.mul and len(node.all_input_nodes) == 1
-        if not (packet in (torch.ops.aten.sum, *_CASTS) or is_number or is_view(node)):
+        if not (packet is torch.ops.aten.sum or str(packet) in _CASTS or is_number or is_view(node)):
             return None
         is_summed |= packet is torch.ops.aten.sum
     return None
@@ -192,19 +189,14 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
         if node.op != "call_function" or node in read or nodes.is_communication(node) or nodes.is_getitem(node):
             continue  # a gradient is made by a region, and not by taking it out of the region's results
         if nodes.region_of(node) is not None:
-            yield node, _of_region(node, read, made)
+            operands = {at: read[each] for at, each in enumerate(nodes.operands_of(node)) if each in read}
+            yield node, (operands, {nodes.index_of(i): made[i] for i in nodes.getitems_of(node) if i in made})
             continue
         weights = [read[source] for source in node.all_input_nodes if source in read]
         if node not in made and _product_of_bias(node, read) is not None:
             continue
         if weights or node in made or _is_attention(node):
             yield node, max(weights, default=made.get(node, Weight(0, 0)))
-
-
-def _of_region(call: fx.Node, read: _Weights, made: _Weights) -> Read:
-    operands = {at: read[each] for at, each in enumerate(nodes.operands_of(call)) if each in read}
-    items = {nodes.index_of(item): made[item] for item in nodes.getitems_of(call) if item in made}
-    return operands, items
 
 
 def _anchor_us(node: fx.Node, read: Weight | Read, cluster: Cluster, tokens: int, known: dict[Any, float]) -> float:
@@ -217,7 +209,7 @@ def _anchor_us(node: fx.Node, read: Weight | Read, cluster: Cluster, tokens: int
         inputs = [each for each in region.nodes if each.op == "placeholder"]
         results = nodes.results_of(region)
         values = _with_derived(region, {inputs[at]: weight for at, weight in read[0].items()})
-        makers = _makers([(result, w) for at, w in read[1].items() if (result := results[at]) is not None])
+        makers = _makers({result: w for at, w in read[1].items() if (result := results[at]) is not None})
         inner = _anchors(region, values, makers)
         known[key] = sum(_anchor_us(each, weight, cluster, tokens, known) for each, weight in inner)
     return known[key]
@@ -229,24 +221,19 @@ def _product_us(node: fx.Node, weight: Weight, cluster: Cluster, tokens: int) ->
     Attention is quadratic in the length of a sequence, and counts no causal mask, as torch's formulas do not.
     What is no product reads and writes a token's worth of the parameter's last dimension.
     """
-    tensors = [value for value in _values(node) if isinstance(value, torch.Tensor)]
-    itemsize = min((tensor.element_size() for tensor in tensors), default=4)
+    itemsize = min((tensor.element_size() for tensor in tensors_of(node)), default=4)
     traffic, flops = 2 * tokens * weight.width, 0.0
     if _is_attention(node):
         width = _width_of_attention(node)
         factor = _BACKWARD_OF_ATTENTION if "backward" in str(node.target) else 1.0
         flops, traffic = factor * 4 * tokens * min(tokens, SEQUENCE) * width, int(factor * 4 * tokens * width)
-    elif _is_product(node, weight):
+    elif not weight.is_vector and (_packet(node) in flop_registry or _packet(node) is torch.ops.aten.mul):
+        # a product with a dimension of 1 is elementwise
         flops = 2.0 * weight.numel * tokens * _products(node)
         traffic = weight.numel + tokens * (weight.width + weight.numel // max(weight.width, 1))
     peak = cluster.flops_16bit if itemsize <= 2 else cluster.flops_32bit
     seconds = max(flops / peak, traffic * itemsize / cluster.memory_bytes_per_s) / EFFICIENCY
     return max(seconds * 1e6, cluster.kernel_us if flops else 0.0)
-
-
-def _values(node: fx.Node) -> list[Any]:
-    value = node.meta.get("val")
-    return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def _products(node: fx.Node) -> int:
@@ -257,8 +244,7 @@ def _products(node: fx.Node) -> int:
 
 def _width_of_attention(node: fx.Node) -> int:
     """Return heads times features: operators take ``[batch, heads, length, features]`` or heads before features."""
-    query = next((each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)), None)
-    shape = nodes.value_of(query).shape if query is not None else ()
+    shape = next((tensor.shape for each in node.all_input_nodes for tensor in tensors_of(each)), ())
     if len(shape) < 3:
         return 0
     heads_first = len(shape) == 4 and not any(word in str(node.target) for word in ("aten._flash", "aten._efficient"))

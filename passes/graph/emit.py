@@ -1,12 +1,11 @@
-"""Writes nodes into a graph: operators of ours, and a plan, launch by launch and wait by wait.
-
-It must not decide anything.
-"""
+"""Writes nodes into a graph: operators of ours, and a plan, launch by launch and wait by wait."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from .anchors import AnchoredCompute
 
 PLACE = "fsdp_compiled_place"  # key in the meta of a launch: its :class:`Place`
 POSITION = "fsdp_compiled_position"  # key in the meta of a compute node: its position in the plan
-# What AOTAutograd has noted of a node, by which it parts forward from backward.
 _OF_TRACING = ("partitioner_tag", "autograd_backward", "seq_nr", "recompute", "ac_graph_id", "nn_module_stack")
 
 
@@ -44,11 +42,16 @@ def insert(before: fx.Node, op: Callable[..., Any], *args: Any, value: Any = Non
 
 
 def insert_copy(before: fx.Node, node: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """Insert what ``node`` of another graph does, on what stands in this one for its arguments."""
+    """Insert what ``node`` of another graph does, on what ``known`` has for its arguments."""
     with before.graph.inserting_before(before):
         copy = before.graph.node_copy(node, known.__getitem__)
-    copy.meta |= {key: before.meta[key] for key in _OF_TRACING if key in before.meta}
-    return copy
+    return _noted(copy, before)
+
+
+def _noted(new: fx.Node, old: fx.Node) -> fx.Node:
+    """Give ``new`` what AOTAutograd has noted of ``old``, by which it parts forward from backward."""
+    new.meta |= {key: old.meta[key] for key in _OF_TRACING if key in old.meta}
+    return new
 
 
 def insert_cast(before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
@@ -69,21 +72,19 @@ def insert_unshard(before: fx.Node, shard: fx.Node, spec: CommSpec, value: Any =
 
 def insert_take_shard(before: fx.Node, unsharded: fx.Node, spec: CommSpec) -> fx.Node:
     """Insert the cut of an unsharded parameter for the smaller group, to this rank's padded piece."""
-    group = spec.post_forward
-    args = (unsharded, spec.param.dim, group.world, group.name)
-    return insert(before, torch.ops.fsdp_compiled.take_shard.default, *args)
+    op, group = torch.ops.fsdp_compiled.take_shard.default, spec.post_forward
+    return insert(before, op, unsharded, spec.param.dim, group.world, group.name)
 
 
 def expand(node: fx.Node) -> None:
     """Replace an ``unshard_all`` or ``reduce_all`` by an operator for each result that is read."""
     sources: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]
     specs = [CommSpec.decode(text) for text in node.args[-1]]  # type: ignore[union-attr, arg-type]
-    insert_one = insert_unshard if nodes.is_unshard_all(node) else insert_reduce_grad
+    insert_one = insert_unshard if nodes.operator_of(node) == "unshard_all" else insert_reduce_grad
     for item in list(node.users):
         index = nodes.index_of(item)
-        single = insert_one(node, sources[index], specs[index], item.meta["val"])
-        single.meta |= {key: node.meta[key] for key in _OF_TRACING if key in node.meta}
-        replace_by([item], [single])
+        single = insert_one(node, sources[index], specs[index], nodes.value_of(item))
+        replace_by([item], [_noted(single, node)])
     node.graph.erase_node(node)
 
 
@@ -99,31 +100,16 @@ def do_locally(node: fx.Node) -> None:
 
 
 def replace_by(old: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
-    """Let users of ``old`` use ``results`` instead, and erase ``old``."""
     for node, result in zip(old, results, strict=True):
         node.replace_all_uses_with(result)
         node.graph.erase_node(node)
 
 
-def put_in_order(order: Iterable[fx.Node], graph: fx.Graph) -> None:
-    """Move the nodes, which are all of the graph's, into this order."""
-    last = graph._root
-    for node in order:
-        if last.next is not node:
-            last.append(node)
-        last = node
-
-
-# ---- plans ----
-
-
-class Stage(NamedTuple):
-    """The nodes of one operation of a plan."""
-
-    launch: fx.Node
-    wait: fx.Node
-    waiting: list[fx.Node]  # the wait and what is taken from it, in order
-    is_collective: bool  # or a copy
+def put_in_order(order: Sequence[fx.Node]) -> None:
+    """Move all nodes of a graph into this order."""
+    for before, node in pairwise(order):
+        if before.next is not node:
+            before.append(node)
 
 
 def emit(plan: Plan, opaque: Sequence[fx.Node], compute: AnchoredCompute, cluster: Cluster) -> None:
@@ -132,68 +118,65 @@ def emit(plan: Plan, opaque: Sequence[fx.Node], compute: AnchoredCompute, cluste
     for node, position in compute.position.items():
         node.meta[POSITION] = position
     (output,) = graph.find_nodes(op="output")
-    stages: dict[tuple[int, int], Stage] = {}
+    operations: dict[tuple[int, int], list[fx.Node]] = {}  # launch, wait, and what is taken from it
     for number, requests in enumerate(plan.buckets):
-        asked, bucket = [opaque[request.index] for request in requests], requests[0].kind.bucket_of(requests, cluster)
-        results = [nodes.source_of(node) for node in asked]
+        asked, bucket = [opaque[request.index] for request in requests], requests[0].kind.make(requests, cluster)
+        results, values = [nodes.source_of(node) for node in asked], [nodes.value_of(node) for node in asked]
         for index, name in enumerate(bucket.stages):
-            stage = stages[number, index] = _insert_stage(output, name, results, bucket)
-            stage.launch.meta[PLACE] = Place(plan, number, index)
-            results = [node for node in stage.waiting[1:] if not nodes.is_part(node)]
+            given = values if name == bucket.stages[-1] else None  # a handle for the next stage
+            launch, _, *taken = operations[number, index] = _insert_stage(output, name, results, bucket, given)
+            launch.meta[PLACE] = Place(plan, number, index)
+            results = [node for node in taken if not nodes.is_part(node)]
         replace_by(asked, results)
-    order = _Order(compute, [stage.waiting for stage in stages.values()])
+    order = _Order(compute, [waiting for _, *waiting in operations.values()])
     for action in plan.actions:
-        stage = stages[action.task, action.stage]
+        launch, wait, *_ = operations[action.task, action.stage]
+        is_copy = nodes.bucket_of(launch).group_of(nodes.stage_of(launch)) is None
         if action.verb == "launch":
-            order.put(action.position, stage.launch)
-        elif stage.is_collective or action.position < compute.end:  # the host waits last, see complete
-            order.put(action.position, stage.wait)
-    put_in_order(order.complete(graph), graph)
+            order.put(action.position, launch)
+        elif not is_copy or action.position < compute.end:  # the host waits last, see complete
+            order.put(action.position, wait)
+    put_in_order(order.complete(graph))
 
 
-def _insert_stage(before: fx.Node, name: str, inputs: Sequence[fx.Node], bucket: Bucket) -> Stage:
-    """Insert the launch and the wait of one stage."""
+def _insert_stage(
+    before: fx.Node, name: str, inputs: Sequence[fx.Node], bucket: Bucket, values: Any
+) -> list[fx.Node]:
+    """Insert a stage: its launch, its wait, and what is taken from that; ``values`` of the results, if known."""
     ops, text = torch.ops.fsdp_compiled, bucket.encode()
     launch = insert(before, getattr(ops, f"launch_{name}").default, list(inputs), text)
-    wait = insert(before, getattr(ops, f"wait_{name}").default, launch, text)
+    wait = insert(before, getattr(ops, f"wait_{name}").default, launch, text, value=values)
     count, size = len(wait.meta["val"]), nodes.PART
     starts = range(0, count, size) if count > size else ()
     parts = [insert(before, operator.getitem, wait, slice(start, start + size)) for start in starts]
     places = [(parts[index // size], index % size) if parts else (wait, index) for index in range(count)]
     items = [insert(before, operator.getitem, *place) for place in places]
-    return Stage(launch, wait, [wait, *parts, *items], bucket.group_of(name) is not None)
+    return [launch, wait, *parts, *items]
 
 
 class _Order:
     """Nodes put one behind the other: compute as it stood, collectives where a plan has them.
 
-    What a node reads comes before it. So what was started ahead is waited for by the first node that reads it, and
-    whatever prepares a launch comes before that launch.
+    What a node reads comes before it: also a wait, and whatever prepares a launch.
     """
 
     def __init__(self, compute: AnchoredCompute, waiting: Sequence[list[fx.Node]]) -> None:
-        self._compute = compute
+        self._positions = compute.position
+        self._compute = deque(compute.nodes)  # that is not placed
         self._placed: dict[fx.Node, None] = {}  # in order
-        self._next = 0  # compute node
         self._waiting = {node: together for together in waiting for node in together}
 
     def put(self, position: int, node: fx.Node) -> None:
         """Place a node behind the compute before ``position``."""
-        self._compute_until(position)
+        while self._compute and self._positions[self._compute[0]] < position:
+            self._place(self._compute.popleft())
         self._place(node)
 
-    def complete(self, graph: fx.Graph) -> Iterable[fx.Node]:
+    def complete(self, graph: fx.Graph) -> list[fx.Node]:
         """Place what is left and return all nodes."""
-        self._compute_until(self._compute.end + 1)
-        for node in graph.nodes:
+        for node in (*self._compute, *graph.nodes):
             self._place(node)
         return [*graph.find_nodes(op="placeholder"), *self._placed]
-
-    def _compute_until(self, position: int) -> None:
-        in_order, position_of = self._compute.nodes, self._compute.position
-        while self._next < len(in_order) and position_of[in_order[self._next]] < position:
-            self._place(in_order[self._next])
-            self._next += 1
 
     def _place(self, node: fx.Node) -> None:
         if node in self._placed or node.op == "placeholder":

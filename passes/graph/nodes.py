@@ -1,16 +1,15 @@
 """The library's operators as FX nodes: what each is, what it carries, what is known about its tensors.
 
-This file alone knows how operators are named and where their arguments stand. It knows nothing of modules, process
-groups or schedules; what a kind of collective is, it asks :mod:`kinds`.
+This file alone knows how operators are named and where their arguments stand; what a kind is, it asks :mod:`kinds`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import fx
 from ...sharding.contract import Contract
 from ...sharding.spec import Bucket, CommSpec, ParamSpec
 from .. import kinds
+from ..cost import Cluster, detect
 from ..kinds import Kind
 
 NAMESPACE = "fsdp_compiled"
@@ -31,35 +31,30 @@ WITH_GRADIENT_SCHEMA = (
 )
 TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
 
+OPAQUE_SCHEMA = "{}(Tensor input, str bucket) -> Tensor"  # of a kind whose own operator takes no other arguments
+# What starts a stage, on tensors or on the handle of the stage before; the first of a graph carries a Contract.
+LAUNCH_SCHEMA = "launch_{}(Tensor[] inputs, str bucket, str contract='') -> Tensor"
+WAIT_SCHEMA = "wait_{}(Tensor handle, str bucket) -> Tensor[]"  # returns results, or a handle for the next stage
+
 PART = 16  # results of a long list are taken from parts of it, since torch walks through the list for each of them
-_LAUNCH, _WAIT = f"{NAMESPACE}.launch_", f"{NAMESPACE}.wait_"
 
 
-def opaque_schema(name: str) -> str:
-    """Return the schema of a kind's opaque operator that has no other arguments than a tensor and a bucket of it."""
-    return f"{name}(Tensor input, str bucket) -> Tensor"
+def operator_of(node: fx.Node) -> str:
+    """Return the name of our operator that ``node`` calls; "" if it calls none."""
+    return _name_of(node.target) if node.op == "call_function" else ""
 
 
-def launch_schema(stage: str) -> str:
-    """Return the schema of the operator that starts a stage, on tensors or on the handle of the stage before.
-
-    A graph's first launch carries what ranks have to agree on before it, see :class:`Contract`.
-    """
-    return f"launch_{stage}(Tensor[] inputs, str bucket, str contract='') -> Tensor"
-
-
-def wait_schema(stage: str) -> str:
-    """Return the schema of the operator that waits for a stage: it returns results, or a handle for the next."""
-    return f"wait_{stage}(Tensor handle, str bucket) -> Tensor[]"
+@lru_cache(maxsize=1024)  # torch makes the text anew each time that it is asked for
+def _name_of(target: Any) -> str:
+    namespace, _, name = str(target).removesuffix(".default").partition(".")
+    return name if namespace == NAMESPACE else ""
 
 
 def _is_op(name: str, node: fx.Node) -> bool:
-    return node.op == "call_function" and str(node.target) == f"{NAMESPACE}.{name}.default"
+    return operator_of(node) == name
 
 
 is_unshard = partial(_is_op, "unshard")  # tells whether a node all-gathers one parameter
-is_unshard_all = partial(_is_op, "unshard_all")  # all-gathers several, for a region
-is_reduce_all = partial(_is_op, "reduce_all")  # reduces the gradients of several
 is_reduce_grad = partial(_is_op, "reduce_grad")  # reduces one gradient
 is_with_gradient = partial(_is_op, "with_gradient")  # the identity, which was there for the gradient of its input
 is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for a smaller group
@@ -67,14 +62,12 @@ is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for
 
 def is_communication(node: fx.Node) -> bool:
     """Tell whether ``node`` is an operator of ours, or takes a result out of one."""
-    if is_getitem(node):
-        return is_communication(list_of(node))
-    return node.op == "call_function" and str(node.target).startswith(f"{NAMESPACE}.")
+    return is_communication(list_of(node)) if is_getitem(node) else bool(operator_of(node))
 
 
 def has_ours(graph: fx.Graph) -> bool:
     """Tell whether ``graph`` holds any operator of this library."""
-    return any(map(is_communication, graph.nodes))
+    return any(map(operator_of, graph.nodes))
 
 
 def is_pinned(graph: fx.Graph) -> bool:
@@ -87,22 +80,13 @@ def is_pinned(graph: fx.Graph) -> bool:
 
 def opaque_kind(node: fx.Node) -> Kind | None:
     """Return the kind of collective that an opaque node asks for; None if ``node`` is none."""
-    name = str(node.target)
-    if node.op != "call_function" or not name.startswith(f"{NAMESPACE}."):
-        return None
-    return kinds.of_opaque(name.removeprefix(f"{NAMESPACE}.").removesuffix(".default"))
+    kind = kinds.kind_of(name := operator_of(node))
+    return kind if kind is not None and kind.opaque == name else None
 
 
 def asked_of(node: fx.Node) -> Bucket:
     """Return the bucket of an opaque node alone."""
-    kind = opaque_kind(node)
-    assert kind is not None
-    return kind.bucket_of_one(str(node.args[-1]), value_of(source_of(node)))
-
-
-def travels(node: fx.Node) -> bool:
-    """Tell whether ``node`` is an opaque one for which anything leaves this rank's compute."""
-    return opaque_kind(node) is not None and not asked_of(node).spec.is_local
+    return kind_of(node).bucket_of_one(str(node.args[-1]), value_of(source_of(node)))
 
 
 def spec_of(node: fx.Node) -> CommSpec:
@@ -111,11 +95,14 @@ def spec_of(node: fx.Node) -> CommSpec:
     return CommSpec.decode(str(node.args[-1])).for_input(value.shape, value.dtype)
 
 
-def params_of(nodes: Sequence[fx.Node]) -> list[ParamSpec]:
-    """Return what travels at each node. Models of one class name units alike; in one graph they are numbered."""
+def params_of(asked: Mapping[fx.Node, Bucket]) -> list[ParamSpec]:
+    """Return what travels at each opaque node, given its bucket alone.
+
+    Models of one class name units alike; in one graph they are numbered.
+    """
     met, params = Counter[tuple[str, str, str]](), list[ParamSpec]()
-    for node in nodes:
-        (param,) = asked_of(node).params
+    for node, bucket in asked.items():
+        (param,) = bucket.params
         place = (str(node.target), param.unit, param.name)
         if met[place]:
             outermost, dot, rest = param.unit.partition(".")
@@ -129,34 +116,32 @@ def params_of(nodes: Sequence[fx.Node]) -> list[ParamSpec]:
 
 
 def is_launch(node: fx.Node) -> bool:
-    """Tell whether ``node`` starts a stage of a bucket."""
-    return node.op == "call_function" and str(node.target).startswith(_LAUNCH)
+    return operator_of(node).startswith("launch_")
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Tell whether ``node`` waits for a stage."""
-    return node.op == "call_function" and str(node.target).startswith(_WAIT)
+    return operator_of(node).startswith("wait_")
 
 
 def stage_of(node: fx.Node) -> str:
-    """Return the stage that a launch or a wait belongs to."""
-    return str(node.target).removesuffix(".default").removeprefix(_LAUNCH).removeprefix(_WAIT)
+    return operator_of(node).partition("_")[2]
 
 
 def kind_of(node: fx.Node) -> Kind:
-    """Return the kind of a launch or a wait."""
-    return kinds.of_stage(stage_of(node))
+    """Return the kind of an opaque node, a launch or a wait."""
+    kind = kinds.kind_of(operator_of(node))
+    assert kind is not None
+    return kind
 
 
 def bucket_of(node: fx.Node) -> Bucket:
     """Return what a launch or a wait carries."""
-    bucket: Bucket = kind_of(node).bucket.decode(str(node.args[1]))
-    return bucket
+    return kind_of(node).bucket.decode(str(node.args[1]))
 
 
-def is_first_stage(launch: fx.Node) -> bool:
-    """Tell whether a launch takes tensors, rather than the handle of the stage before."""
-    return stage_of(launch) == bucket_of(launch).stages[0]
+def is_first_launch(node: fx.Node) -> bool:
+    """Tell whether ``node`` is a launch that takes tensors, not the handle of the stage before."""
+    return is_launch(node) and stage_of(node) == bucket_of(node).stages[0]
 
 
 def is_ours(node: fx.Node) -> bool:
@@ -166,12 +151,6 @@ def is_ours(node: fx.Node) -> bool:
 
 def inputs_of(launch: fx.Node) -> list[fx.Node]:
     return list(launch.args[0])  # type: ignore[arg-type]
-
-
-def results_of_wait(wait: fx.Node) -> dict[int, fx.Node]:
-    """Return the results of a wait that are read, by their index."""
-    items = (item for item in getitems_of(wait) if not is_part(item))
-    return dict(sorted((index_of(item), item) for item in items))
 
 
 def set_contract(launch: fx.Node, contract: Contract) -> None:
@@ -191,7 +170,8 @@ def unsharded_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
             yield node, asked_of(node).layouts[0].shape
         elif is_wait(node) and kind_of(node).is_ahead:
             layouts = bucket_of(node).layouts
-            yield from ((item, layouts[index].shape) for index, item in results_of_wait(node).items())
+            items = sorted((index_of(item), item) for item in getitems_of(node) if not is_part(item))
+            yield from ((item, layouts[index].shape) for index, item in items)
 
 
 def gradients_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
@@ -199,7 +179,7 @@ def gradients_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
     for node in graph.nodes:
         if (kind := opaque_kind(node)) is not None and not kind.is_ahead:
             yield source_of(node), asked_of(node).layouts[0].shape
-        elif is_launch(node) and not kind_of(node).is_ahead and is_first_stage(node):
+        elif is_first_launch(node) and not kind_of(node).is_ahead:
             layouts = bucket_of(node).layouts
             yield from ((grad, layout.shape) for grad, layout in zip(inputs_of(node), layouts, strict=True))
 
@@ -209,9 +189,7 @@ def gradients_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
 
 def source_of(node: fx.Node) -> fx.Node:
     """Return the tensor that an operator takes first: a shard, a gradient, a handle."""
-    source = node.args[0]
-    assert isinstance(source, fx.Node)
-    return source
+    return node.args[0]  # type: ignore[return-value]
 
 
 def value_of(node: fx.Node) -> torch.Tensor:
@@ -252,8 +230,7 @@ def getitems_of(source: fx.Node) -> Iterator[fx.Node]:
 def is_parameter(node: fx.Node) -> bool:
     """Tell whether ``node`` is a parameter's shard, which outlives the step, by the name that AOTAutograd gives it.
 
-    Inputs of forward graphs and what backward graphs take of them are called primals, those of inference graphs arg;
-    what forward has computed for backward, which may be freed or overwritten there, has other names.
+    What forward has computed for backward, which may be freed or overwritten there, has other names.
     """
     return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
 
@@ -263,8 +240,16 @@ _HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution
 
 def is_heavy(node: fx.Node) -> bool:
     """Tell whether ``node`` is compute that Inductor runs by itself, at a place of its own, or a region of it."""
-    named = node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
-    return named or region_of(node) is not None
+    is_named = node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
+    return is_named or region_of(node) is not None
+
+
+def cluster_of(graph: fx.Graph, given: Cluster | None) -> Cluster:
+    """Return ``given``, or the cluster that the graph computes on, though shards may live on the CPU."""
+    if given is not None:
+        return given
+    devices = (value.device for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
+    return detect(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
 
 
 # ---- regions ----
@@ -272,17 +257,14 @@ def is_heavy(node: fx.Node) -> bool:
 
 def region_of(node: fx.Node) -> fx.Graph | None:
     """Return the graph of the region that ``node`` calls; None if it calls none."""
-    is_call = node.op == "call_function" and node.target is torch.ops.higher_order.invoke_subgraph
-    return region_module_of(node).graph if is_call else None
+    return region_module_of(node).graph if node.target is torch.ops.higher_order.invoke_subgraph else None
 
 
 def region_module_of(call: fx.Node) -> fx.GraphModule:
     """Return the region that a call of one calls."""
-    where, module = call.args[0], call.graph.owning_module
-    assert isinstance(where, fx.Node) and module is not None
-    region = module.get_submodule(str(where.target))
-    assert isinstance(region, fx.GraphModule)
-    return region
+    module = call.graph.owning_module
+    assert module is not None
+    return module.get_submodule(str(source_of(call).target))  # type: ignore[return-value]
 
 
 def operands_of(call: fx.Node) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ Candidates of many sizes are scheduled and simulated; the one that ends first wi
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -15,8 +15,7 @@ from math import inf
 from ..kinds import Kind, Request
 from ..schedule_policy import MIB, SchedulePolicy
 from .placing import place
-from .simulate import simulate
-from .tasks import Action, Load, Members, Plan, Requests, Task, alive_at, bytes_in_flight, least_bytes, task_of
+from .tasks import Action, Load, Members, Plan, Requests, Task, bytes_in_flight, least_bytes, simulate
 
 LEAST_AUTO_BOUND = 64 * MIB  # below it, launches cost more than memory
 MOST_PARAMS = 1024  # in a bucket of more, compiling takes long: some of what torch does for each result is quadratic
@@ -37,7 +36,13 @@ def decide(requests: Requests, policy: SchedulePolicy) -> Plan:
     small, positions = requests.compressed()
     auto, prefetch = policy.in_flight_bytes == "auto", None if policy.prefetch == "auto" else policy.prefetch
     search = _Search(small, auto_bound(small) if auto else policy.in_flight_bytes, prefetch)  # type: ignore[arg-type]
-    found = search.shortest() if policy.bucket == "auto" else search.scored(_as_asked(small, policy.bucket))
+    match policy.bucket:
+        case "auto":
+            found = search.shortest()
+        case "unit":
+            found = search.scored(_by_unit(small.each))
+        case cap:
+            found = search.scored(_filled(small.each, 0 if cap == "none" else cap))
     original = {request.index: request for request in requests.each}
     buckets = tuple(tuple(original[request.index] for request in bucket) for bucket in found.buckets)
     actions = tuple(replace(action, position=positions[action.position]) for action in found.actions)
@@ -52,15 +57,6 @@ def auto_bound(requests: Requests) -> int:
         units[request.kind.is_ahead][request.param.unit] += request.bytes - request.kept_bytes
     two_largest = sum(size for of_units in units.values() for _, size in of_units.most_common(2))
     return max(LEAST_AUTO_BOUND, needed, two_largest)
-
-
-def _as_asked(requests: Requests, bucket: str | int) -> Buckets:
-    if bucket == "unit":
-        return _by_unit(requests.each)
-    return _filled(requests.each, 0 if isinstance(bucket, str) else bucket)
-
-
-# ---- filling ----
 
 
 def _by_unit(requests: Sequence[Request]) -> Buckets:
@@ -82,7 +78,7 @@ def _filled(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = 
 
 
 def _filled_from_the_end(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = True) -> Buckets:
-    """Do the same from the last request backwards, so that the last buckets are the small ones."""
+    """Do the same backwards, so that the last buckets are the small ones."""
     return tuple(bucket[::-1] for bucket in reversed(_filled(requests[::-1], cap, ramp, apart)))
 
 
@@ -125,9 +121,6 @@ def _fill(
     return tuple(tuple(bucket.requests) for bucket in buckets)
 
 
-# ---- the shortest of many candidates ----
-
-
 @dataclass(frozen=True)
 class _Scored:
     """Buckets that fit, their schedule, and what counts in the choice."""
@@ -137,31 +130,27 @@ class _Scored:
     total_us: float
     peak_bytes: int
 
-    @property
-    def rank(self) -> tuple[int, int, float]:
-        return len(self.buckets), self.peak_bytes, self.total_us
 
-
-@dataclass
+@dataclass(frozen=True)
 class _Search:
-    """The candidates of one graph; tasks of equal buckets are computed once."""
+    """The candidates of one graph."""
 
     requests: Requests
     bound_bytes: int
     prefetch: int | None
-    _tasks: dict[int, tuple[Members, Task]] = field(default_factory=dict)  # by the identity of the bucket kept there
 
     def shortest(self) -> _Scored:
         """Try many sizes for one kind after the other, and return what ends first by simulation."""
-        kinds = dict.fromkeys(request.kind for request in self.requests.each)
-        best: dict[Kind, Buckets] = {kind: _filled(self._of(kind), self.bound_bytes) for kind in kinds}
-        found: _Scored | None = None
-        for kind in kinds:
-            tried = [best | {kind: buckets} for buckets in self._candidates(kind)]
-            scored = [self.scored(tuple(chain(*buckets.values()))) for buckets in tried]
-            found = _best([*scored, found] if found is not None else scored)
-            best = {each: tuple(b for b in found.buckets if b[0].kind is each) for each in kinds}
-        return found if found is not None else self.scored(())
+        kinds = defaultdict[Kind, list[Request]](list)
+        for request in self.requests.each:
+            kinds[request.kind].append(request)
+        best: dict[Kind, Buckets] = {kind: _filled(each, self.bound_bytes) for kind, each in kinds.items()}
+        scored: list[_Scored] = []
+        for kind, each in kinds.items():
+            tried = [best | {kind: buckets} for buckets in self._candidates(kind, each)]
+            scored = [_best([*(self.scored(tuple(chain(*buckets.values()))) for buckets in tried), *scored])]
+            best = {other: tuple(b for b in scored[0].buckets if b[0].kind is other) for other in kinds}
+        return scored[0]
 
     def scored(self, buckets: Buckets) -> _Scored:
         """Return ``buckets``, cut to fit, with their schedule."""
@@ -170,13 +159,9 @@ class _Search:
         peak_bytes = max(bytes_in_flight(load, actions))
         return _Scored(buckets, actions, simulate(load, actions).total_us, peak_bytes)
 
-    def _of(self, kind: Kind) -> list[Request]:
-        return [request for request in self.requests.each if request.kind is kind]
-
-    def _candidates(self, kind: Kind) -> list[Buckets]:
-        """Return different buckets of a kind's requests, each choice once."""
-        requests, bound = self._of(kind), self.bound_bytes
-        fill = _filled if kind.is_ahead else _filled_from_the_end
+    def _candidates(self, kind: Kind, requests: Sequence[Request]) -> list[Buckets]:
+        """Return different buckets of a kind's requests."""
+        bound, fill = self.bound_bytes, _filled if kind.is_ahead else _filled_from_the_end
         total, largest = sum(request.bytes for request in requests), max(request.bytes for request in requests)
         caps = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
         caps |= {bound >> halvings for halvings in range(_HALVINGS + 1)}
@@ -189,28 +174,17 @@ class _Search:
         found = [_by_unit(requests), *(fill(requests, cap, ramp) for cap, ramp in sizes.values())]
         if any(request.kept_bytes for request in requests):
             found += [fill(requests, cap, apart=False) for cap in sorted({min(cap, total) for cap in caps})]
-        return list({tuple(tuple(r.index for r in bucket) for bucket in each): each for each in found}.values())
-
-    def _load(self, buckets: Buckets) -> Load:
-        for bucket in buckets:
-            if id(bucket) not in self._tasks:
-                self._tasks[id(bucket)] = bucket, task_of(bucket, self.requests.cluster)
-        return self.requests.load_of([self._tasks[id(bucket)][1] for bucket in buckets])
-
-    # ---- the memory bound ----
+        return list(dict.fromkeys(found))
 
     def _cut_to_fit(self, buckets: Buckets) -> tuple[Buckets, Load]:
         """Halve the buckets that are alive wherever even the latest schedule exceeds the bound, until none does."""
         while True:
-            load = self._load(buckets)
+            load = self.requests.load(buckets)
             crowded = [p for p, size in enumerate(least_bytes(load)) if size > self.bound_bytes]
             if not crowded:
                 return buckets, load
-            cut = tuple(
-                piece
-                for bucket, task in zip(buckets, load.tasks, strict=True)
-                for piece in _halved(bucket, task, crowded)
-            )
+            each = zip(buckets, load.tasks, strict=True)
+            cut = tuple(chain.from_iterable(_halved(bucket, task, crowded) for bucket, task in each))
             if len(cut) == len(buckets):
                 raise ValueError(_too_little(self.requests, load, self.bound_bytes))
             buckets = cut
@@ -218,11 +192,12 @@ class _Search:
 
 def _best(scored: Sequence[_Scored]) -> _Scored:
     soon = min(each.total_us for each in scored) * _AS_GOOD
-    return min((each for each in scored if each.total_us <= soon), key=lambda each: each.rank)
+    good = (each for each in scored if each.total_us <= soon)
+    return min(good, key=lambda each: (len(each.buckets), each.peak_bytes, each.total_us))
 
 
 def _halved(bucket: Members, task: Task, crowded: Sequence[int]) -> Buckets:
-    first, last = alive_at(task)
+    first, last = task.alive
     is_crowded = bisect_left(crowded, first) < bisect_right(crowded, last)
     half = len(bucket) // 2 if is_crowded else 0
     return tuple(piece for piece in (bucket[:half], bucket[half:]) if piece)

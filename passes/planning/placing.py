@@ -6,7 +6,7 @@ A list schedule on :mod:`tasks`; see there for positions.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -33,7 +33,11 @@ def place(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Act
 
 def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dict[int, int]:
     """Return where each task that is started ahead is launched, by index, in launch order."""
-    clock, backlog, used = load.clock, _lane_backlog(load), _with_others_in_flight(load)
+    clock, used = load.clock, _with_others_in_flight(load)
+    backlog = [0.0] * (load.end + 2)  # the time of all other tasks that are launched before each position
+    for _, other in load.behind:
+        backlog[other.ready + 1] += other.stages[0].us
+    backlog = list(accumulate(backlog))
     order = sorted(load.ahead, key=lambda each: each[1].needed)
     alone = 1 - load.compute_blocked_fraction
     ahead = 1 if prefetch is None else prefetch
@@ -57,17 +61,9 @@ def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dic
 
 def _with_others_in_flight(load: Load) -> list[int]:
     """Return :func:`least_bytes`, counting inputs of the other tasks until these are complete by estimate."""
-    end, clock, alone = len(load.compute_us), load.clock, 1 - load.compute_blocked_fraction
-    done = (bisect_left(clock, clock[t.ready] + t.stages[0].us * alone, t.ready, end) for _, t in load.behind)
+    clock, alone = load.clock, 1 - load.compute_blocked_fraction
+    done = (bisect_left(clock, clock[t.ready] + t.stages[0].us * alone, t.ready, load.end) for _, t in load.behind)
     return bytes_between(load, [task.needed for _, task in load.ahead], done)
-
-
-def _lane_backlog(load: Load) -> list[float]:
-    """Return, for each position, the time of all tasks, but for those started ahead, that are launched before it."""
-    launched = [0.0] * (len(load.compute_us) + 2)
-    for _, task in load.behind:
-        launched[task.ready + 1] += task.stages[0].us
-    return list(accumulate(launched))
 
 
 @dataclass
@@ -78,8 +74,8 @@ class _Sweep:
     bound_bytes: int
     launches: dict[int, int]
     done: list[Action] = field(default_factory=list)
-    ready: deque[int] = field(default_factory=deque)  # tasks that can be launched
-    first: deque[int] = field(default_factory=deque)  # tasks in their first stage, the oldest first
+    ready: list[int] = field(default_factory=list)  # tasks that can be launched
+    first: dict[int, None] = field(default_factory=dict)  # tasks in their first stage, the oldest first
     later: dict[int, tuple[int, int]] = field(default_factory=dict)  # of tasks in another: it, and where it began
     in_flight: int = 0
 
@@ -91,7 +87,7 @@ class _Sweep:
         Results that this position reads are there before the inputs that it makes count, and waits for what was
         launched ahead come last, right before compute.
         """
-        load, end = self.load, len(self.load.compute_us)
+        load, end = self.load, self.load.end
         launched_at = _by_position(self.launches.items())
         used_at = _by_position((index, task.needed) for index, task in load.ahead)
         freed_at = _by_position((task.output_bytes, task.last + 1) for _, task in load.ahead)
@@ -102,19 +98,20 @@ class _Sweep:
         events = {*launched_at, *used_at, *freed_at, *ready_at, *needed_at, *made_at, end}
         for position in sorted(event for event in events if event <= end):
             self.in_flight -= sum(freed_at[position])
-            self.ready.extend(ready_at[position])
+            self.ready += ready_at[position]
             for index in launched_at[position]:
                 self._take(position, load.tasks[index].output_bytes)
                 self._act(position, "launch", index)
             self._start(position)
             self._follow_up(position)
             for index in needed_at[position]:
-                self._finish(position, index)
+                while index in self.first or index in self.later:
+                    self._advance(position, index)
             self._take(position, sum(made_at[position]))
             for index in used_at[position]:
                 self._use(position, index)
-        while self.first:
-            self._wait(end, self.first[0])
+        for index in list(self.first):
+            self._advance(end, index)
         while self.later:  # stage by stage, so that the host waits last of all
             stage = min(stage for stage, _ in self.later.values())
             for index in [index for index, (at, _) in self.later.items() if at == stage]:
@@ -125,9 +122,10 @@ class _Sweep:
         self.done.append(Action(position, verb, index, stage))
 
     def _start(self, position: int) -> None:
-        while self.ready:
-            self.first.append(self.ready.popleft())
-            self._act(position, "launch", self.first[-1])
+        for index in self.ready:
+            self.first[index] = None
+            self._act(position, "launch", index)
+        self.ready.clear()
 
     def _use(self, position: int, index: int) -> None:
         """Wait for a task that was started ahead, stage by stage."""
@@ -141,48 +139,34 @@ class _Sweep:
         while self.in_flight + size > self.bound_bytes and (self.first or self.ready):
             if not self.first:
                 self._start(position)
-            self._wait(position, self.first[0])
+            self._advance(position, next(iter(self.first)))
         self.in_flight += size
 
     def _follow_up(self, position: int) -> None:
         """Go on to the next stage of tasks whose last launch must be complete by now."""
         for index in list(self.first):
-            task = self.load.tasks[index]
-            if not any(stage.us for stage in task.stages[1:]) or not self._is_complete(
-                position, index, 0, task.ready
-            ):
+            if not self._follows(position, index, 0, self.load.tasks[index].ready):
                 break
-            self._wait(position, index)
+            self._advance(position, index)
         for index, (stage, since) in list(self.later.items()):
-            follows = any(each.us for each in self.load.tasks[index].stages[stage + 1 :])
-            if follows and self._is_complete(position, index, stage, since):
+            if self._follows(position, index, stage, since):
                 self._advance(position, index)
 
-    def _is_complete(self, position: int, index: int, stage: int, since: int) -> bool:
-        clock, alone = self.load.clock, 1 - self.load.compute_blocked_fraction
-        return clock[position] - clock[since] >= self.load.tasks[index].stages[stage].us * alone
-
-    def _wait(self, position: int, index: int) -> None:
-        self.first.remove(index)
-        self._act(position, "wait", index)
-        self.in_flight -= self.load.tasks[index].input_bytes
-        self._launch_next(position, index, 1)
+    def _follows(self, position: int, index: int, stage: int, since: int) -> bool:
+        clock, stages = self.load.clock, self.load.tasks[index].stages
+        alone_us = stages[stage].us * (1 - self.load.compute_blocked_fraction)
+        return any(each.us for each in stages[stage + 1 :]) and clock[position] - clock[since] >= alone_us
 
     def _advance(self, position: int, index: int) -> None:
-        stage, _ = self.later.pop(index)
-        self._act(position, "wait", index, stage)
-        self._launch_next(position, index, stage + 1)
-
-    def _launch_next(self, position: int, index: int, stage: int) -> None:
-        if stage < len(self.load.tasks[index].stages):
-            self._act(position, "launch", index, stage)
-            self.later[index] = stage, position
-
-    def _finish(self, position: int, index: int) -> None:
+        """Wait for the stage that a task is in, and launch the next one."""
+        task, (stage, _) = self.load.tasks[index], self.later.pop(index, (0, 0))
         if index in self.first:
-            self._wait(position, index)
-        while index in self.later:
-            self._advance(position, index)
+            del self.first[index]
+            self.in_flight -= task.input_bytes
+        self._act(position, "wait", index, stage)
+        if stage + 1 < len(task.stages):
+            self._act(position, "launch", index, stage + 1)
+            self.later[index] = stage + 1, position
 
 
 def _by_position(pairs: Iterable[tuple[int, int]]) -> defaultdict[int, list[int]]:

@@ -1,4 +1,4 @@
-"""What a schedule places: tasks in a graph's compute, actions on them, and the memory that they take.
+"""What a schedule places: tasks in a graph's compute, actions on them, and the memory and time that they take.
 
 A task is a bucket of requests as the schedule sees it. Positions count compute nodes; "at position p" means before
 compute node p runs, and the position after the last one is the end of the graph.
@@ -7,9 +7,9 @@ compute node p runs, and the position after the last one is the end of the graph
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple
 
@@ -51,12 +51,17 @@ class Task:
 
     @cached_property
     def input_bytes(self) -> int:
-        """Of all inputs."""
         return sum(size for _, size in self.inputs)
 
+    @property
+    def alive(self) -> tuple[int, int]:
+        """The first and the last position at which even the latest schedule holds the memory."""
+        if self.is_ahead:
+            return self.needed, self.last
+        return max(min(made for made, _ in self.inputs), 0), self.ready - 1
 
-def task_of(bucket: Members, cluster: Cluster) -> Task:
-    """Return the task of a bucket."""
+
+def _task_of(cluster: Cluster, bucket: Members) -> Task:
     first = bucket[0]
     times = first.kind.times(bucket, cluster)
     return Task(
@@ -80,6 +85,11 @@ class Load:
     tasks: tuple[Task, ...]
     compute_blocked_fraction: float = 0.0  # see :class:`Cluster`
 
+    @property
+    def end(self) -> int:
+        """The position after the last compute node."""
+        return len(self.compute_us)
+
     @cached_property
     def clock(self) -> list[float]:
         """When each position is reached by compute alone, microseconds."""
@@ -88,12 +98,12 @@ class Load:
     @cached_property
     def ahead(self) -> list[tuple[int, Task]]:
         """The tasks that are started ahead of their use, each with its index."""
-        return [(index, task) for index, task in enumerate(self.tasks) if task.is_ahead]
+        return [each for each in enumerate(self.tasks) if each[1].is_ahead]
 
     @cached_property
     def behind(self) -> list[tuple[int, Task]]:
         """The tasks that are started as soon as their inputs exist, each with its index."""
-        return [(index, task) for index, task in enumerate(self.tasks) if not task.is_ahead]
+        return [each for each in enumerate(self.tasks) if not each[1].is_ahead]
 
 
 @dataclass(frozen=True)
@@ -104,13 +114,13 @@ class Requests:
     each: tuple[Request, ...]
     cluster: Cluster
 
-    def load(self, buckets: Iterable[Members]) -> Load:
-        """Return what a schedule has to place for these buckets."""
-        return self.load_of(task_of(bucket, self.cluster) for bucket in buckets)
+    @cached_property
+    def _task_of(self) -> Callable[[Members], Task]:
+        return cache(partial(_task_of, self.cluster))
 
-    def load_of(self, tasks: Iterable[Task]) -> Load:
-        """Return the same, for the tasks of buckets."""
-        return Load(self.compute_us, tuple(tasks), self.cluster.compute_blocked_fraction)
+    def load(self, buckets: Iterable[Members]) -> Load:
+        """Return what a schedule has to place for these buckets; tasks of equal buckets are made once."""
+        return Load(self.compute_us, tuple(map(self._task_of, buckets)), self.cluster.compute_blocked_fraction)
 
     def compressed(self) -> tuple[Requests, list[int]]:
         """Return the same requests with one position for each run of compute that nothing begins or ends in.
@@ -160,9 +170,6 @@ class Plan:
     bound_bytes: int  # on :func:`bytes_in_flight`
 
 
-# ---- memory ----
-
-
 def least_bytes(load: Load) -> list[int]:
     """Return, for each position, the bytes in flight while it runs if everything is launched as late as possible
     and every first stage is waited for at once: what no schedule of these buckets can go below.
@@ -180,7 +187,7 @@ def bytes_in_flight(load: Load, actions: Iterable[Action]) -> list[int]:
 
 def bytes_between(load: Load, launched: Iterable[int], reduced: Iterable[int]) -> list[int]:
     """Return the bytes in flight at each position, given where tasks start ahead and where the others are done."""
-    change = [0] * (len(load.compute_us) + 2)
+    change = [0] * (load.end + 2)
     for (_, task), start in zip(load.ahead, launched, strict=True):
         change[start] += task.output_bytes
         change[task.last + 1] -= task.output_bytes
@@ -191,8 +198,51 @@ def bytes_between(load: Load, launched: Iterable[int], reduced: Iterable[int]) -
     return list(accumulate(change))[:-1]
 
 
-def alive_at(task: Task) -> tuple[int, int]:
-    """Return the first and the last position at which even the latest schedule holds the task's memory."""
-    if task.is_ahead:
-        return task.needed, task.last
-    return max(min(made for made, _ in task.inputs), 0), task.ready - 1
+@dataclass(frozen=True)
+class Timed:
+    """When an operation is launched and on its lane, and how long compute waits for it."""
+
+    launched_us: float
+    start_us: float
+    end_us: float
+    exposed_us: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated schedule."""
+
+    operations: dict[tuple[int, int], Timed]  # by task and stage
+    compute: tuple[tuple[int, float, float], ...]  # (position, start, end) of each run of compute between two actions
+    total_us: float  # when the graph ends
+
+
+def simulate(load: Load, actions: Sequence[Action]) -> Timeline:
+    """Return when everything happens: on one lane of compute, and those that stages name."""
+    now = 0.0
+    free: dict[str, float] = {}
+    timed: dict[tuple[int, int], Timed] = {}
+    spans = []
+    at = 0
+    for action in [*actions, None]:
+        position = action.position if action else load.end
+        if position > at:
+            length = load.clock[position] - load.clock[at]
+            spans.append((at, now, now + length))
+            now, at = now + length, position
+        if action is None:
+            break
+        key, task = (action.task, action.stage), load.tasks[action.task]
+        if action.verb == "launch":
+            now += task.pack_us if action.stage == 0 else 0.0
+            stage = task.stages[action.stage]
+            start = max(now, free.get(stage.lane, 0.0))
+            free[stage.lane] = start + stage.us
+            blocked = stage.us * load.compute_blocked_fraction
+            timed[key] = Timed(now, start, start + stage.us, blocked)
+            now += blocked
+        else:
+            stall = max(0.0, timed[key].end_us - now)
+            timed[key] = replace(timed[key], exposed_us=timed[key].exposed_us + stall)
+            now += stall + (task.unpack_us if action.stage == 0 else 0.0)
+    return Timeline(timed, tuple(spans), now)

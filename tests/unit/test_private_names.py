@@ -35,7 +35,6 @@ OWNERS = {
     "_orig_mod": "torch._dynamo.OptimizedModule",
     "_parameters": MODULE,
     "_reduce_scatter_base": GROUP,
-    "_root": "torch.fx.Graph",
     "_spec": "torch.distributed.tensor.DTensor",
 }
 NOT_TORCHS = {"_asdict", "_fsdp_user_class", "_getframe", "_init_weights"}  # Python's, ours, Transformers'

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from fsdp_compiled.collectives.all_gather import all_gather_bucket
 from fsdp_compiled.passes import CLUSTERS, Cluster, Link, cost
 from fsdp_compiled.passes.cost import Lane
-from fsdp_compiled.passes.cost.cluster import AllGatherKind
-from fsdp_compiled.sharding.spec import AllGatherSpec, Group, ParamSpec
+from fsdp_compiled.sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec
 
 LINK = Link(latency_us=10.0, hop_us=2.0, bytes_per_s=1e9, reduce_factor=1.5, knee_bytes=10_000)
 TOY = Cluster("toy", 2e12, 1e12, 1e12, 3.0, LINK, Link(50.0, 5.0, 1e8), ranks_per_node=4)
@@ -39,17 +38,19 @@ def test_an_all_gather_and_the_copies_around_it():
     us = LINK.collective_us(4000, 4)
     pack, unpack, from_host = cluster.copy_us(1000), cluster.copy_us(4000), 1000 / (0.7 * 1e9) * 1e6
 
-    def times(sizes, **how):
-        return cluster.all_gather_times(sizes, Lane(LINK, 4), AllGatherKind(**how))
+    def times(sizes, beside=False, device="", **how):
+        bucket = AllGatherBucket(AllGatherSpec(Group("g", 4), torch.uint8, device=device), (), **how)
+        return cluster.all_gather_times(sizes, Lane(LINK, 4), bucket, beside)
 
-    assert times([4000], into_place=True) == (us, 0.0, 0.0)
-    assert times([4000]) == (us, 0.0, unpack)  # sharded along another dimension than the first
-    assert times([3000, 1000]) == (us, pack, unpack)
-    assert times([3000, 1000], into_place=True) == (us + 5.0, 0.0, 0.0)
-    assert times([3000, 1000], beside=True) == (pytest.approx(us + pack + unpack), 0.0, 0.0)
-    assert times([3000, 1000], beside=True, inputs_persist=False) == (us + unpack, pack, 0.0)
-    assert times([3000, 1000], into_place=True, inputs_persist=False) == (us + 5.0, pack, 0.0)
-    assert times([4000], into_place=True, from_host=True) == (pytest.approx(us + from_host), 0.0, 0.0)
+    assert times([4000], into_place=True) == ((us,), 0.0, 0.0)
+    assert times([4000]) == ((us,), 0.0, unpack)  # sharded along another dimension than the first
+    assert times([3000, 1000]) == ((us,), pack, unpack)
+    assert times([3000, 1000], into_place=True) == ((us + 5.0,), 0.0, 0.0)
+    assert times([3000, 1000], beside=True) == ((pytest.approx(us + pack + unpack),), 0.0, 0.0)
+    assert times([3000, 1000], beside=True, inputs_persist=False) == ((us + unpack,), pack, 0.0)
+    assert times([3000, 1000], into_place=True, inputs_persist=False) == ((us + 5.0,), pack, 0.0)
+    assert times([4000], beside=True, device="cuda", into_place=True) == ((pytest.approx(us + from_host),), 0.0, 0.0)
+    assert times([4000], device="cuda", into_place=True) == ((us,), 0.0, 0.0)  # where compute runs beside the shards
 
 
 def test_what_can_be_gathered_into_place():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_compiled.passes.planning import placing, simulate, tasks
+from fsdp_compiled.passes.planning import placing, tasks
 from fsdp_compiled.passes.planning.tasks import Load, Stage, Task
 
 
@@ -114,7 +114,7 @@ def test_what_moves_to_the_host_is_waited_for_when_it_must_be_there():
 
 def test_the_timeline_of_hidden_and_exposed_collectives():
     load = layers(3, us=15.0)
-    timeline = simulate.simulate(load, placing.place(load, 1000, 1))
+    timeline = tasks.simulate(load, placing.place(load, 1000, 1))
     exposed = [timeline.operations[i, 0].exposed_us for i in range(3)]
     # 0: nothing before it. 1: launched with 0, after it on the link. 2: launched with the first layer.
     assert exposed == [15.0, 5.0, 5.0]
@@ -126,7 +126,7 @@ def test_the_host_waits_at_the_end_for_gradients_that_queue_on_their_way():
     reductions = tuple(reduction(((i, 10),), 5.0, needed=3, host_us=20.0) for i in range(3))
     load = Load((10.0,) * 3, reductions)
     assert shown(load) == "0 R0 1 R1 r0 H0 2 R2 r1 H1 r2 H2 h0 h1 h2"
-    timeline = simulate.simulate(load, placing.place(load, 1000))
+    timeline = tasks.simulate(load, placing.place(load, 1000))
     # Done on the link at 15, 25 and 35, waited for at 20, 30 and 35; the ways to the host end at 40, 60 and 80.
     assert [timeline.operations[i, 0].exposed_us for i in range(3)] == [0.0, 0.0, 5.0]
     assert sum(timeline.operations[i, 1].exposed_us for i in range(3)) == 45.0
@@ -135,7 +135,7 @@ def test_the_host_waits_at_the_end_for_gradients_that_queue_on_their_way():
 
 def test_where_compute_and_collectives_share_cores_nothing_hides():
     load = layers(3, us=4.0, compute_blocked_fraction=1.0)
-    timeline = simulate.simulate(load, placing.place(load, 1000))
+    timeline = tasks.simulate(load, placing.place(load, 1000))
     assert timeline.total_us == 3 * (10 + 4)
     assert {timed.exposed_us for timed in timeline.operations.values()} == {4.0}
 
@@ -211,7 +211,7 @@ def check_schedule(load, room, prefetch):
             assert complete[1] <= task.needed
             wait = complete
     assert not where
-    timeline = simulate.simulate(load, actions)
+    timeline = tasks.simulate(load, actions)
     assert timeline.total_us == pytest.approx(
         sum(load.compute_us) + sum(timed.exposed_us for timed in timeline.operations.values())
     )
