@@ -107,9 +107,9 @@ def _follow(sharded: nn.Module | list[nn.Module]) -> None:
 
 
 def _write_artifacts(*scheduled: Any) -> None:
-    from .inspect.artifacts import write  # only here: nothing is drawn unless torch writes a trace
+    from .inspect.report import write_artifacts  # only here: nothing is drawn unless torch writes a trace
 
-    write(*scheduled)
+    write_artifacts(*scheduled)
 
 
 def fully_shard_with_compiled_compute(

@@ -8,21 +8,17 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module, metadata
-from operator import attrgetter
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 import torch
-
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0. Settings that are read by name are in their modules.
-import torch._dynamo.config
-import torch._functorch.config
 import torch.distributed as dist
-from torch._inductor import config
 
 from .. import passes
 from ..passes import cost, inductor
@@ -54,23 +50,21 @@ def diagnose() -> list[Finding]:
     kind = accelerator.type if accelerator is not None and has_streams(accelerator) else ""
     gpus = [_gpu(torch.device(kind, n)) for n in range(torch.accelerator.device_count() if kind else 0)]
     backends = [name for name in BACKENDS if getattr(dist, f"is_{name}_available", lambda: False)()]
-    compilers = config.cpp.cxx if isinstance(config.cpp.cxx, (list, tuple)) else (config.cpp.cxx,)
+    built_for = torch.accelerator.current_accelerator()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     omp_threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
-    compiler = next((path for name in compilers if name and (path := shutil.which(name))), None)
-    version, folder = _version("fsdp-compiled") or "not installed", Path(__file__).parents[1]
-    matplotlib = _version("matplotlib")
-    slots = passes.slots(passes.SchedulePolicy())
+    compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    version, matplotlib = _version("fsdp-compiled") or "not installed", _version("matplotlib")
     return [
-        Finding("ok", "fsdp-compiled", f"{version} in {folder}"),
+        Finding("ok", "fsdp-compiled", f"{version} in {Path(__file__).parents[1]}"),
         judge_python(platform.python_version()),
         judge_torch(torch.__version__),
         judge_triton(_triton_version(), bool(gpus)),
         judge_compiler(compiler, Path(sysconfig.get_path("include"), "Python.h").exists()),
-        *judge_gpus(gpus, torch.version.cuda),
+        *judge_gpus(gpus, built_for.type if built_for is not None and has_streams(built_for) else None),
         judge_backends(backends, bool(gpus)),
         judge_threads(torch.get_num_threads(), cpus, omp_threads, ranks or None),
-        *(judge_slot(slot, pipeline, getattr(config, slot)) for slot, pipeline in slots.items()),
+        *(_read_slot(slot, ours) for slot, ours in passes.slots(passes.SchedulePolicy()).items()),
         *judge_settings(read_settings()),
         Finding("ok" if matplotlib else "note", "matplotlib", matplotlib or NO_MATPLOTLIB),
     ]
@@ -98,7 +92,7 @@ def read_settings() -> dict[str, Any]:
     found = {}
     for rule in RULES:
         with suppress(AttributeError):
-            found[rule.setting] = attrgetter(rule.setting.removeprefix("torch."))(torch)
+            found[rule.setting] = resolve_name(rule.setting)
     return found
 
 
@@ -136,12 +130,13 @@ def judge_compiler(path: str | None, has_python_headers: bool) -> Finding:
     return Finding("problem", "C++ compiler", f"Inductor compiles nothing without {' and '.join(missing)}")
 
 
-def judge_gpus(gpus: Sequence[Gpu], cuda_build: str | None) -> Iterator[Finding]:
-    """Judge the GPUs, for a torch built for this version of CUDA."""
+def judge_gpus(gpus: Sequence[Gpu], built_for: str | None) -> Iterator[Finding]:
+    """Judge the GPUs, for a torch built for this kind of device."""
     if not gpus:
-        built = f"; torch is built for CUDA {cuda_build}, so check the driver and CUDA_VISIBLE_DEVICES"
-        text = f"none: ranks run on the CPU; times are estimated for cluster CPU{built if cuda_build else ''}"
-        yield Finding("note" if cuda_build else "ok", "GPU", text)
+        check = "check the driver and variables that hide devices, such as CUDA_VISIBLE_DEVICES"
+        built = f"; torch is built for {built_for}, so {check}" if built_for else ""
+        text = f"none: ranks run on the CPU; times are estimated for cluster CPU{built}"
+        yield Finding("note" if built_for else "ok", "GPU", text)
     for index, gpu in enumerate(gpus):
         is_known = gpu.cluster in gpu.name
         advice = ", which it is not: describe yours with SchedulePolicy(cluster=Cluster(...))"
@@ -174,15 +169,18 @@ def judge_threads(threads: int, cpus: int, omp_threads: str | None, ranks: int |
     return Finding("note" if advice else "ok", "threads", text + advice)
 
 
-def judge_slot(slot: str, pipeline: inductor.Pipeline, value: Any) -> Finding:
-    """Judge what one of Inductor's custom-pass slots holds: our ``pipeline``, the user's passes, both or None."""
+def _read_slot(slot: str, ours: inductor.Pipeline) -> Finding:
+    return judge_slot(slot, inductor.beside_users_passes(slot, ours), inductor.installed(slot) is not None)
+
+
+def judge_slot(slot: str, value: Any, is_installed: bool = True) -> Finding:
+    """Judge ``value``, which one of Inductor's custom-pass slots holds once ours are installed."""
     entries = (value.pipeline, value.user) if isinstance(value, inductor.Chain) else value
-    entries = entries if isinstance(entries, (list, tuple)) else (entries,)
-    users = [entry for entry in entries if entry is not None and not isinstance(entry, inductor.Pipeline)]
-    names = [getattr(user, "__name__", type(user).__name__) for user in users]
+    ours, *users = entries if isinstance(entries, (list, tuple)) else (entries,)
+    names = list(map(inductor.name_of, users))
     uncached = [name for name, user in zip(names, users, strict=True) if not getattr(user, "uuid", lambda: None)()]
-    text = ", ".join(type(one).__name__ for one in pipeline.passes)
-    if not any(isinstance(entry, inductor.Pipeline) for entry in entries):
+    text = ", ".join(map(inductor.name_of, ours.passes))
+    if not is_installed:
         text = f"empty until the first fully_shard adds {text}"
     if users:
         text += f"; after ours: {', '.join(names)}"
@@ -228,7 +226,9 @@ RULES = (
 
 def judge_settings(values: Mapping[str, Any]) -> list[Finding]:
     """Judge settings of torch, given by full name, by ``RULES``."""
-    broken = [rule for rule in RULES if rule.setting in values and rule.is_broken(values[rule.setting])]
     ok = Finding("ok", "settings", f"none of the {len(values)} that were checked conflicts with our schedules")
-    texts = (f"{rule.setting}={values[rule.setting]!r}: {rule.consequence}" for rule in broken)
-    return [Finding(rule.level, "setting", text) for rule, text in zip(broken, texts, strict=True)] or [ok]
+    return [
+        Finding(rule.level, "setting", f"{rule.setting}={values[rule.setting]!r}: {rule.consequence}")
+        for rule in RULES
+        if rule.setting in values and rule.is_broken(values[rule.setting])
+    ] or [ok]

@@ -16,6 +16,7 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, 
 from torch._inductor.virtualized import V
 
 from ..api import options
+from ..expect import expect, unexpected
 from ..hooks.casts import tensors_in
 from ..hooks.state import states_below
 from ..module import user_class
@@ -58,11 +59,10 @@ def capture(
         TypeError: ``model`` is no module, ``schedule`` no SchedulePolicy, or ``passes`` no list of functions.
         ValueError: no unit lies in ``model``.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}; give the module, not its result")
+    expect("model", model, nn.Module, "an nn.Module", "give the module, not its result")
     states = states_below([model])
     if not states:
-        raise ValueError(f"{type(model).__name__}: expected a sharded model, found no unit; call fully_shard first")
+        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     policy = schedule or SchedulePolicy()
     recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code)
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from ..expect import expect, unexpected
 from ..hooks.state import FSDPState, states_below
 from ..init.arguments import module_inside
 from ..module import user_class
@@ -35,16 +36,14 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
         TypeError: ``model`` is no module, or ``schedule`` no SchedulePolicy.
         ValueError: no unit lies below ``model``.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected an nn.Module given to fully_shard, got {type(model).__name__}")
-    if schedule is not None and not isinstance(schedule, SchedulePolicy):
-        raise TypeError(f"schedule: expected a SchedulePolicy or None, got {type(schedule).__name__}")
+    expect("model", model, nn.Module, "an nn.Module given to fully_shard")
+    expect("schedule", schedule, SchedulePolicy | None, "a SchedulePolicy or None")
     model = module_inside(model)
     class_name = user_class(model).__name__
     states = states_below([model])
     if not states:
-        advice = "call fully_shard on its layers and then on the model"
-        raise ValueError(f"{class_name}: expected a model with at least one unit, got none; {advice}")
+        do = "call fully_shard on its layers and then on the model"
+        raise unexpected(class_name, "a model with at least one unit", "none", do)
     schedule = schedule or DEFAULT
     specs: dict[Hashable, CommSpec] = {param: param.spec for state in states for param in state.params}
     kept = kept_by(schedule, specs, schedule.cluster or cost.detect(states[0].device))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, chain, pairwise, takewhile
 
 from torch import fx
@@ -39,8 +40,8 @@ class Scheduled:
         self.launches = {(place.task, place.stage): node for node, place in places.items()}
         self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))
         self.compute = _compute_of(graph, len(self.plan.load.compute_us))
-        clock = _Clock(nodes.cluster_of(graph, policy.cluster))
-        self.us = {node: clock.us(node) for together in self.compute for node in together}
+        estimate_us = _estimates_us(nodes.cluster_of(graph, policy.cluster))
+        self.us = {node: estimate_us(node) for together in self.compute for node in together}
         compute_us = tuple(sum(map(self.us.__getitem__, together)) for together in self.compute)
         self.load = replace(self.plan.load, compute_us=compute_us)
         self.timeline = simulate(self.load, self.plan.actions)
@@ -48,7 +49,6 @@ class Scheduled:
 
     @property
     def requests(self) -> Iterator[Request]:
-        """What travels."""
         return chain.from_iterable(self.plan.buckets)
 
     def spans(self) -> tuple[ComputeSpan, ...]:
@@ -99,20 +99,15 @@ def _compute_of(graph: fx.Graph, positions: int) -> list[list[fx.Node]]:
     return found
 
 
-class _Clock:
-    """Estimates nodes with the sizes that they have, and each region once."""
+def _estimates_us(cluster: Cluster) -> Callable[[fx.Node], float]:
+    """Return what estimates nodes with the sizes that they have, and each region once."""
+    of_region = cache(lambda region: sum(map(of_node, region.nodes)))
 
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._regions: dict[fx.Graph, float] = {}
-
-    def us(self, node: fx.Node) -> float:
+    def of_node(node: fx.Node) -> float:
         region = nodes.region_of(node)
-        if region is None:
-            return node_us(node, self._cluster)
-        if region not in self._regions:
-            self._regions[region] = sum(map(self.us, region.nodes))
-        return self._regions[region]
+        return node_us(node, cluster) if region is None else of_region(region)
+
+    return of_node
 
 
 def captured_graph(

@@ -1,12 +1,23 @@
-"""What users get: a capture and an explanation as objects that print a table, and a capture's files."""
+"""What users get: captures and explanations that print tables, files of captures, and what ``TORCH_TRACE`` gets."""
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
-from .records import CapturedModel, ExplainedModel
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from ..passes.graph import nodes
+from ..passes.log import trace_artifact
+from ..passes.schedule_policy import SchedulePolicy
+from .reading import Scheduled, captured_graph
+from .records import CapturedModel, ExplainedModel, GraphKind
 from .render import figures
 from .render.data import as_json, trace
 from .render.html import html
@@ -19,6 +30,8 @@ _WRITERS: dict[str, Callable[[CapturedModel], str | bytes]] = {
     ".html": html,
     ".png": png,
 }
+
+_SHOWN_BY_TORCH = ("module", "before", "code")  # fields of a graph that torch's own artifacts show
 
 
 class Capture(CapturedModel):
@@ -68,3 +81,42 @@ class Explanation(ExplainedModel):
 
     def __str__(self) -> str:
         return explanation_text(self)
+
+
+def write_artifacts(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, folder: Path, compile_id: str) -> None:
+    """Write what the passes have made of a graph, which is left alone, for tlparse: records as JSON, a table, a link.
+
+    The link leads to a page below ``folder``, where torch writes its trace, since tlparse shows artifacts as text.
+    """
+    capture = _captured(graph, policy, kind)
+    (found,) = capture.graphs
+    name = f"fsdp_compiled_{kind}"
+    data = {field.name: getattr(found, field.name) for field in fields(found) if field.name not in _SHOWN_BY_TORCH}
+    data = {"model": capture.model, "world": capture.world, "schedule": policy, **data}
+    trace_artifact("artifact", as_json(data), name=name, encoding="json")
+    trace_artifact("artifact", str(capture), name=name, encoding="string")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    pages = folder.resolve() / "fsdp_compiled"  # a folder of its own: tlparse takes any file for a log
+    try:
+        pages.mkdir(parents=True, exist_ok=True)
+        page = capture.save(pages / f"{kind}_rank_{rank}_{compile_id.replace('/', '_')}.html")
+    except OSError as error:
+        logging.getLogger("fsdp_compiled").warning("%s: the page of a schedule was not written: %s", pages, error)
+        return
+    trace_artifact("link", name=f"{name}.html", url=page.as_uri())
+
+
+def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Capture:
+    read = Scheduled(graph, policy)
+    found = captured_graph(read, kind, fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)))
+    params = {request.param.name: request.param for request in read.requests}
+    return Capture(
+        model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),
+        parameters=sum(param.layout(1).numel for param in params.values()),
+        world=max((collective.world for collective in found.collectives), default=1),
+        torch_version=torch.__version__,
+        cluster=nodes.cluster_of(graph, policy.cluster),
+        schedule=policy,
+        graph_breaks=(),
+        graphs=(found,),
+    )

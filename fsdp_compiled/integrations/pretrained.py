@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..api import fully_shard, register_fsdp_forward_method
+from ..expect import unexpected
 from ..sharding.dtensor import local_of, local_part
 
 RESHARD = {"free_full_weight": None, "keep_full_weight": False}  # the styles of ``_fsdp_plan``
@@ -62,9 +63,9 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
 def _check(model: nn.Module, plan: Mapping[str, str]) -> None:
     for entry, style in plan.items():
         if style not in RESHARD:
-            raise ValueError(f"plan[{entry!r}]: expected one of {list(RESHARD)}, got {style!r}")
+            raise unexpected(f"plan[{entry!r}]", f"one of {list(RESHARD)}", repr(style))
         if not any(_matches(entry, name) for name, _ in model.named_modules()):
-            raise ValueError(f"plan[{entry!r}]: expected the name of a module of {type(model).__name__}, found none")
+            raise unexpected(f"plan[{entry!r}]", f"the name of a module of {type(model).__name__}", "none")
 
 
 def _matches(entry: str, name: str) -> bool:
@@ -83,10 +84,8 @@ def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool | None]]:
     classes = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     found = [module for module in model.modules() if type(module).__name__ in classes]
     if not found:
-        raise ValueError(
-            f"{type(model).__name__}: expected a model with an fsdp_plan or _no_split_modules, got neither; give a "
-            'plan, for example {"model.layers.*": "free_full_weight"}'
-        )
+        do = 'give a plan, for example {"model.layers.*": "free_full_weight"}'
+        raise unexpected(type(model).__name__, "a model with an fsdp_plan or _no_split_modules", "neither", do)
     yield from ((module, None) for module in reversed(found))
 
 
@@ -122,10 +121,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         for names, tensor in _tensors(model) if adapter is None else _adapted(model, adapter):
             name = next((each for each in names if each in files), None)
             if name is None:
-                raise KeyError(
-                    f"{names[0]}: expected it in {folder}, got none; if the checkpoint has other names than the "
-                    "model, load it by from_pretrained, save it by save_pretrained, and load that"
-                )
+                do = "load it by from_pretrained, save it by save_pretrained, and load that"
+                do = f"if the checkpoint has other names than the model, {do}"
+                raise unexpected(names[0], f"it in {folder}", "none", do, KeyError)
             _read(name, tensor, opened(str(files[name])).get_slice(name))
     return model
 
@@ -162,20 +160,18 @@ def _adapted(model: nn.Module, adapter: str) -> Iterable[tuple[list[str], Tensor
 
 def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
     """Give the model memory, and its non-persistent buffers their values."""
-    if device is None:
-        mesh = next(param for param in model.parameters() if isinstance(param, DTensor)).device_mesh
-        device = mesh.device_type
-    model.to_empty(device=device)
+    meshes = (param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
+    model.to_empty(device=next(meshes).device_type if device is None else device)
     initializers = [module._init_weights for module in model.modules() if hasattr(module, "_init_weights")]
     for name, module in model.named_modules():
-        if not module._non_persistent_buffers_set:
-            continue
-        if not initializers:
-            raise NotImplementedError(
-                f"{name}: expected a model with _init_weights, which computes the non-persistent buffers "
-                f"{sorted(module._non_persistent_buffers_set)}; make the model on the CPU rather than on meta"
+        if module._non_persistent_buffers_set and not initializers:
+            buffers = f"the non-persistent buffers {sorted(module._non_persistent_buffers_set)}"
+            do = "make the model on the CPU rather than on meta"
+            raise unexpected(
+                name, f"a model with _init_weights, which computes {buffers}", "none", do, NotImplementedError
             )
-        initializers[0](module)  # type: ignore[operator]
+        if module._non_persistent_buffers_set:
+            initializers[0](module)  # type: ignore[operator]
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
@@ -193,8 +189,7 @@ def _read(name: str, tensor: Tensor, stored: Any) -> None:
         raise ValueError(f"{name}: expected shape {tuple(tensor.shape)} as the model has it, the file has {shape}")
     if not isinstance(tensor, DTensor):
         tensor.copy_(stored[:] if shape else stored[...])
-        return
-    if not all(type(each) in (Shard, Replicate) for each in tensor.placements):
-        raise NotImplementedError(f"{name}: expected Shard and Replicate only, got {tensor.placements}; load by DCP")
-    if local_of(tensor).numel():
+    elif not all(type(each) in (Shard, Replicate) for each in tensor.placements):
+        raise unexpected(name, "Shard and Replicate only", tensor.placements, "load by DCP", NotImplementedError)
+    elif local_of(tensor).numel():
         local_of(tensor).copy_(stored[local_part(tensor)])

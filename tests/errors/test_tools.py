@@ -58,7 +58,7 @@ def test_compile(model, kwargs, error, message):
             TypeError,
             "schedule: expected a SchedulePolicy or None, got 'unit' of str",
         ),
-        (lambda: explain(3), TypeError, "model: expected an nn.Module given to fully_shard, got int"),
+        (lambda: explain(3), TypeError, "model: expected an nn.Module given to fully_shard, got 3 of int"),
         (
             lambda: explain(nn.Linear(2, 2)),
             ValueError,
@@ -67,10 +67,14 @@ def test_compile(model, kwargs, error, message):
         (
             lambda: explain(sharded_model(), schedule=3),
             TypeError,
-            "schedule: expected a SchedulePolicy or None, got int",
+            "schedule: expected a SchedulePolicy or None, got 3 of int",
         ),
-        (lambda: capture(3, X), TypeError, "model: expected an nn.Module, got int; give the module, not its result"),
-        (lambda: capture(Model(), X), ValueError, "Model: expected a sharded model, found no unit; call fully_shard"),
+        (
+            lambda: capture(3, X),
+            TypeError,
+            "model: expected an nn.Module, got 3 of int; give the module, not its result",
+        ),
+        (lambda: capture(Model(), X), ValueError, "Model: expected a sharded model, got one without any unit; call"),
         (
             lambda: capture(sharded_model(), X, schedule="unit"),
             TypeError,

@@ -1,5 +1,1 @@
-"""Draws the records of ``inspect``: ``text``, ``html``, ``png`` and ``data``, which is JSON and a trace.
-
-What formats share is decided once: the words in ``figures``, the timeline in ``timeline`` and its shapes and colours
-in ``drawing``, which ``html`` and ``png`` only paint.
-"""
+"""Draws ``records``. What formats share is decided once: words in ``figures``, the timeline in ``drawing``."""

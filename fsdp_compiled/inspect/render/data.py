@@ -18,7 +18,7 @@ from torch import fx
 
 from ..records import CapturedGraph, CapturedModel
 from . import figures
-from .timeline import lay_out
+from .drawing import lay_out
 
 NANOSECONDS = 3  # decimals of a microsecond that are kept
 

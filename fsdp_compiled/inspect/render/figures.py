@@ -112,16 +112,14 @@ def about(capture: CapturedModel) -> str:
 
 def schedule(policy: SchedulePolicy) -> dict[str, str]:
     """Return the fields of a policy, without the cluster, which :func:`about` names."""
-    return {
-        "bucket": _word_or_size(policy.bucket),
+    in_flight, kept = policy.in_flight_bytes, policy.keep_unsharded_bytes
+    found = {
+        "bucket": policy.bucket,
         "prefetch": str(policy.prefetch),
-        "in flight": _word_or_size(policy.in_flight_bytes),
-        "keep unsharded": _word_or_size(policy.keep_unsharded_bytes),
+        "in flight": in_flight,
+        "keep unsharded": kept,
     }
-
-
-def _word_or_size(value: str | int) -> str:
-    return value if isinstance(value, str) else size(value)
+    return {label: value if isinstance(value, str) else size(value) for label, value in found.items()}
 
 
 def titled(graphs: Sequence[CapturedGraph]) -> list[tuple[str, CapturedGraph]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch._inductor import config, custom_graph_pass
@@ -43,13 +41,13 @@ def test_a_good_machine():
         judge_torch("2.13.0+cpu"),
         judge_triton("3.7.1", has_gpus=False),
         judge_compiler("/usr/bin/g++", has_python_headers=True),
-        *judge_gpus([], cuda_build=None),
+        *judge_gpus([], built_for=None),
         judge_backends(["gloo"], has_gpus=False),
         judge_threads(threads=1, cpus=8, omp_threads="1", ranks=None),
         *judge_settings({f"{SETTING}.bucket_all_gathers_fx": "none", f"{SETTING}.fx_graph_cache": True}),
     ]
     assert {found.level for found in findings} == {"ok"}
-    assert judge_slot("joint_custom_pre_pass", RESHARD, RESHARD) == (
+    assert judge_slot("joint_custom_pre_pass", RESHARD) == (
         "ok",
         "joint_custom_pre_pass",
         "Expand, Unalias, Reshard",
@@ -89,11 +87,11 @@ def test_backends():
 
 
 def test_gpus():
-    _only(judge_gpus([], "13.0"), "note", "GPU", "torch is built for CUDA 13.0, so check the driver")
-    assert {found.level for found in judge_gpus([H200, H200], "13.0")} == {"ok"}
+    _only(judge_gpus([], "cuda"), "note", "GPU", "torch is built for cuda, so check the driver")
+    assert {found.level for found in judge_gpus([H200, H200], "cuda")} == {"ok"}
     other = Gpu("NVIDIA L4", 24_000_000_000, "H100")
-    _only(judge_gpus([other], "13.0"), "note", "GPU 0", "cluster H100, which it is not: describe yours with")
-    mixed = judge_gpus([H200, H200._replace(name="NVIDIA H100", cluster="H100")], "13.0")
+    _only(judge_gpus([other], "cuda"), "note", "GPU 0", "cluster H100, which it is not: describe yours with")
+    mixed = judge_gpus([H200, H200._replace(name="NVIDIA H100", cluster="H100")], "cuda")
     assert [(found.level, found.subject) for found in mixed if found.level != "ok"] == [("problem", "GPUs")]
 
 
@@ -113,13 +111,14 @@ def test_matplotlib(monkeypatch):
 
 def test_a_users_pass():
     mine, name = UserPass(), "joint_custom_pre_pass"
-    assert judge_slot(name, RESHARD, (RESHARD, mine)) == Finding(
-        "ok", name, "Expand, Unalias, Reshard; after ours: UserPass"
-    )
+    assert judge_slot(name, (RESHARD, mine)) == Finding("ok", name, "Expand, Unalias, Reshard; after ours: UserPass")
     text = "Expand, Unalias, Reshard; after ours: UserPass, print; print without uuid(): graphs are not cached"
-    _only(judge_slot(name, RESHARD, [RESHARD, mine, print]), "note", name, text)
+    _only(judge_slot(name, [RESHARD, mine, print]), "note", name, text)
     _only(
-        judge_slot(name, RESHARD, None), "ok", name, "empty until the first fully_shard adds Expand, Unalias, Reshard"
+        judge_slot(name, RESHARD, False),
+        "ok",
+        name,
+        "empty until the first fully_shard adds Expand, Unalias, Reshard",
     )
 
 
@@ -153,7 +152,8 @@ def test_every_setting_exists_and_has_its_good_value_by_default(monkeypatch):
     settings = read_settings()
     assert list(settings) == [rule.setting for rule in RULES]
     assert not [rule for rule in RULES if rule.is_broken(settings[rule.setting])]
-    monkeypatch.setattr("fsdp_compiled.cli.doctor.torch", SimpleNamespace())  # has no such setting
+    unknown = RULES[0]._replace(setting="torch._inductor.config.of_another_torch")
+    monkeypatch.setattr("fsdp_compiled.cli.doctor.RULES", (unknown,))
     assert read_settings() == {}
 
 

@@ -215,7 +215,9 @@ def test_a_bound_that_is_too_small_for_one_parameter():
 
 
 def test_bad_input():
-    with pytest.raises(TypeError, match="model: expected an nn.Module, got int"):
+    with pytest.raises(TypeError, match="model: expected an nn.Module, got 3 of int"):
         capture(3)
-    with pytest.raises(ValueError, match="Layers: expected a sharded model, found no unit; call fully_shard first"):
+    with pytest.raises(
+        ValueError, match="Layers: expected a sharded model, got one without any unit; call fully_shard"
+    ):
         capture(Layers(1), torch.randn(4, 16))

@@ -177,9 +177,9 @@ def test_mistakes():
         ValueError, match="Llama: expected a model with at least one unit, got none; call fully_shard"
     ):
         explain(llama())
-    with pytest.raises(TypeError, match="model: expected an nn.Module given to fully_shard, got str"):
+    with pytest.raises(TypeError, match="model: expected an nn.Module given to fully_shard, got 'model' of str"):
         explain("model")
-    with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got str"):
+    with pytest.raises(TypeError, match="schedule: expected a SchedulePolicy or None, got 'unit' of str"):
         explain(_sharded(llama()), "unit")
 
 

@@ -6,19 +6,20 @@ import json
 import struct
 import sys
 from dataclasses import fields, replace
-from html import escape, unescape
+from html import unescape
 from html.parser import HTMLParser
 from itertools import pairwise
 
 import expecttest
 import pytest
 import torch
+from markupsafe import escape
 from torch import fx
 
 from fsdp_compiled.inspect.records import CapturedGraph, Collective, ComputeSpan, MemoryStep
 from fsdp_compiled.inspect.render import figures
 from fsdp_compiled.inspect.render.data import as_json, trace
-from fsdp_compiled.inspect.render.timeline import lay_out
+from fsdp_compiled.inspect.render.drawing import lay_out
 from fsdp_compiled.inspect.report import Capture
 from fsdp_compiled.passes.cost import CLUSTERS
 from fsdp_compiled.passes.schedule_policy import SchedulePolicy
