@@ -18,8 +18,8 @@ from torch import Tensor
 from ..passes.cost import CLUSTERS, Cluster
 from ..passes.cost.cluster import AllGatherKind
 from ..passes.kinds import Kind, Request, Times
+from ..sharding.dtensor import process_group
 from ..sharding.layout import ShardLayout
-from ..sharding.mesh import process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, CommSpec, ParamSpec
 from . import backend, copies, profiler, reference, streams
 from .interfaces import AllGather, registered

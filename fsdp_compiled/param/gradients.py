@@ -1,7 +1,4 @@
-"""The gradients of one parameter: what becomes of a reduced one, and those that accumulate before they are reduced.
-
-It must not know when a gradient is reduced, nor by what.
-"""
+"""The gradients of one parameter: what becomes of a reduced one, and the sums of those not reduced yet."""
 
 from __future__ import annotations
 
@@ -13,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..expect import unexpected
+from ..policy import resolved
 from ..sharding.dtensor import local_of
-from .sharded import ShardStorage
+from .placement import ParamPlacement
+from .sharded import ShardStorage, without_memory
 from .unit import Unit, UnitConfig
 
 
@@ -62,15 +61,13 @@ class AccumulatedGrad:
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, unit: Unit) -> None:
-        self._shape = tuple(shape)
-        self._dtype = dtype  # of the sum
-        self._unit = unit
+        self._shape, self._dtype, self._unit = shape, dtype, unit
         self.leaf: nn.Parameter | None = None  # made when the first gradient is expected
 
     def prepare(self, device: torch.device) -> nn.Parameter:
         """Return the leaf, made at the first call, on the gradients' device."""
         if self.leaf is None:
-            self.leaf = nn.Parameter(torch.zeros(1, dtype=self._dtype, device=device).expand(self._shape))
+            self.leaf = nn.Parameter(without_memory(self._shape, self._dtype, device))
             tell_unit(self.leaf, self._unit)
         return self.leaf
 
@@ -96,33 +93,22 @@ class Gradients:
     """The gradients of a sharded parameter and of the leaf by which graphs read it.
 
     Args:
-        name: full name.
-        sharded: the parameter.
         leaf: in which compiled backwards leave its reduced gradients.
         storage: of both.
+        placement: how it is sharded.
         unit: told of what compiled backwards leave.
-        dtype: of reductions.
-        device: of compute.
     """
 
-    def __init__(
-        self,
-        name: str,
-        sharded: nn.Parameter,
-        leaf: nn.Parameter,
-        storage: ShardStorage,
-        unit: Unit,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.name = name
-        self._sharded, self._leaf, self._storage, self._device = sharded, leaf, storage, device
+    def __init__(self, leaf: nn.Parameter, storage: ShardStorage, placement: ParamPlacement, unit: Unit) -> None:
+        self._sharded, self._leaf, self._storage, self._device = storage.sharded, leaf, storage, placement.device
+        dtype = resolved(placement.mp_policy, leaf.dtype)[1]  # of reductions
         self.unsharded = AccumulatedGrad(storage.layout.shape, dtype, unit)  # while sync is off
         self.partial = AccumulatedGrad(storage.layout.shard_shape, dtype, unit)  # padded; reduced over shards only
         # The leaf that takes what a graph does not reduce completely, see reads.py.
         self.unsharded_leaf: nn.Parameter | None = None
         self.partial_leaf: nn.Parameter | None = None
         self._config: UnitConfig | None = None  # that they follow
+        self._name = ""  # full name
         self.is_differentiable = leaf.requires_grad
         if self.is_differentiable:
             tell_unit(leaf, unit)
@@ -130,7 +116,7 @@ class Gradients:
     def follow(self, name: str, config: UnitConfig) -> bool:
         """Make the leaves that ``config`` asks for; return whether it reduces gradients completely."""
         if config is not self._config:
-            self.name, self._config = name, config
+            self._name, self._config = name, config
             unsharded = self.is_differentiable and not config.reduce_grads
             partial = self.is_differentiable and config.reduce_grads and not config.all_reduce_grads
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
@@ -143,7 +129,7 @@ class Gradients:
         if local.device != self._leaf.device:
             local = local.to(self._leaf.device)
         if sharded._backward_hooks:
-            local = after_user_hooks(sharded, self.name, self._storage.new_dtensor(local))
+            local = after_user_hooks(sharded, self._name, self._storage.new_dtensor(local))
         if sharded.grad is None:
             sharded.grad = self._storage.new_dtensor(local)
         else:

@@ -69,7 +69,7 @@ class Unsharded:
             return self.param
         outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
         if self._made is None or self.param is None:
-            made, inner = self._extension.finish(outputs)
+            made, inner = self._extension.join(outputs, self._extension.metadata)
             self.param = self._parameter(self._extension.without_padding(made))
             self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in inner}
             self._made = made

@@ -1,14 +1,11 @@
-"""The arithmetic of shards and of packed buffers: chunks, padding, alignment, offsets.
-
-It must not know process groups or modules.
-"""
+"""The arithmetic of shards and of packed buffers: chunks, padding, alignment, offsets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
 
 import torch
@@ -124,25 +121,15 @@ class PackedLayout:
         return tuple(aligned(numel) - numel for numel in self.numels)
 
     @cached_property
-    def _sections(self) -> tuple[list[int], list[int]]:
-        """Lengths of each shard and of each gap that is there, one after the other; and which of them are shards."""
-        lengths, shards = list[int](), list[int]()
-        for numel, gap in zip(self.numels, self.gaps, strict=True):
-            shards.append(len(lengths))
-            lengths += [numel, gap] if gap else [numel]
-        return lengths, shards
+    def _lengths(self) -> tuple[int, ...]:
+        """Of each shard, and of the gap behind each if there are any."""
+        return tuple(chain(*zip(self.numels, self.gaps, strict=True))) if any(self.gaps) else self.numels
 
-    def pieces(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the shards of a packed buffer, views along its last dimension."""
-        return self._shards_of(torch.split_with_sizes(packed, self._sections[0], -1))
-
-    def copied_pieces(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the shards of a packed buffer, contiguous copies."""
-        return self._shards_of(torch.ops.aten.split_with_sizes_copy(packed, self._sections[0], -1))
-
-    def _shards_of(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        shards = self._sections[1]
-        return list(pieces) if len(shards) == len(pieces) else [pieces[index] for index in shards]
+    def pieces(
+        self, packed: torch.Tensor, split: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes
+    ) -> list[torch.Tensor]:
+        """Return the shards of a packed buffer along its last dimension: views, or copies if ``split`` copies."""
+        return list(split(packed, self._lengths, -1)[:: len(self._lengths) // len(self.numels)])
 
 
 packed_layout = lru_cache(maxsize=4096)(PackedLayout)  # as shard_layout

@@ -1,8 +1,7 @@
 """The spec of a collective: what travels, over which groups, in which dtypes. Operators carry it as text.
 
-Identity and policy travel in an operator's arguments rather than in ``node.meta`` because arguments survive every
-graph rewrite and enter the compile-cache keys; meta does neither. They travel as one text because Dynamo guards every
-constant that a parameter's read takes, in every step.
+In arguments rather than in ``node.meta``, because arguments survive every graph rewrite and enter the compile-cache
+keys; as one text, because Dynamo guards every constant that a parameter's read takes, in every step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def _plain(value: Any) -> Any:
         shown = ((f.name, getattr(value, f.name), f.default) for f in fields(value))
         return {name: _plain(each) for name, each, default in shown if each != default}
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
+        return word(value)
     return list(map(_plain, value)) if isinstance(value, tuple) else value
 
 
@@ -54,6 +53,11 @@ def _read(kind: Any, value: Any) -> Any:
 
 
 _hints = cache(get_type_hints)
+
+
+def word(dtype: torch.dtype) -> str:
+    """Return a dtype's name."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -148,11 +152,6 @@ class Spec:
         return ()
 
 
-def word(dtype: torch.dtype) -> str:
-    """Return a dtype's name."""
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True)
 class AllGatherSpec(Spec):
     """An all-gather."""
@@ -212,10 +211,6 @@ class ReductionSpec(Spec):
     def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...]:
         return self.dtype, self.scaling.pre_divide, param.dtype
 
-    def over_shards_only(self) -> ReductionSpec:
-        """Return the reduction that stops before the replicas: a partial gradient, which stays with compute."""
-        return replace(self, replicas=Group(), scaling=replace(self.scaling, post_divide=1.0), hook="", to_host=False)
-
 
 @dataclass(frozen=True)
 class CommSpec(Text):
@@ -243,9 +238,11 @@ class CommSpec(Text):
         return self if self.param.shape is not None else _for_input(self, tuple(shape), dtype)
 
     def over_shards_only(self) -> CommSpec:
-        """Return the spec of a partial gradient: in the dtype of the reduction, not reduced over replicas."""
-        param = replace(self.param, dtype=self.reduction.dtype)
-        return replace(self, param=param, reduction=self.reduction.over_shards_only())
+        """Return the spec of a partial gradient, which is not reduced over replicas and stays with compute."""
+        full = self.reduction
+        scaling = replace(full.scaling, post_divide=1.0)
+        partial = replace(full, replicas=Group(), scaling=scaling, hook="", to_host=False)
+        return replace(self, param=replace(self.param, dtype=full.dtype), reduction=partial)
 
     @cached_property
     def after_forward(self) -> CommSpec:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from ...expect import expect, unexpected
-from ...sharding.mesh import process_group
+from ...sharding.dtensor import process_group
 from ...sharding.spec import Group
 
 EFFICIENCY = 0.7  # of peak FLOP/s and of memory bandwidth. *Source:* AutoParallel's compute model.
