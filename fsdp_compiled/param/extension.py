@@ -44,11 +44,9 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def check_extension(name: str, tensor: Tensor, after_forward: int) -> None:
-    """Check what extends the all-gather of ``tensor``, if anything does.
+    """Raise ValueError unless ``tensor`` has both methods or none, and the first takes 1 or 5 arguments.
 
-    Raises:
-        ValueError: one of the two methods is missing, or the first takes neither 1 nor 5 arguments.
-        NotImplementedError: it is to stay sharded over a group of ``after_forward`` ranks; 1 means it is not.
+    NotImplementedError if it has them and is to stay sharded over a group of ``after_forward`` ranks, more than 1.
     """
     found = [method for method in (PRE, POST) if hasattr(tensor, method)]
     if len(found) == 1:
@@ -81,19 +79,12 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 class AllGatherExtension:
-    """The two methods of one parameter's local tensor, and what passes between them.
-
-    Args:
-        extended: it or its class has the methods.
-        shard: this rank's, padded.
-        module: the first that the parameter is registered on.
-        placement: how it is sharded.
-        shape: of the unsharded parameter.
-    """
+    """The two methods of one parameter's local tensor, and what passes between them."""
 
     def __init__(
         self, extended: Tensor, shard: Tensor, module: nn.Module, placement: ParamPlacement, shape: tuple[int, ...]
     ) -> None:
+        """``extended`` or its class has the methods, ``shard`` is this rank's, padded; ``shape`` is unsharded."""
         policy, unsharded = placement.mp_policy, torch.empty(shape, device="meta")
         self.shard, self.shape, self.device = shard, shape, placement.device  # of compute
         self.dtype = resolved(policy, shard.dtype)[0]  # of compute
@@ -116,9 +107,10 @@ class AllGatherExtension:
             if shard.device.type != self.device.type:
                 shard = shard.to(self.device, non_blocking=True)
             sent = self._pre(shard, *self._arguments)
-            if not (_is_pair(sent) and _is_tuple(sent[0]) and all(isinstance(each, Tensor) for each in sent[0])):
+            inputs = sent[0] if _is_pair(sent) else None
+            if not isinstance(inputs, (tuple, list)) or not all(isinstance(each, Tensor) for each in inputs):
                 self._refuse(PRE, "(a tuple of tensors, metadata)", sent)
-            wrapped = [each for each in sent[0] if type(each) not in (Tensor, nn.Parameter)]
+            wrapped = [each for each in inputs if type(each) not in (Tensor, nn.Parameter)]
             if wrapped and torch.compiler.is_compiling():
                 self._refuse(PRE, "plain tensors where it is compiled", wrapped[0])
             return sent
@@ -157,12 +149,8 @@ class AllGatherExtension:
             self._post(self.shard, tuple(outputs), self.metadata, self.dtype, out=out)
 
 
-def _is_tuple(value: Any) -> bool:
-    return isinstance(value, (tuple, list))
-
-
-def _is_pair(value: Any) -> bool:
-    return _is_tuple(value) and len(value) == 2
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,9 +160,7 @@ class InnerTensors:
     cls: type
     sharded: tuple[str, ...]  # inner tensors that are cut along dimension 0 where the weight is
     replicated: dict[str, Tensor]  # the others, the same on every rank
-    context: Any  # of the unsharded weight, for ``__tensor_unflatten__``
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    others: tuple[Any, ...]  # arguments of ``__tensor_unflatten__`` for it: context, shape and stride
 
     def extend(self, shard: Tensor) -> Tensor:
         """Let ``shard`` have the two methods of :mod:`.extension`, and return it."""
@@ -188,8 +174,7 @@ class InnerTensors:
             if out is not None:
                 return None  # it consists of the very outputs
             inner = {**self.replicated, **dict(zip(self.sharded, outputs, strict=True))}
-            made = self.cls.__tensor_unflatten__(inner, self.context, self.shape, self.stride)  # type: ignore[attr-defined]
-            return made, outputs
+            return self.cls.__tensor_unflatten__(inner, *self.others), outputs  # type: ignore[attr-defined]
 
         setattr(shard, PRE, MethodType(split, shard))
         setattr(shard, POST, MethodType(join, shard))
@@ -210,9 +195,8 @@ def inner_tensors(name: str, unsharded: Tensor, layout: ShardLayout) -> InnerTen
     try:
         part = unsharded.narrow(0, 0, layout.chunk).clone(memory_format=torch.contiguous_format).contiguous()
     except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-        _refuse(
-            name, cls, f"a class that can be sliced and copied, got: {str(error).strip().splitlines()[0]}", layout
-        )
+        reason = str(error).strip().splitlines()[0]
+        _refuse(name, cls, f"a class that can be sliced and copied, got: {reason}", layout)
     names, context = unsharded.__tensor_flatten__()  # type: ignore[attr-defined]
     sharded, replicated = [], {}
     for inner in names:
@@ -224,7 +208,7 @@ def inner_tensors(name: str, unsharded: Tensor, layout: ShardLayout) -> InnerTen
         else:
             sizes = f"{tuple(whole.shape)} of which a shard has {tuple(cut.shape)}"
             _refuse(name, cls, f"inner tensors that are cut along dimension 0, got {inner} of shape {sizes}", layout)
-    return InnerTensors(cls, tuple(sharded), replicated, context, tuple(unsharded.shape), unsharded.stride())
+    return InnerTensors(cls, tuple(sharded), replicated, (context, tuple(unsharded.shape), unsharded.stride()))
 
 
 def _refuse(name: str, cls: type, expected: str, layout: ShardLayout) -> None:

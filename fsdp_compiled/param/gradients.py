@@ -18,16 +18,12 @@ from .unit import Unit, UnitConfig
 
 
 def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
-    """Let ``unit`` know whenever a compiled backward has left a gradient in ``leaf``.
-
-    The hook does not keep the unit alive: Python's collector does not look through hooks of this kind, so one on a
-    model's leaf that refers to the model would keep the model for good.
-    """
+    """Let ``unit`` know whenever a compiled backward has left a gradient in ``leaf``."""
+    # Python's collector does not look through such hooks: one that refers to the model would keep it for good.
     found = weakref.ref(unit)
 
     def run(leaf: Tensor) -> None:
-        unit = found()
-        if unit is not None:
+        if (unit := found()) is not None:
             unit.on_compiled_gradient()
 
     leaf.register_post_accumulate_grad_hook(run)
@@ -36,8 +32,7 @@ def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
 def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
     """Return the local gradient that the hooks of ``sharded.register_hook`` make of a sharded one.
 
-    Autograd does not run them, because the sharded parameter takes no part in the forward. TypeError or ValueError
-    if one returns neither None nor such a gradient.
+    Autograd does not run them: forward does not read ``sharded``. TypeError or ValueError for a wrong result.
     """
     for hook in list((sharded._backward_hooks or {}).values()):
         result = hook(grad)
@@ -55,10 +50,7 @@ def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
 
 
 class AccumulatedGrad:
-    """The sum of gradients not reduced yet, kept as ``.grad`` of a leaf without memory, so that graphs can add to it.
-
-    ``unit`` is told when a compiled backward has added one.
-    """
+    """The sum of gradients not reduced yet: ``.grad`` of a leaf without memory, to which graphs can add."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, unit: Unit) -> None:
         self._shape, self._dtype, self._unit = shape, dtype, unit
@@ -90,13 +82,9 @@ class AccumulatedGrad:
 
 
 class Gradients:
-    """The gradients of a sharded parameter and of the leaf by which graphs read it.
+    """The gradients of a sharded parameter and of the leaf by which graphs read it, in ``storage`` both.
 
-    Args:
-        leaf: in which compiled backwards leave its reduced gradients.
-        storage: of both.
-        placement: how it is sharded.
-        unit: told of what compiled backwards leave.
+    Compiled backwards leave reduced gradients in the leaf, and tell ``unit``.
     """
 
     def __init__(self, leaf: nn.Parameter, storage: ShardStorage, placement: ParamPlacement, unit: Unit) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -16,6 +15,8 @@ from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo
 from ..sharding.spec import AllGatherSpec, CommSpec, Group, ParamSpec, ReductionSpec, scaling_for
 from .unit import UnitConfig
+
+Place = tuple[nn.Module, str]  # under which a parameter is registered
 
 
 class ShardedState(Enum):
@@ -39,20 +40,6 @@ class TakenOriginal(weakref.ref[nn.Parameter]):
 
     def __new__(cls, original: nn.Parameter, taken_by: Any) -> TakenOriginal:
         return super().__new__(cls, original)
-
-
-@dataclass(frozen=True)
-class ParamModuleInfo:
-    """Where a parameter is registered: its first module and name, and every other place that shares it."""
-
-    module: nn.Module
-    name: str
-    shared: tuple[tuple[nn.Module, str], ...] = ()
-
-    def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """Yield every (module, name) under which the parameter is registered."""
-        yield self.module, self.name
-        yield from self.shared
 
 
 @dataclass(frozen=True)

@@ -44,10 +44,6 @@ class ShardStorage:
         sent = self.local if self.local.shape == self.padded.shape else self.padded
         return AllGatherExtension(extended, sent, module, placement, self.layout.shape)
 
-    def holds(self, local: Tensor) -> bool:
-        """Tell whether ``local`` still lies in this memory."""
-        return local is self.local or same_memory(local, self.unpadded(self.padded))
-
     def adopt_memory(self, current: nn.Parameter, placement: ParamPlacement) -> Tensor:
         """Return padded memory for ``current``, a DTensor as this one, and let its local tensor lie in it."""
         local = local_of(current)

@@ -88,10 +88,6 @@ class OuterParallelism:
             options["grad_placements"] = partial
         return DTensor.from_local(local, spec.mesh, spec.placements, **options)
 
-    def leaf(self, local: Tensor) -> DTensor:
-        """Return a DTensor that shares memory with ``local`` and is no function of it."""
-        return DTensor(local, self.spec, requires_grad=False)
-
     def local_grad(self, grad: Tensor) -> Tensor:
         """Return the local gradient with the parameter's placements, except over data-parallel dimensions."""
         if not isinstance(grad, DTensor):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from math import prod
+from operator import add
 
 import torch
 
@@ -15,9 +16,8 @@ import torch
 class ShardLayout:
     """How one tensor is cut along one dimension into equal, padded chunks.
 
-    Rank ``r`` owns ``[r * chunk, (r + 1) * chunk)`` of the dimension as far as it exists, which is how
-    ``torch.chunk`` and DTensor's ``Shard`` cut; the last ranks may own less, or nothing. Every rank stores a
-    full chunk, so that all ranks trace the same graph.
+    Rank ``r`` owns ``[r * chunk, (r + 1) * chunk)`` of the dimension as far as it exists, as ``torch.chunk`` and
+    DTensor's ``Shard`` cut. Every rank stores a full chunk, so that all ranks trace the same graph.
     """
 
     shape: tuple[int, ...]  # of the unsharded tensor
@@ -88,17 +88,11 @@ shard_layout = lru_cache(maxsize=4096)(ShardLayout)
 ALIGNMENT = 16  # elements; in every dtype a multiple of the 16 bytes that a GPU thread and Inductor ask for
 
 
-def aligned(numel: int) -> int:
-    """Return ``numel`` rounded up to a multiple of :data:`ALIGNMENT`."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True)
 class PackedLayout:
     """Where one rank's shards lie in the packed buffer of a bucket.
 
-    Each shard begins at a multiple of :data:`ALIGNMENT` elements, so that every copy is wide and every result is
-    aligned; zeros fill the gaps. A shard alone is packed without a gap.
+    Each begins at a multiple of :data:`ALIGNMENT` elements, so that every copy is wide and every result aligned.
     """
 
     numels: tuple[int, ...]  # elements of each shard
@@ -111,14 +105,12 @@ class PackedLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First element of each shard."""
-        return tuple(accumulate(map(aligned, self.numels[:-1]), initial=0))
+        return tuple(accumulate(map(add, self.numels[:-1], self.gaps), initial=0))
 
     @cached_property
     def gaps(self) -> tuple[int, ...]:
-        """Elements of zeros behind each shard."""
-        if len(self.numels) == 1:
-            return (0,)
-        return tuple(aligned(numel) - numel for numel in self.numels)
+        """Elements of zeros behind each shard; none behind one alone."""
+        return (0,) if len(self.numels) == 1 else tuple(-numel % ALIGNMENT for numel in self.numels)
 
     @cached_property
     def _lengths(self) -> tuple[int, ...]:

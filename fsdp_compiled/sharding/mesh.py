@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -75,13 +74,12 @@ class DataParallelMeshInfo:
     replicate_mesh_dim: int | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
-    _needed: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
             raise ValueError("at least one of shard_mesh_dim and replicate_mesh_dim must be given, got neither")
-        for name in self._needed:
-            if getattr(self, name) is None:
+        for name, cls in (("shard_mesh_dim", FSDPMeshInfo), ("replicate_mesh_dim", DDPMeshInfo)):
+            if isinstance(self, cls) and getattr(self, name) is None:
                 raise ValueError(f"{type(self).__name__}: {name} must be given, got None")
 
     @property
@@ -162,21 +160,15 @@ class DataParallelMeshInfo:
 class FSDPMeshInfo(DataParallelMeshInfo):
     """Parameters are sharded: ``shard_mesh_dim`` is needed."""
 
-    _needed: ClassVar[tuple[str, ...]] = ("shard_mesh_dim",)
-
 
 @dataclass(frozen=True)
 class DDPMeshInfo(DataParallelMeshInfo):
     """Parameters are replicated: ``replicate_mesh_dim`` is needed."""
 
-    _needed: ClassVar[tuple[str, ...]] = ("replicate_mesh_dim",)
-
 
 @dataclass(frozen=True)
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Parameters are sharded over one mesh dimension, and the shards replicated over the other; both are needed."""
-
-    _needed = ("shard_mesh_dim", "replicate_mesh_dim")
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,10 @@ def asked_of(node: fx.Node) -> Bucket:
 
 def travels(node: fx.Node) -> bool:
     """Tell whether ``node`` is an opaque one for which anything leaves this rank's compute."""
-    return opaque_kind(node) is not None and not asked_of(node).spec.is_local
+    if opaque_kind(node) is None:
+        return False
+    alone = asked_of(node)
+    return alone.spec.local_steps(alone.params[0]) is None
 
 
 def spec_of(node: fx.Node) -> CommSpec:

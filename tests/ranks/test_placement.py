@@ -21,22 +21,20 @@ from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
-    MODES,
     WITH_REGIONS,
     assert_close,
     assert_trains_like_one_process,
     batches,
-    compiled,
+    call_of,
+    each_mode,
+    each_with_regions,
+    eager_and_full,
     full_grads,
     full_params,
     my_part,
     shard,
     square_loss,
 )
-
-each_mode = pytest.mark.parametrize("mode", MODES)
-each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
-eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
 @row("reshard")
@@ -297,7 +295,7 @@ def test_sequence_parallelism(mode):
         models.append(MLPStack(4, with_seq_parallel=True))
     alone, model = models
     model.parallelize(mesh["tp"], mesh["dp"], False)
-    call = compiled(model) if mode == "full" else model
+    call = call_of(model, mode)
     data = batches(1, 4, 6, 4)[0]
     alone(data).square().mean().backward()
     mine = _rows(data, mesh["dp"])
