@@ -51,19 +51,14 @@ def check_extension(name: str, tensor: Tensor, after_forward: int) -> None:
     found = [method for method in (PRE, POST) if hasattr(tensor, method)]
     if len(found) == 1:
         raise unexpected(name, f"{type(tensor).__name__} to define both {PRE} and {POST}", f"only {found[0]}")
-    if found and _pre_arguments(tensor) not in (1, 5):
+    if found and len((got := inspect.signature(getattr(tensor, PRE))).parameters) not in (1, 5):
         either = "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"
-        got = inspect.signature(getattr(tensor, PRE))
         raise unexpected(name, f"{type(tensor).__name__}.{PRE} to take {either}", got)
     if found and after_forward > 1:
         raise NotImplementedError(
             f"{name}: reshard_after_forward as a group size is not implemented for parameters with an all-gather "
             "extension; use True or False"
         )
-
-
-def _pre_arguments(tensor: Tensor) -> int:
-    return len(inspect.signature(getattr(tensor, PRE)).parameters)
 
 
 def _function(method: Any) -> Callable[..., Any]:
@@ -94,7 +89,7 @@ class AllGatherExtension:
         self._methods = getattr(extended, PRE), getattr(extended, POST)
         self._pre, self._post = map(_function, self._methods)
         arguments = (placement.mesh_info.shard_mesh, unsharded.shape, unsharded.stride(), module, policy)
-        self._arguments = arguments[: _pre_arguments(extended)]
+        self._arguments = arguments[: len(inspect.signature(self._methods[0]).parameters)]
 
     def is_of(self, tensor: Tensor) -> bool:
         """Tell whether these are the methods that ``tensor`` has now."""
@@ -107,7 +102,7 @@ class AllGatherExtension:
             if shard.device.type != self.device.type:
                 shard = shard.to(self.device, non_blocking=True)
             sent = self._pre(shard, *self._arguments)
-            inputs = sent[0] if _is_pair(sent) else None
+            inputs = sent[0] if isinstance(sent, (tuple, list)) and len(sent) == 2 else None
             if not isinstance(inputs, (tuple, list)) or not all(isinstance(each, Tensor) for each in inputs):
                 self._refuse(PRE, "(a tuple of tensors, metadata)", sent)
             wrapped = [each for each in inputs if type(each) not in (Tensor, nn.Parameter)]
@@ -119,9 +114,9 @@ class AllGatherExtension:
         """Return (unsharded parameter, maybe with padding, tensors that hold its memory); Dynamo traces this."""
         with torch.no_grad():
             made = self._post(self.shard, tuple(outputs), metadata, self.dtype)
-            if not (_is_pair(made) and isinstance(made[0], Tensor)):
+            if not (isinstance(made, (tuple, list)) and len(made) == 2 and isinstance(made[0], Tensor)):
                 self._refuse(POST, "(the unsharded tensor, a tuple of tensors that hold its memory)", made)
-            return made
+            return made[0], made[1]
 
     def without_padding(self, unsharded: Tensor) -> Tensor:
         """Return the part of ``unsharded`` that has the parameter's shape."""
@@ -147,10 +142,6 @@ class AllGatherExtension:
         """Fill ``out``, which :meth:`join` returned before, after another launch."""
         with torch.no_grad():
             self._post(self.shard, tuple(outputs), self.metadata, self.dtype, out=out)
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,13 +181,19 @@ def inner_tensors(name: str, unsharded: Tensor, layout: ShardLayout) -> InnerTen
     if not is_wrapper(unsharded) or is_extended(unsharded):
         return None
     cls = type(unsharded)
+
+    def refuse(expected: str) -> NoReturn:
+        raise NotImplementedError(
+            f"{name}: {cls.__name__} defines no all-gather, and sharding its inner tensors over {layout.world} ranks "
+            f"expects {expected}; leave it whole on every rank with fully_shard(..., ignored_params={{...}})"
+        )
+
     if layout.dim != 0 or not layout.is_even:
-        _refuse(name, cls, f"only Shard(0) of equal parts, got Shard({layout.dim}) of {layout.shape}", layout)
+        refuse(f"only Shard(0) of equal parts, got Shard({layout.dim}) of {layout.shape}")
     try:
         part = unsharded.narrow(0, 0, layout.chunk).clone(memory_format=torch.contiguous_format).contiguous()
     except (NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error).strip().splitlines()[0]
-        _refuse(name, cls, f"a class that can be sliced and copied, got: {reason}", layout)
+        refuse(f"a class that can be sliced and copied, got: {str(error).strip().splitlines()[0]}")
     names, context = unsharded.__tensor_flatten__()  # type: ignore[attr-defined]
     sharded, replicated = [], {}
     for inner in names:
@@ -207,12 +204,5 @@ def inner_tensors(name: str, unsharded: Tensor, layout: ShardLayout) -> InnerTen
             sharded.append(inner)
         else:
             sizes = f"{tuple(whole.shape)} of which a shard has {tuple(cut.shape)}"
-            _refuse(name, cls, f"inner tensors that are cut along dimension 0, got {inner} of shape {sizes}", layout)
+            refuse(f"inner tensors that are cut along dimension 0, got {inner} of shape {sizes}")
     return InnerTensors(cls, tuple(sharded), replicated, (context, tuple(unsharded.shape), unsharded.stride()))
-
-
-def _refuse(name: str, cls: type, expected: str, layout: ShardLayout) -> None:
-    raise NotImplementedError(
-        f"{name}: {cls.__name__} defines no all-gather, and sharding its inner tensors over {layout.world} ranks "
-        f"expects {expected}; leave it whole on every rank with fully_shard(..., ignored_params={{...}})"
-    )

@@ -75,9 +75,9 @@ class AccumulatedGrad:
 
     def take(self) -> Tensor | None:
         """Return the sum and forget it."""
-        grad = self.grad
-        if self.leaf is not None:
-            self.leaf.grad = None
+        if self.leaf is None:
+            return None
+        grad, self.leaf.grad = self.leaf.grad, None
         return grad
 
 

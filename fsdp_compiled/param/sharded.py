@@ -24,7 +24,10 @@ class ShardStorage:
         self.sharded, self.layout = sharded, layout
         self.inner = inner  # of a wrapper subclass without an all-gather of its own
         self.padded = padded if inner is None else inner.extend(padded.detach())  # not the user's tensor
-        self.local = _identifiable(local_of(sharded), padded)  # of the DTensor; it lies in ``padded``
+        self.local = local_of(sharded)  # it lies in ``padded``
+        if not self.local.numel() and padded.numel():
+            # accelerate finds an optimizer's parameters again by this address, which is 0 for every empty tensor.
+            self.local.data_ptr = padded.data_ptr  # type: ignore[method-assign]
         self.of_dtensor = sharded.untyped_storage()  # without memory; another one after ``sharded.data = ...``
 
     def unpadded(self, padded: Tensor) -> Tensor:
@@ -79,13 +82,3 @@ def same_memory(a: Tensor, b: Tensor) -> bool:
     if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_subclass:
         return False
     return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
-
-
-def _identifiable(local: Tensor, padded: Tensor) -> Tensor:
-    """Let an empty shard answer ``data_ptr()`` with the address of its padding, and return the shard.
-
-    accelerate finds an optimizer's parameters again by that address, which is 0 for every empty tensor.
-    """
-    if not local.numel() and padded.numel():
-        local.data_ptr = padded.data_ptr  # type: ignore[method-assign]
-    return local
