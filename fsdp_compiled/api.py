@@ -27,7 +27,8 @@ from .passes import Pass, mode_options, region_options
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
 from .regions.block import has_regions
 from .regions.choose import set_regions
-from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
+from .sharding.dtensor import data_parallel_mesh
+from .sharding.mesh import DataParallelMeshDims
 from .torch_fsdp.convert import own_record
 from .torch_fsdp.registry import check_composable
 

@@ -49,7 +49,7 @@ class Schedule:
         asked: dict[fx.Node, Bucket] = {}
         for node in [node for node in graph.nodes if nodes.opaque_kind(node) is not None]:
             bucket = nodes.asked_of(node)
-            if bucket.spec.is_local:
+            if bucket.spec.local_steps(bucket.params[0]) is not None:
                 do_locally(node)
             else:
                 asked[node] = bucket

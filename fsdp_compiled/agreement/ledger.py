@@ -27,7 +27,7 @@ from ..errors import RankFailureError, RankMismatchError
 from ..expect import expect, unexpected
 from ..passes.inductor import source_hash
 from ..sharding.contract import Contract
-from ..sharding.mesh import process_group
+from ..sharding.dtensor import process_group
 from . import mismatch, peers, tripwire
 
 _KEY = "fsdp_compiled/agreement"

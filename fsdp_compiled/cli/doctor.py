@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from .. import passes
+from ..collectives.streams import has_streams
 from ..passes import cost, inductor
-from ..sharding.device import has_streams
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # supported versions of torch
 OLDEST_PYTHON = (3, 11)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..passes.cost import CLUSTERS, Cluster, Times
 from ..passes.kinds import Kind, Request
+from ..sharding.dtensor import process_group
 from ..sharding.layout import ShardLayout
-from ..sharding.mesh import process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, CommSpec, ParamSpec
 from . import backend, copies, profiler, reference, streams
 from .interfaces import AllGather, registered

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..passes.graph import nodes
+from ..sharding.dtensor import process_group
 from ..sharding.layout import ShardLayout
-from ..sharding.mesh import process_group
 from ..sharding.spec import CommSpec
 from . import reference
 from .all_gather import ALL_GATHER, all_gather_bucket

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..passes.cost import Cluster, Times
 from ..passes.kinds import Kind, Request
-from ..sharding.mesh import process_group
+from ..sharding.dtensor import process_group
 from ..sharding.spec import CommSpec, ReductionBucket, ReductionSpec
 from . import backend, copies, profiler, reference, streams
 from .interfaces import Hook, ReduceScatter, registered

@@ -62,7 +62,9 @@ def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int
 
 def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
     """Return the unsharded parameters, padded, each in new memory of its own; see :func:`unpack_parameters`."""
-    pieces = packed_layout(tuple(layout.shard_numel for layout in layouts)).copied_pieces(output)
+    pieces = packed_layout(tuple(layout.shard_numel for layout in layouts)).pieces(
+        output, torch.ops.aten.split_with_sizes_copy
+    )
     return [
         piece.resize_as_(layout.like_padded)
         if layout.dim == 0

@@ -18,7 +18,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ..errors import FSDPError
-from ..sharding.device import has_streams
+
+_NEEDED = ("Stream", "stream", "current_stream", "current_device")  # of the module that torch has for a device
 
 Begun = TypeVar("Begun")
 Result = TypeVar("Result")
@@ -57,6 +58,13 @@ class AcceleratorStreams:
     def wait(self, event: torch.Event) -> None:
         """Let the current stream wait for ``event``."""
         self._module.current_stream(self._device).wait_event(event)
+
+
+@cache
+def has_streams(device: torch.device) -> bool:
+    """Tell by its type whether ``device`` has streams, also on a machine that has none of these devices."""
+    module = getattr(torch, device.type, None)
+    return device.type != "cpu" and all(hasattr(module, name) for name in _NEEDED)  # a CPU's streams do nothing
 
 
 def streams_of(device: torch.device) -> AcceleratorStreams | None:

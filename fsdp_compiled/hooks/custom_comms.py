@@ -19,7 +19,7 @@ from ..collectives import (
     register,
 )
 from ..expect import expect, unexpected
-from ..sharding.mesh import process_group
+from ..sharding.dtensor import process_group
 from .state import FSDPState
 
 # Fields of UnitConfig.

@@ -249,7 +249,9 @@ class FSDPParamGroup:
         grad, accumulated = param.unsharded.take_grad(), param.gradients.unsharded.take()
         if grad is None:
             if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
-                return torch.zeros(param.layout.shape, dtype=param.dtypes[0], device=param.placement.device)
+                return torch.zeros(
+                    param.layout.shape, dtype=param.spec.all_gather.dtype, device=param.placement.device
+                )
             return accumulated
         return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))
 
@@ -267,5 +269,6 @@ def group_params(params: Sequence[FSDPParam], unit: Unit) -> list[FSDPParamGroup
     groups: dict[Hashable, list[FSDPParam]] = {}
     for param in params:
         info, shared = param.placement.mesh_info, param if len(param.users) > 1 else None
-        groups.setdefault((info.shards, info.replicas, param.leaf.dtype, *param.dtypes, shared), []).append(param)
+        dtypes = param.leaf.dtype, param.spec.all_gather.dtype, param.spec.reduction.dtype
+        groups.setdefault((info.shards, info.replicas, dtypes, shared), []).append(param)
     return [FSDPParamGroup(members, unit) for members in groups.values()]

@@ -67,6 +67,6 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _stale_parameters() -> Iterable[tuple[int, tuple[str, str]]]:
     for param in _params:
-        for what, tensor in (("before fully_shard", param.original()), ("unsharded", param.unsharded_param)):
+        for what, tensor in (("before fully_shard", param.original()), ("unsharded", param.unsharded.param)):
             if tensor is not None:
                 yield id(tensor), (param.name, what)

@@ -16,8 +16,7 @@ from torch import nn
 
 from ..collectives.operators import meta_parameter
 from ..expect import unexpected
-from ..param.param import FSDPParam
-from ..param.replaced import Registered
+from ..param.param import FSDPParam, Registered
 from ..torch_fsdp.registry import applied
 from ..tracing.sharded_module import is_managed
 from .backward import outside_functorch, without_grad

@@ -103,7 +103,8 @@ class FSDPState(TorchNames[FSDPCommContext]):
         names = names_below(self.modules)
         for below in states_below(self.modules):
             if below is not self and below.outermost is not self:
-                params = {param: f"{names[param.info.module]}.{param.info.name}" for param in below.params}
+                first = {param: param.places[0] for param in below.params}
+                params = {param: f"{names[module]}.{name}" for param, (module, name) in first.items()}
                 for module in below.modules:
                     rebase(module, drop=TracedCall)
                 below._adopt(self, names[below.modules[0]], params)

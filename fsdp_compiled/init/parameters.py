@@ -12,18 +12,16 @@ from torch import nn
 from ..expect import unexpected
 from ..module import FSDPModule
 from ..param.param import FSDPParam
-from ..param.placement import ParamModuleInfo, TakenOriginal
+from ..param.placement import Place, TakenOriginal
 from ..torch_fsdp.registry import applied
 from ..tracing.sharded_module import is_managed
-
-Place = tuple[nn.Module, str]
 
 
 @dataclass(frozen=True)
 class FoundParameters:
     """What a new unit is about: parameters that no unit has taken yet, and those of other units that it shares."""
 
-    own: list[tuple[str, nn.Parameter, ParamModuleInfo]]  # with the full name
+    own: list[tuple[str, nn.Parameter, list[Place]]]  # with the full name
     shared: list[tuple[str, FSDPParam, list[Place]]]  # with the full name and the places in this unit
     ignored: list[Place]
 
@@ -41,13 +39,12 @@ def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter])
                 names.setdefault(param, f"{prefix}{name}")
                 places.setdefault(param, []).append((module, name))
     for param, full_name in names.items():
-        (module, name), *others = places[param]
         taken = next((ref.taken_by for ref in weakref.getweakrefs(param) if isinstance(ref, TakenOriginal)), None)
         if taken is not None:
             found.shared.append((full_name, taken, places[param]))
         else:
             _check_parameter(full_name, param)
-            found.own.append((full_name, param, ParamModuleInfo(module, name, tuple(others))))
+            found.own.append((full_name, param, places[param]))
     return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from ..expect import shown, unexpected
-from ..param.extension import check_extension, check_smaller_group, inner_tensors
+from ..param.extension import check_extension, inner_tensors
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..policy import resolved
@@ -66,14 +66,12 @@ def _placement(
     info, dim = _chosen(name, None if choose is None else own_record(choose(param)), default.mesh_info)
     _check_dtensor(name, param, info)
     local = local_of(param.detach())
-    check_extension(name, local)
+    check_extension(name, local, 1 if isinstance(reshard, bool | None) else info.shard_world)
     dim = _checked_dim(name, local, dim, info.shard_world)
     inner_tensors(name, local, ShardLayout(tuple(local.shape), dim, info.shard_world))  # whether it can be sharded
-    if not isinstance(reshard, bool | None):
-        if info.shard_world % reshard and info.shard_world != 1:
-            ranks = f"the {info.shard_world} ranks that it is sharded over"
-            raise unexpected(name, f"reshard_after_forward to be a divisor of {ranks}", reshard)
-        check_smaller_group(name, local, info.shard_world)
+    if not isinstance(reshard, bool | None) and info.shard_world % reshard and info.shard_world != 1:
+        ranks = f"the {info.shard_world} ranks that it is sharded over"
+        raise unexpected(name, f"reshard_after_forward to be a divisor of {ranks}", reshard)
     policy = default.mp_policy.for_param(name, param)
     return replace(default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device)
 

@@ -10,12 +10,12 @@ from ..hooks.state import FSDPState
 from ..hooks.step import UnitInStep
 from ..module import FSDPModule
 from ..param.param import FSDPParam
-from ..param.placement import ParamPlacement
+from ..param.placement import ParamPlacement, Place
 from ..param.unit import UnitConfig
 from ..torch_fsdp.registry import note_unit
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import own, rebase
-from .parameters import FoundParameters, Place, modules_outside_units
+from .parameters import FoundParameters, modules_outside_units
 
 
 def shard(
@@ -39,8 +39,8 @@ def shard(
     # A number of the unit would make the guards of the second model of a class differ from those of the first.
     unit = UnitInStep(UnitConfig(type(modules[0]).__name__, bool(reshard), reshard is None, size))
     params = [
-        FSDPParam(info, placement, unit, name, param)
-        for (name, param, info), placement in zip(found.own, placements, strict=True)
+        FSDPParam(places, placement, unit, name, param)
+        for (name, param, places), placement in zip(found.own, placements, strict=True)
     ]
     state = FSDPState(modules, params, default, unit)
     for module, name in found.ignored:
@@ -55,10 +55,10 @@ def _install(
     """Give the unit's modules their properties, their state and the methods of FSDPModule."""
     owned: dict[nn.Module, dict[str, FSDPParam]] = {}
     for param in state.params:
-        for module, name in param.info.places():
+        for module, name in param.places:
             owned.setdefault(module, {})[name] = param
     for _, param, places in shared:
-        (owner,) = [unit for unit in param.info.module.__dict__["_fsdp_units"] if param in unit.params]
+        (owner,) = [unit for unit in param.places[0][0].__dict__["_fsdp_units"] if param in unit.params]
         state.share(owner, param, places)
         for module, name in places:
             owned.setdefault(module, {})[name] = param

@@ -1,4 +1,1 @@
-"""One parameter: its storage and three states, its traced read, its gradients, all-gather extensions.
-
-It must not know which parameters share a collective, nor hooks or streams.
-"""
+"""One parameter: its storage and three states, its gradients, all-gather extensions."""

@@ -1,7 +1,4 @@
-"""The gradients of one parameter: what becomes of a reduced one, and those that accumulate before they are reduced.
-
-It must not know when a gradient is reduced, nor by what.
-"""
+"""The gradients of one parameter: what becomes of a reduced one, and the sums of those not reduced yet."""
 
 from __future__ import annotations
 
@@ -13,22 +10,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..expect import unexpected
+from ..policy import resolved
 from ..sharding.dtensor import local_of
-from .sharded import ShardStorage
+from .placement import ParamPlacement
+from .sharded import ShardStorage, without_memory
 from .unit import Unit, UnitConfig
 
 
 def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
-    """Let ``unit`` know whenever a compiled backward has left a gradient in ``leaf``.
-
-    The hook does not keep the unit alive: Python's collector does not look through hooks of this kind, so one on a
-    model's leaf that refers to the model would keep the model for good.
-    """
+    """Let ``unit`` know whenever a compiled backward has left a gradient in ``leaf``."""
+    # Python's collector does not look through such hooks: one that refers to the model would keep it for good.
     found = weakref.ref(unit)
 
     def run(leaf: Tensor) -> None:
-        unit = found()
-        if unit is not None:
+        if (unit := found()) is not None:
             unit.on_compiled_gradient()
 
     leaf.register_post_accumulate_grad_hook(run)
@@ -37,8 +32,7 @@ def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
 def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
     """Return the local gradient that the hooks of ``sharded.register_hook`` make of a sharded one.
 
-    Autograd does not run them, because the sharded parameter takes no part in the forward. TypeError or ValueError
-    if one returns neither None nor such a gradient.
+    Autograd does not run them: forward does not read ``sharded``. TypeError or ValueError for a wrong result.
     """
     for hook in list((sharded._backward_hooks or {}).values()):
         result = hook(grad)
@@ -56,21 +50,16 @@ def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
 
 
 class AccumulatedGrad:
-    """The sum of gradients not reduced yet, kept as ``.grad`` of a leaf without memory, so that graphs can add to it.
-
-    ``unit`` is told when a compiled backward has added one.
-    """
+    """The sum of gradients not reduced yet: ``.grad`` of a leaf without memory, to which graphs can add."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, unit: Unit) -> None:
-        self._shape = tuple(shape)
-        self._dtype = dtype  # of the sum
-        self._unit = unit
+        self._shape, self._dtype, self._unit = shape, dtype, unit
         self.leaf: nn.Parameter | None = None  # made when the first gradient is expected
 
     def prepare(self, device: torch.device) -> nn.Parameter:
         """Return the leaf, made at the first call, on the gradients' device."""
         if self.leaf is None:
-            self.leaf = nn.Parameter(torch.zeros(1, dtype=self._dtype, device=device).expand(self._shape))
+            self.leaf = nn.Parameter(without_memory(self._shape, self._dtype, device))
             tell_unit(self.leaf, self._unit)
         return self.leaf
 
@@ -86,43 +75,28 @@ class AccumulatedGrad:
 
     def take(self) -> Tensor | None:
         """Return the sum and forget it."""
-        grad = self.grad
-        if self.leaf is not None:
-            self.leaf.grad = None
+        if self.leaf is None:
+            return None
+        grad, self.leaf.grad = self.leaf.grad, None
         return grad
 
 
 class Gradients:
-    """The gradients of a sharded parameter and of the leaf by which graphs read it.
+    """The gradients of a sharded parameter and of the leaf by which graphs read it, in ``storage`` both.
 
-    Args:
-        name: full name.
-        sharded: the parameter.
-        leaf: in which compiled backwards leave its reduced gradients.
-        storage: of both.
-        unit: told of what compiled backwards leave.
-        dtype: of reductions.
-        device: of compute.
+    Compiled backwards leave reduced gradients in the leaf, and tell ``unit``.
     """
 
-    def __init__(
-        self,
-        name: str,
-        sharded: nn.Parameter,
-        leaf: nn.Parameter,
-        storage: ShardStorage,
-        unit: Unit,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.name = name
-        self._sharded, self._leaf, self._storage, self._device = sharded, leaf, storage, device
+    def __init__(self, leaf: nn.Parameter, storage: ShardStorage, placement: ParamPlacement, unit: Unit) -> None:
+        self._sharded, self._leaf, self._storage, self._device = storage.sharded, leaf, storage, placement.device
+        dtype = resolved(placement.mp_policy, leaf.dtype)[1]  # of reductions
         self.unsharded = AccumulatedGrad(storage.layout.shape, dtype, unit)  # while sync is off
         self.partial = AccumulatedGrad(storage.layout.shard_shape, dtype, unit)  # padded; reduced over shards only
         # The leaf that takes what a graph does not reduce completely, see reads.py.
         self.unsharded_leaf: nn.Parameter | None = None
         self.partial_leaf: nn.Parameter | None = None
         self._config: UnitConfig | None = None  # that they follow
+        self._name = ""  # full name
         self.is_differentiable = leaf.requires_grad
         if self.is_differentiable:
             tell_unit(leaf, unit)
@@ -130,7 +104,7 @@ class Gradients:
     def follow(self, name: str, config: UnitConfig) -> bool:
         """Make the leaves that ``config`` asks for; return whether it reduces gradients completely."""
         if config is not self._config:
-            self.name, self._config = name, config
+            self._name, self._config = name, config
             unsharded = self.is_differentiable and not config.reduce_grads
             partial = self.is_differentiable and config.reduce_grads and not config.all_reduce_grads
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
@@ -143,7 +117,7 @@ class Gradients:
         if local.device != self._leaf.device:
             local = local.to(self._leaf.device)
         if sharded._backward_hooks:
-            local = after_user_hooks(sharded, self.name, self._storage.new_dtensor(local))
+            local = after_user_hooks(sharded, self._name, self._storage.new_dtensor(local))
         if sharded.grad is None:
             sharded.grad = self._storage.new_dtensor(local)
         else:

@@ -1,40 +1,26 @@
-"""One parameter: where it is registered, and its states, sharded and unsharded.
-
-It knows one parameter and its modules; it must not know which parameters share a collective, hooks or streams.
-"""
+"""One parameter: its states, sharded and unsharded, which of its tensors is registered, and what replaces them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..collectives import take_shard
 from ..errors import FSDPError
-from ..policy import resolved
+from ..expect import unexpected
 from ..sharding.dtensor import local_of, outer_parallelism, sharded_spec
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
-from .comm_spec import comm_spec
-from .extension import (
-    POST,
-    PRE,
-    InnerTensors,
-    check_extension,
-    check_smaller_group,
-    extension_of,
-    inner_tensors,
-    is_extended,
-)
+from .extension import POST, PRE, InnerTensors, check_extension, inner_tensors, is_extended
 from .gradients import Gradients
-from .placement import ParamModuleInfo, ParamPlacement, ShardedState, TakenOriginal, check_replacement
-from .replaced import check_untouched, storage_of
-from .sharded import ShardStorage, unpadded, without_memory
+from .placement import ParamPlacement, Place, ShardedState, TakenOriginal, comm_spec
+from .sharded import ShardStorage, same_memory, unpadded, without_memory
 from .unit import Unit
 from .unsharded import Unsharded
 
@@ -45,7 +31,7 @@ class FSDPParam:
     """One original parameter from the moment it is sharded.
 
     Args:
-        info: where it is registered.
+        places: where it is registered.
         placement: how it is sharded.
         unit: that shards it.
         name: full name, relative to the outermost sharded module known so far.
@@ -53,21 +39,21 @@ class FSDPParam:
     """
 
     def __init__(
-        self, info: ParamModuleInfo, placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
+        self, places: Sequence[Place], placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
     ) -> None:
-        self.info, self.placement, self.unit, self.name = info, placement, unit, name
-        mesh_info, unsharded = self.placement.mesh_info, local_of(first.detach())
+        self.places, self.placement, self.unit, self.name = tuple(places), placement, unit, name
+        mesh_info, unsharded = placement.mesh_info, local_of(first.detach())
         self.original = TakenOriginal(first, self)
-        self.users = [self.unit]  # every unit that has modules which share it
+        self.users = [unit]  # every unit that has modules which share it
         self.outer = outer_parallelism(mesh_info, first)
-        self.layout = ShardLayout(tuple(unsharded.shape), self.placement.dim, mesh_info.shard_world)
+        self.layout = ShardLayout(tuple(unsharded.shape), placement.dim, mesh_info.shard_world)
         self.state = ShardedState.SHARDED
-        inner = inner_tensors(self.name, unsharded, self.layout)
+        inner = inner_tensors(name, unsharded, self.layout)
         padded = take_shard(unsharded, self.layout, mesh_info.shard_rank)
-        if self.placement.offload is not None and padded.device.type != "meta":
-            padded = self.placement.pinned(padded.cpu())
+        if placement.offload is not None and padded.device.type != "meta":
+            padded = placement.pinned(padded.cpu())
         local = unpadded(padded, self.layout, self.layout.length(mesh_info.shard_rank))
-        sharded = DTensor(local, sharded_spec(mesh_info, first, self.placement.dim), requires_grad=False)
+        sharded = DTensor(local, sharded_spec(mesh_info, first, placement.dim), requires_grad=False)
         self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded, inner)
         self.unit.on_change.append(self.changed)
         self.register(self.sharded_param)
@@ -76,16 +62,15 @@ class FSDPParam:
         """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
         self.sharded_param = sharded  # a DTensor
         self.storage = ShardStorage(sharded, padded, self.layout, inner)
-        local, shard = self.storage.local, self.storage.padded
-        self.extension = extension_of(local, shard, self.info.module, self.placement, self.layout.shape)
+        self.extension = self.storage.extension(self.places[0][0], self.placement)
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
-        plain = padded if self.extension is None else without_memory(padded)
+        plain = padded if self.extension is None else without_memory(padded.shape, padded.dtype, padded.device)
         # The shard as graphs read it; its gradient is accumulated into sharded_param.grad. While the outermost module
         # is called it requires a gradient as the parameter does: a guard on a leaf is far cheaper than on a DTensor.
         self.leaf = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
         self.leaf_is_current = False
         device = self.placement.device
-        self.gradients = Gradients(self.name, sharded, self.leaf, self.storage, self.unit, self.dtypes[1], device)
+        self.gradients = Gradients(self.leaf, self.storage, self.placement, self.unit)
         self.unsharded = Unsharded(device, self.outer, self.extension)
         self.changed(respec=True)
 
@@ -120,47 +105,50 @@ class FSDPParam:
         """Whether eager hooks of any unit hold it unsharded, for a module call or backward under way."""
         return self.unit.hooked or (len(self.users) > 1 and any(user.hooked for user in self.users))
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """(all-gather dtype, reduce dtype)."""
-        return resolved(self.placement.mp_policy, self.leaf.dtype)
-
-    @property
-    def unsharded_param(self) -> nn.Parameter | None:
-        """The unsharded parameter, with memory or without, once there has been one."""
-        return self.unsharded.param
-
-    # ---- registration, and what users put in its place ----
-
     def register(self, param: nn.Parameter) -> None:
         """Register ``param`` wherever the parameter is used."""
-        for module, name in self.info.places():
+        for module, name in self.places:
             module._parameters[name] = param
             if type(module).__setattr__ is not nn.Module.__setattr__:
                 setattr(module, name, param)  # which may want to see it
 
-    def share(self, places: Iterable[tuple[nn.Module, str]], user: Unit) -> None:
+    def share(self, places: Iterable[Place], user: Unit) -> None:
         """Let modules of another unit share it."""
-        self.info = replace(self.info, shared=(*self.info.shared, *places))
+        self.places = (*self.places, *places)
         self.users.append(user)
         user.on_change.append(self.changed)
         self.register(self.sharded_param)
 
     def check_untouched(self) -> None:
-        """Raise if something that forward would ignore has taken the parameter's place, see ``replaced.py``."""
-        unsharded = self.unsharded_param if self.state is ShardedState.UNSHARDED else None
-        check_untouched(self.name, self.info, unsharded, self.sharded_param, self.storage.storage)
+        """Raise RuntimeError unless the parameter is registered wherever it is used, over the storage it had."""
+        expected = self.unsharded.param if self.state is ShardedState.UNSHARDED else self.sharded_param
+        for module, attribute in self.places:
+            found = module._parameters.get(attribute)
+            if found is not expected:
+                raise not_registered(self.name, type(found).__name__)
+        if self.sharded_param.untyped_storage() is not self.storage.of_dtensor:
+            got = "another by param.data = ..., which a DTensor does not follow"
+            do = "use param.copy_(...) under torch.no_grad(), or load_state_dict()"
+            raise unexpected(self.name, "the shard that it had", got, do, RuntimeError)
 
     def check_replacement(self, current: Tensor | None) -> None:
-        """Raise if ``current`` cannot become the sharded parameter, see :meth:`relink`."""
-        check_replacement(self.name, self.storage.spec, current)
+        """Raise TypeError or ValueError unless ``current`` is a DTensor as the sharded parameter."""
+        sharded: Any = self.sharded_param  # a DTensor
+        if not isinstance(current, DTensor):
+            do = f"assign a DTensor with placements {sharded.placements}, or load without assign=True"
+            raise unexpected(self.name, "a sharded DTensor", f"a {type(current).__name__}", do, TypeError)
+        if current.shape != sharded.shape or current.placements != sharded.placements:
+            expected = f"shape {tuple(sharded.shape)} with {sharded.placements}"
+            got = f"{tuple(current.shape)} with {current.placements}"
+            raise unexpected(self.name, expected, got, "redistribute it first")
 
     def relink(self) -> None:
         """Adopt what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
 
-        TypeError or ValueError if that is no DTensor of the same shape and placements.
+        Raises as :meth:`check_replacement`.
         """
-        current = self.info.module._parameters[self.info.name]
+        module, name = self.places[0]
+        current = module._parameters[name]
         if self.state is ShardedState.UNSHARDED or current is None:
             raise FSDPError(f"{self.name}: relinked while {self.state}")
         try:
@@ -168,8 +156,8 @@ class FSDPParam:
         except (TypeError, ValueError):
             self.register(self.sharded_param)
             raise
-        if current is self.sharded_param and self.storage.holds(local_of(current)):
-            self.storage.storage = storage_of(current)
+        if current is self.sharded_param and same_memory(local_of(current), self.storage.local):
+            self.storage.of_dtensor = current.untyped_storage()
         else:
             unreduced = self.gradients.take_unreduced()
             self._link(current, self.storage.adopt_memory(current, self.placement), self.storage.inner)
@@ -178,7 +166,7 @@ class FSDPParam:
 
     def adopt_replacement(self) -> bool:
         """Follow what the user has put past its module or on its local tensor; tell whether there was anything."""
-        registered = [module._parameters.get(name) for module, name in self.info.places()]
+        registered = [module._parameters.get(name) for module, name in self.places]
         others = [each for each in registered if isinstance(each, nn.Parameter) and each is not self.sharded_param]
         is_replaced = bool(others) and self.state is ShardedState.SHARDED
         if is_replaced:
@@ -188,12 +176,9 @@ class FSDPParam:
         local = self.storage.local
         is_extended_now = is_extended(local) and not (self.extension is not None and self.extension.is_of(local))
         if is_extended_now:
-            check_extension(self.name, local)
-            check_smaller_group(self.name, local, self.spec.post_forward.world)
+            check_extension(self.name, local, self.spec.post_forward.world)
             self._link(self.sharded_param, self.storage.padded, self.storage.inner)
         return is_replaced or is_extended_now
-
-    # ---- deep copies ----
 
     def start_copy(self, memo: dict[int, Any]) -> None:
         """Put a copy into ``memo`` of ``deepcopy``: sharded, in memory of its own, without gradients and hooks."""
@@ -203,22 +188,20 @@ class FSDPParam:
         storage.padded = self.placement.pinned(storage.padded.detach().clone())
         local = memo[id(self.storage.local)] = storage.unpadded(storage.padded)
         vars(local).update(deepcopy({m: f for m, f in vars(storage.local).items() if m in (PRE, POST)}, memo))
-        sharded = nn.Parameter(DTensor(local, storage.spec, requires_grad=False), self.sharded_param.requires_grad)
+        sharded = nn.Parameter(storage.new_dtensor(local), self.sharded_param.requires_grad)
         copied.sharded_param = memo[id(self.sharded_param)] = sharded
-        if self.unsharded_param is not None:
-            memo[id(self.unsharded_param)] = sharded  # which may be registered
+        if self.unsharded.param is not None:
+            memo[id(self.unsharded.param)] = sharded  # which may be registered
 
     def finish_copy(self, memo: dict[int, Any]) -> None:
         """Complete this copy, once ``memo`` has those of modules and units."""
-        vars(self).update({name: deepcopy(vars(self)[name], memo) for name in ("info", "unit", "users")})
+        vars(self).update({name: deepcopy(vars(self)[name], memo) for name in ("places", "unit", "users")})
         if (original := self.original()) is not None:  # a module outside of units may still share it
             self.original = TakenOriginal(deepcopy(original, memo), self)
         self.state = ShardedState.SHARDED
         for user in self.users:
             user.on_change.append(self.changed)
         self._link(self.sharded_param, self.storage.padded, deepcopy(self.storage.inner, memo))
-
-    # ---- states ----
 
     def all_gather_inputs(self) -> tuple[list[Tensor], list[CommSpec]]:
         """Return what this rank sends, and for each the spec by which it is all-gathered."""
@@ -249,7 +232,9 @@ class FSDPParam:
         The memory of one that ``is_lost`` is left to it, and the next all-gather gets memory of its own.
         """
         if is_lost:
-            abandoned, self.unsharded = self.unsharded, self.unsharded.renewed()
+            abandoned = self.unsharded
+            self.unsharded = Unsharded(self.placement.device, self.outer, self.extension)
+            self.unsharded.post_forward = abandoned.post_forward
             abandoned.forbid_use()
         elif self.state is not ShardedState.UNSHARDED and not self.unit.config.keep_unsharded_storage:
             self.unsharded.free()
@@ -264,11 +249,45 @@ class FSDPParam:
 
     def to_sharded_post_forward(self) -> None:
         """Register the sharded parameter, and keep a shard over the smaller group rather than the parameter."""
-        smaller = self.placement.mesh_info.smaller_group(self.spec.post_forward.world)
-        if smaller is None or self.unsharded_param is None or self.extension is not None:
+        world = self.spec.post_forward.world
+        if world == 1 or self.unsharded.param is None or self.extension is not None:
             raise FSDPError(f"{self.name}: expected an unsharded parameter and a smaller group, found {self.state}")
-        unsharded = local_of(self.unsharded_param.detach())
-        kept = take_shard(unsharded, replace(self.layout, world=smaller.group.world), smaller.rank)
+        rank = self.placement.mesh_info.shard_rank % world
+        kept = take_shard(local_of(self.unsharded.param.detach()), replace(self.layout, world=world), rank)
         self.to_sharded()
         self.unsharded.post_forward = (kept, self.spec.after_forward)
         self.state = ShardedState.SHARDED_POST_FORWARD
+
+
+class Registered:
+    """Sharded parameters as they are registered, and their storages.
+
+    Unlike :meth:`FSDPParam.check_untouched` it is fast, and does not know what else may be right, such as unsharded
+    ones. It keeps the parameters; weak references to them would forbid ``torch.utils.swap_tensors``.
+    """
+
+    def __init__(self, params: Sequence[FSDPParam]) -> None:
+        places = [
+            (module._parameters, name, param.sharded_param) for param in params for module, name in param.places
+        ]
+        self._dicts = [registered for registered, *_ in places]
+        self._names = [name for _, name, _ in places]
+        self._expected = [sharded for *_, sharded in places]
+        # Each is the same object for as long as it is kept. That of a DTensor has no memory.
+        self._storages = [sharded.untyped_storage() for *_, sharded in places]
+
+    def still(self) -> bool:
+        """Tell whether the same parameters are registered, over the same storages."""
+        registered = map(dict.get, self._dicts, self._names)
+        storages = map(Tensor.untyped_storage, self._expected)
+        return all(map(is_, registered, self._expected)) and all(map(is_, storages, self._storages))
+
+
+def not_registered(name: str, found: str) -> Exception:
+    """Return the error for a parameter in whose place ``found`` is registered."""
+    got = f"a {found} in its place, as torch.func.functional_call and torch.nn.utils.parametrize put there"
+    do = (
+        "call the model with its own parameters and copy values into them, or parametrize it before fully_shard; "
+        "after an exception call reset_iter_state()"
+    )
+    return unexpected(name, "the parameter that fully_shard registered", got, do, RuntimeError)

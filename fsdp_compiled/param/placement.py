@@ -1,23 +1,22 @@
-"""Where one parameter is registered and how it is to be sharded. It must not know the parameter's state."""
+"""Where one parameter is registered, how it is sharded, and the spec of its collectives, which follows from that."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-
-from ..expect import unexpected
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, resolved
+from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo
+from ..sharding.spec import AllGatherSpec, CommSpec, Group, ParamSpec, ReductionSpec, scaling_for
+from .unit import UnitConfig
+
+Place = tuple[nn.Module, str]  # under which a parameter is registered
 
 
 class ShardedState(Enum):
@@ -44,20 +43,6 @@ class TakenOriginal(weakref.ref[nn.Parameter]):
 
 
 @dataclass(frozen=True)
-class ParamModuleInfo:
-    """Where a parameter is registered: its first module and name, and every other place that shares it."""
-
-    module: nn.Module
-    name: str
-    shared: tuple[tuple[nn.Module, str], ...] = ()
-
-    def places(self) -> Iterator[tuple[nn.Module, str]]:
-        """Yield every (module, name) under which the parameter is registered."""
-        yield self.module, self.name
-        yield from self.shared
-
-
-@dataclass(frozen=True)
 class ParamPlacement:
     """How a parameter is to be sharded."""
 
@@ -74,11 +59,29 @@ class ParamPlacement:
         return shard.pin_memory()
 
 
-def check_replacement(name: str, spec: DTensorSpec, current: Tensor | None) -> None:
-    """Raise TypeError or ValueError unless ``current`` is a DTensor as ``spec`` says."""
-    if not isinstance(current, DTensor):
-        do = f"assign a DTensor with placements {spec.placements}, or load without assign=True"
-        raise unexpected(name, "a sharded DTensor", f"a {type(current).__name__}", do, TypeError)
-    if current.shape != spec.shape or current.placements != spec.placements:
-        got = f"{tuple(current.shape)} with {current.placements}"
-        raise unexpected(name, f"shape {tuple(spec.shape)} with {spec.placements}", got, "redistribute it first")
+def comm_spec(
+    name: str, layout: ShardLayout, dtype: torch.dtype, placement: ParamPlacement, config: UnitConfig
+) -> CommSpec:
+    """Return the spec of a parameter by its full name, of ``dtype`` as it is sharded.
+
+    The first call that asks for a smaller or a separate process group makes it; every rank must make that call.
+    """
+    info, (param_dtype, reduce_dtype) = placement.mesh_info, resolved(placement.mp_policy, dtype)
+    offloads, world = placement.offload is not None, info.shard_world * info.replicate_world
+    smaller = config.post_forward_size if config.reshard_after_forward else 0
+    return CommSpec(
+        ParamSpec(name, config.name, layout.shape, layout.dim, dtype),
+        AllGatherSpec(info.shards, param_dtype, config.all_gather_comm, placement.device.type if offloads else ""),
+        ReductionSpec(
+            reduce_dtype,
+            info.another_group(info.shard_world) if config.separate_reduce_group else info.shards,
+            info.replicas,
+            scaling_for(reduce_dtype, world, config.divide_factor, config.sum_only),
+            config.reduce_scatter_comm,
+            config.reduce_hook,
+            to_host=offloads,
+        ),
+        reshard=config.reshard_after_forward,
+        post_forward=info.another_group(smaller) if 1 < smaller < info.shard_world else Group(),
+        reshard_is_set=not config.reshards_by_default,
+    )

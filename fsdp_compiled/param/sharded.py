@@ -1,21 +1,18 @@
-"""This rank's shard of one parameter: its memory, the DTensor that lies in it, and what replaces either.
-
-It knows one shard; it must not know modules, nor when anything is all-gathered.
-"""
+"""This rank's shard of one parameter: its memory, the DTensor that lies in it, and what replaces either."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 from ..collectives import padded_shard
-from ..sharding.dtensor import local_of
+from ..sharding.dtensor import dtensor_like, local_of, set_local
 from ..sharding.layout import ShardLayout
-from .extension import InnerTensors, is_extended
+from .extension import AllGatherExtension, InnerTensors, is_extended, is_wrapper
 from .placement import ParamPlacement
-from .replaced import storage_of
 
 
 class ShardStorage:
@@ -24,32 +21,38 @@ class ShardStorage:
     def __init__(
         self, sharded: nn.Parameter, padded: Tensor, layout: ShardLayout, inner: InnerTensors | None
     ) -> None:
-        self.layout = layout
+        self.sharded, self.layout = sharded, layout
         self.inner = inner  # of a wrapper subclass without an all-gather of its own
         self.padded = padded if inner is None else inner.extend(padded.detach())  # not the user's tensor
-        self.local = _identifiable(local_of(sharded), padded)  # of the DTensor; it lies in ``padded``
-        self.spec = sharded._spec  # type: ignore[attr-defined]
-        self.storage = storage_of(sharded)
+        self.local = local_of(sharded)  # it lies in ``padded``
+        if not self.local.numel() and padded.numel():
+            # accelerate finds an optimizer's parameters again by this address, which is 0 for every empty tensor.
+            self.local.data_ptr = padded.data_ptr  # type: ignore[method-assign]
+        self.of_dtensor = sharded.untyped_storage()  # without memory; another one after ``sharded.data = ...``
 
     def unpadded(self, padded: Tensor) -> Tensor:
         """Return the part of a padded shard, or of its gradient, that is not padding."""
         return unpadded(padded, self.layout, self.local.shape[self.layout.dim])
 
     def new_dtensor(self, local: Tensor) -> DTensor:
-        """Return a DTensor as the sharded parameter is, over another local tensor: a gradient."""
-        # Without DTensor.__init__, which does nothing but leave Dynamo, for 2 us a gradient.
-        return DTensor.__new__(DTensor, local, self.spec, requires_grad=False)
+        """Return a DTensor as the sharded parameter is, over another local tensor, such as a gradient."""
+        return dtensor_like(self.sharded, local)
 
-    def holds(self, local: Tensor) -> bool:
-        """Tell whether ``local`` still lies in this memory."""
-        return local is self.local or same_memory(local, self.unpadded(self.padded))
+    def extension(self, module: nn.Module, placement: ParamPlacement) -> AllGatherExtension | None:
+        """Return what extends the all-gather of the parameter, which is registered on ``module`` first, or None."""
+        extended = next((tensor for tensor in (self.local, self.padded) if is_extended(tensor)), None)
+        if extended is None:
+            return None
+        # The DTensor's local tensor itself, if it needs no padding: torchao keeps its scale there.
+        sent = self.local if self.local.shape == self.padded.shape else self.padded
+        return AllGatherExtension(extended, sent, module, placement, self.layout.shape)
 
     def adopt_memory(self, current: nn.Parameter, placement: ParamPlacement) -> Tensor:
         """Return padded memory for ``current``, a DTensor as this one, and let its local tensor lie in it."""
         local = local_of(current)
         padded = placement.pinned(self._with_padding(local.detach()))
-        if not same_memory(local, padded) or tuple(local.shape) != self.layout.shard_shape:
-            current._local_tensor = self.unpadded(padded)  # type: ignore[attr-defined]
+        if not same_memory(local, padded):
+            set_local(current, self.unpadded(padded))
         return padded
 
     def _with_padding(self, local: Tensor) -> Tensor:
@@ -66,26 +69,16 @@ def unpadded(padded: Tensor, layout: ShardLayout, length: int) -> Tensor:
     return padded if length == layout.chunk else padded.narrow(layout.dim, 0, length)
 
 
-def without_memory(like: Tensor) -> Tensor:
-    """Return a tensor of the same shape, dtype and device whose elements are all one."""
-    return torch.zeros(1, dtype=like.dtype, device=like.device).expand(like.shape)
+def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor whose elements are all one."""
+    return torch.zeros(1, dtype=dtype, device=device).expand(shape)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:
     """Tell whether two tensors are the same view of the same memory; of a subclass, the same object."""
     if a is b:
         return True
-    is_subclass = is_extended(a) or is_traceable_wrapper_subclass(a)
+    is_subclass = is_extended(a) or is_wrapper(a)
     if a.device != b.device or a.dtype != b.dtype or a.shape != b.shape or is_subclass:
         return False
     return a.numel() == 0 or (a.device.type != "meta" and a.data_ptr() == b.data_ptr())
-
-
-def _identifiable(local: Tensor, padded: Tensor) -> Tensor:
-    """Let an empty shard answer ``data_ptr()`` with the address of its padding, and return the shard.
-
-    accelerate finds an optimizer's parameters again by that address, which is 0 for every empty tensor.
-    """
-    if not local.numel() and padded.numel():
-        local.data_ptr = padded.data_ptr  # type: ignore[method-assign]
-    return local

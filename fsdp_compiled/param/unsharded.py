@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..sharding.dtensor import OuterParallelism, local_of
 from ..sharding.spec import CommSpec
@@ -28,23 +29,26 @@ class Unsharded:
         self._outer = outer  # other parallelism, of which what is all-gathered is the local part
         self._extension = extension  # makes the parameter of several all-gather outputs
         self._outputs: list[Tensor] | None = None  # 1D, padded; made by the first all-gather
-        self._shapes: list[tuple[int, ...]] = []
+        self._views: list[Tensor] = []  # of each, without padding
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
         self._made: Tensor | None = None  # what the extension returned, maybe with padding
 
     def allocate(self, specs: Sequence[CommSpec], largest: Sequence[CommSpec]) -> Sequence[Tensor]:
-        """Give the all-gather outputs memory.
+        """Return the outputs for an all-gather by ``specs``, flat and padded, in memory for the ``largest``.
 
-        Args:
-            specs: of this all-gather, perhaps over a smaller group.
-            largest: of the one that needs the most memory.
-
-        Returns:
-            Flat and padded, less than all of the memory over a smaller group. Writing to them does not count as a
-            modification, because it restores the values that autograd saved.
+        Writing to them does not count as a modification, because it restores the values that autograd saved.
         """
         if self._outputs is None:
-            self._outputs = self._make(largest)  # at last: until then an exception leaves nothing made
+            made = [
+                torch.empty(spec.layout.padded_numel, dtype=spec.all_gather.dtype, device=self._device)
+                for spec in largest
+            ]
+            layouts = [spec.layout for spec in largest]
+            self._views = [flat[: each.numel].view(each.shape) for flat, each in zip(made, layouts, strict=True)]
+            self._nbytes = {output: output.untyped_storage().nbytes() for output in made}
+            if self._extension is None:
+                self.param = self._parameter(self._views[0])
+            self._outputs = made  # set last: an exception leaves nothing made
         for tensor, nbytes in self._nbytes.items():
             storage = tensor.untyped_storage()
             if storage.nbytes() != nbytes:  # else resize_ would move it
@@ -52,24 +56,12 @@ class Unsharded:
         sizes = [spec.layout.padded_numel for spec in specs]
         return [output.data[:size] for output, size in zip(self._outputs, sizes, strict=True)]
 
-    def _make(self, specs: Sequence[CommSpec]) -> list[Tensor]:
-        outputs = [
-            torch.empty(spec.layout.padded_numel, dtype=spec.all_gather.dtype, device=self._device) for spec in specs
-        ]
-        self._shapes = [spec.layout.shape for spec in specs]
-        self._nbytes = {output: output.untyped_storage().nbytes() for output in outputs}
-        if self._extension is None:
-            (flat,), (spec,) = outputs, specs
-            self.param = self._parameter(flat[: spec.layout.numel].view(spec.layout.shape))
-        return outputs
-
     def complete(self) -> nn.Parameter | None:
         """Return the parameter after its outputs have been filled; None before there were any."""
         if self._extension is None or self._outputs is None:
             return self.param
-        outputs = [output.view(shape) for output, shape in zip(self._outputs, self._shapes, strict=True)]
         if self._made is None or self.param is None:
-            made, inner = self._extension.finish(outputs)
+            made, inner = self._extension.join(self._views, self._extension.metadata)
             self.param = self._parameter(self._extension.without_padding(made))
             self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in inner}
             self._made = made
@@ -77,22 +69,16 @@ class Unsharded:
         # A subclass may keep more than memory, such as a scale, on the very object that compute reads.
         out = self._made if type(self._made) is Tensor else local_of(self.param)
         with torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
-            self._extension.refill(outputs, out)
+            self._extension.refill(self._views, out)
         return self.param
 
     def _parameter(self, local: Tensor) -> nn.Parameter:
-        return nn.Parameter(self._outer.leaf(local) if self._outer else local, requires_grad=False)
+        return nn.Parameter(DTensor(local, self._outer.spec, requires_grad=False) if self._outer else local, False)
 
     def free(self) -> None:
         """Take the memory away, and keep autograd's aliases."""
         for tensor in self._nbytes:
             tensor.untyped_storage().resize_(0)
-
-    def renewed(self) -> Unsharded:
-        """Return one without memory to use from now on, and leave this one's to what may still write to it."""
-        new = Unsharded(self._device, self._outer, self._extension)
-        new.post_forward = self.post_forward
-        return new
 
     def forbid_use(self) -> None:
         """Let graphs raise that have saved the parameter; its memory is freed once nothing writes to it."""

@@ -1,7 +1,4 @@
-"""What the ranks of a process group must agree on before they start collectives, as records that can be compared.
-
-Pure facts: how ranks compare them is not known here.
-"""
+"""What the ranks of a process group must agree on before they start collectives, as records that can be compared."""
 
 from __future__ import annotations
 
@@ -43,11 +40,10 @@ class Contract(Text):
     @cached_property
     def by_group(self) -> dict[str, Contract]:
         """What each process group has to agree on, by its name: its own collectives."""
-        names = dict.fromkeys(each.group for each in self.collectives)
-        return {
-            name: Contract(tuple(each for each in self.collectives if each.group == name), self.basis)
-            for name in names
-        }
+        groups: dict[str, list[Collective]] = {}
+        for each in self.collectives:
+            groups.setdefault(each.group, []).append(each)
+        return {name: Contract(tuple(collectives), self.basis) for name, collectives in groups.items()}
 
     def pack(self) -> str:
         """Return a short text for a graph to carry."""
@@ -72,7 +68,7 @@ def collective_of(bucket: Bucket, stage: str) -> Collective | None:
 @lru_cache(maxsize=4096)
 def contract_of(bucket: Bucket) -> Contract:
     """Return what ranks have to agree on before a bucket travels alone; the same record for an equal bucket."""
-    return Contract(tuple(each for stage in bucket.stages if (each := collective_of(bucket, stage)) is not None))
+    return Contract(tuple(each for stage in bucket.stages if (each := collective_of(bucket, stage))))
 
 
 def _described(param: ParamSpec) -> str:

@@ -1,6 +1,6 @@
 """How a sharded parameter is laid out as a DTensor, also on top of tensor or expert parallelism.
 
-It knows DTensor specs and mesh dimensions; it must not know modules or collectives.
+The private names of torch's DTensors, meshes and process groups that sharding needs are used here alone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0; a graph holds a group's name only.
+from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0: DTensor(local, spec) costs a few microseconds where the public
@@ -22,15 +26,32 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .mesh import DataParallelMeshInfo
+from ..expect import expect, unexpected
+from .mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
+
+
+def process_group(name: str) -> dist.ProcessGroup:
+    """Return the process group of this name."""
+    return _resolve_process_group(GroupName(name))
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the local tensor of a DTensor, not differentiable and sharing its memory; any other tensor itself."""
     # to_local() would be differentiable, and an in-place change of its result would not reach the DTensor.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def dtensor_like(like: Tensor, local: Tensor) -> DTensor:
+    """Return a DTensor as ``like`` is, over another local tensor."""
+    # Without DTensor.__init__, which does nothing but leave Dynamo, for 2 us a gradient.
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def set_local(tensor: Tensor, local: Tensor) -> None:
+    """Let the local tensor of a DTensor be ``local``."""
+    tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
 def local_part(tensor: DTensor) -> tuple[slice, ...]:
@@ -67,10 +88,6 @@ class OuterParallelism:
             options["grad_placements"] = partial
         return DTensor.from_local(local, spec.mesh, spec.placements, **options)
 
-    def leaf(self, local: Tensor) -> DTensor:
-        """Return a DTensor that shares memory with ``local`` and is no function of it."""
-        return DTensor(local, self.spec, requires_grad=False)
-
     def local_grad(self, grad: Tensor) -> Tensor:
         """Return the local gradient with the parameter's placements, except over data-parallel dimensions."""
         if not isinstance(grad, DTensor):
@@ -103,15 +120,7 @@ class _WrapLocal(torch.autograd.Function):
 
 def outer_parallelism(info: DataParallelMeshInfo, param: Tensor) -> OuterParallelism | None:
     """Return what ``param`` is beyond data parallelism; None for a plain tensor."""
-    return OuterParallelism(param._spec, frozenset(_dp_dims(info))) if isinstance(param, DTensor) else None
-
-
-def _dp_dims(info: DataParallelMeshInfo) -> list[int]:
-    """Return the indices of the data-parallel dimensions in the full mesh, those that shard first."""
-    if info.dp_mesh_dims is None or info.spmd_mesh is None:
-        return []
-    names: tuple[str, ...] = info.spmd_mesh.mesh_dim_names or ()
-    return [names.index(name) for name in (*info.dp_mesh_dims.shard_names, *info.dp_mesh_dims.replicate_names)]
+    return OuterParallelism(param._spec, frozenset(info.dp_dims)) if isinstance(param, DTensor) else None
 
 
 def sharded_spec(info: DataParallelMeshInfo, param: Tensor, dim: int) -> DTensorSpec:
@@ -128,14 +137,14 @@ def sharded_spec(info: DataParallelMeshInfo, param: Tensor, dim: int) -> DTensor
     if len(info.dp_mesh_dims.shard_names) > 1:
         return _flattened_spec(info, spec, dim, meta)
     placements = list(spec.placements)
-    for index in _dp_dims(info)[: len(info.dp_mesh_dims.shard_names)]:
+    for index in info.dp_dims[: len(info.dp_mesh_dims.shard_names)]:
         placements[index] = _strided(dim, spec, range(index + 1, spec.mesh.ndim))
     return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=meta)
 
 
 def _flattened_spec(info: DataParallelMeshInfo, spec: DTensorSpec, dim: int, meta: TensorMeta) -> DTensorSpec:
     """Put the data-parallel mesh, whose several sharding dimensions are one, in place of the first of them."""
-    dims = _dp_dims(info)
+    dims = info.dp_dims
     meshes, placements = list[DeviceMesh](), list[Placement]()
     for index, placement in enumerate(spec.placements):
         if index == dims[0]:
@@ -156,3 +165,58 @@ def _strided(dim: int, spec: DTensorSpec, mesh_dims: Iterable[int]) -> Placement
         if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
             factor *= spec.mesh.size(index)
     return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+
+
+def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
+    """Return the roles of the dimensions of ``mesh`` as ``fully_shard`` takes them.
+
+    Args:
+        mesh: 1-D, sharding; or 2-D with names, (replicate, shard). None makes a 1-D mesh over the default
+            process group, which is initialised if need be.
+        dims: which dimensions of a mesh of any number of named dimensions are data parallel.
+
+    Raises:
+        TypeError: not a DeviceMesh, or not DataParallelMeshDims.
+        ValueError: other than one or two dimensions, a 2-D mesh without dimension names, or a name in ``dims``
+            that the mesh does not have.
+    """
+    if mesh is None and dims is None:
+        if not dist.is_initialized():
+            dist.init_process_group()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        mesh = init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
+    expect("mesh", mesh, DeviceMesh, "a DeviceMesh or None")
+    assert mesh is not None
+    if dims is not None:
+        return _named_mesh(mesh, dims)
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    if mesh.ndim != 2:
+        do = "pass the data-parallel part of it, for example mesh['replicate', 'shard']"
+        raise unexpected("mesh", "a 1-D (shard) or 2-D (replicate, shard) DeviceMesh", f"{mesh.ndim}-D {mesh}", do)
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"mesh: a 2-D mesh needs mesh_dim_names, got {mesh}; name them in init_device_mesh")
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _named_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    expect("dp_mesh_dims", dims, DataParallelMeshDims, "DataParallelMeshDims or None")
+    if mesh.mesh_dim_names is None:
+        raise ValueError(f"mesh: dp_mesh_dims needs a mesh with mesh_dim_names, got {mesh}")
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in mesh.mesh_dim_names:
+            raise unexpected("dp_mesh_dims", f"names among {mesh.mesh_dim_names}", repr(name))
+    if not dims.shard_names:
+        return DDPMeshInfo(_one_dim(mesh, dims.replicate_names), None, 0, dims, mesh)
+    shard = _one_dim(mesh, dims.shard_names)
+    if not dims.replicate_names:
+        return FSDPMeshInfo(shard, 0, None, dims, mesh)
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to put two submeshes side by side.
+    both = DeviceMesh._concatenate([_one_dim(mesh, dims.replicate_names), shard])
+    return HSDPMeshInfo(both, 1, 0, dims, mesh)
+
+
+def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    if len(names) > 1:
+        return mesh[names]._flatten("_".join(names))
+    return mesh if mesh.mesh_dim_names == names else mesh[names[0]]

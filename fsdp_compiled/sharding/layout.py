@@ -1,15 +1,13 @@
-"""The arithmetic of shards and of packed buffers: chunks, padding, alignment, offsets.
-
-It must not know process groups or modules.
-"""
+"""The arithmetic of shards and of packed buffers: chunks, padding, alignment, offsets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import prod
+from operator import add
 
 import torch
 
@@ -18,9 +16,8 @@ import torch
 class ShardLayout:
     """How one tensor is cut along one dimension into equal, padded chunks.
 
-    Rank ``r`` owns ``[r * chunk, (r + 1) * chunk)`` of the dimension as far as it exists, which is how
-    ``torch.chunk`` and DTensor's ``Shard`` cut; the last ranks may own less, or nothing. Every rank stores a
-    full chunk, so that all ranks trace the same graph.
+    Rank ``r`` owns ``[r * chunk, (r + 1) * chunk)`` of the dimension as far as it exists, as ``torch.chunk`` and
+    DTensor's ``Shard`` cut. Every rank stores a full chunk, so that all ranks trace the same graph.
     """
 
     shape: tuple[int, ...]  # of the unsharded tensor
@@ -91,17 +88,11 @@ shard_layout = lru_cache(maxsize=4096)(ShardLayout)
 ALIGNMENT = 16  # elements; in every dtype a multiple of the 16 bytes that a GPU thread and Inductor ask for
 
 
-def aligned(numel: int) -> int:
-    """Return ``numel`` rounded up to a multiple of :data:`ALIGNMENT`."""
-    return -(-numel // ALIGNMENT) * ALIGNMENT
-
-
 @dataclass(frozen=True)
 class PackedLayout:
     """Where one rank's shards lie in the packed buffer of a bucket.
 
-    Each shard begins at a multiple of :data:`ALIGNMENT` elements, so that every copy is wide and every result is
-    aligned; zeros fill the gaps. A shard alone is packed without a gap.
+    Each begins at a multiple of :data:`ALIGNMENT` elements, so that every copy is wide and every result aligned.
     """
 
     numels: tuple[int, ...]  # elements of each shard
@@ -114,35 +105,23 @@ class PackedLayout:
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """First element of each shard."""
-        return tuple(accumulate(map(aligned, self.numels[:-1]), initial=0))
+        return tuple(accumulate(map(add, self.numels[:-1], self.gaps), initial=0))
 
     @cached_property
     def gaps(self) -> tuple[int, ...]:
-        """Elements of zeros behind each shard."""
-        if len(self.numels) == 1:
-            return (0,)
-        return tuple(aligned(numel) - numel for numel in self.numels)
+        """Elements of zeros behind each shard; none behind one alone."""
+        return (0,) if len(self.numels) == 1 else tuple(-numel % ALIGNMENT for numel in self.numels)
 
     @cached_property
-    def _sections(self) -> tuple[list[int], list[int]]:
-        """Lengths of each shard and of each gap that is there, one after the other; and which of them are shards."""
-        lengths, shards = list[int](), list[int]()
-        for numel, gap in zip(self.numels, self.gaps, strict=True):
-            shards.append(len(lengths))
-            lengths += [numel, gap] if gap else [numel]
-        return lengths, shards
+    def _lengths(self) -> tuple[int, ...]:
+        """Of each shard, and of the gap behind each if there are any."""
+        return tuple(chain(*zip(self.numels, self.gaps, strict=True))) if any(self.gaps) else self.numels
 
-    def pieces(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the shards of a packed buffer, views along its last dimension."""
-        return self._shards_of(torch.split_with_sizes(packed, self._sections[0], -1))
-
-    def copied_pieces(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the shards of a packed buffer, contiguous copies."""
-        return self._shards_of(torch.ops.aten.split_with_sizes_copy(packed, self._sections[0], -1))
-
-    def _shards_of(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        shards = self._sections[1]
-        return list(pieces) if len(shards) == len(pieces) else [pieces[index] for index in shards]
+    def pieces(
+        self, packed: torch.Tensor, split: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes
+    ) -> list[torch.Tensor]:
+        """Return the shards of a packed buffer along its last dimension: views, or copies if ``split`` copies."""
+        return list(split(packed, self._lengths, -1)[:: len(self._lengths) // len(self.numels)])
 
 
 packed_layout = lru_cache(maxsize=4096)(PackedLayout)  # as shard_layout

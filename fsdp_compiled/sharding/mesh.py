@@ -1,38 +1,21 @@
-"""Which ranks share a parameter's shards and which hold replicas. It knows no parameters and no modules."""
+"""Which ranks share a parameter's shards and which hold replicas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0; a graph holds a group's name only.
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from ..expect import expect, shown, unexpected
+from ..expect import shown, unexpected
 from .spec import Group
 
 # Groups of all or some ranks of another process group, by that and their size. Units share them, because each
 # communicator costs memory and time to create.
 _more_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
-
-
-def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of this name."""
-    return _resolve_process_group(GroupName(name))
-
-
-@dataclass(frozen=True)
-class SmallerGroup:
-    """The process group of neighbours among the ranks that share a parameter's shards, and this rank's index."""
-
-    group: Group
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -91,14 +74,21 @@ class DataParallelMeshInfo:
     replicate_mesh_dim: int | None = None
     dp_mesh_dims: DataParallelMeshDims | None = None
     spmd_mesh: DeviceMesh | None = field(default=None, repr=False)
-    _needed: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         if self.shard_mesh_dim is None and self.replicate_mesh_dim is None:
             raise ValueError("at least one of shard_mesh_dim and replicate_mesh_dim must be given, got neither")
-        for name in self._needed:
-            if getattr(self, name) is None:
+        for name, cls in (("shard_mesh_dim", FSDPMeshInfo), ("replicate_mesh_dim", DDPMeshInfo)):
+            if isinstance(self, cls) and getattr(self, name) is None:
                 raise ValueError(f"{type(self).__name__}: {name} must be given, got None")
+
+    @property
+    def dp_dims(self) -> list[int]:
+        """Indices of the data-parallel dimensions in the full mesh, those that shard first."""
+        if self.dp_mesh_dims is None or self.spmd_mesh is None:
+            return []
+        names: tuple[str, ...] = self.spmd_mesh.mesh_dim_names or ()
+        return [names.index(name) for name in (*self.dp_mesh_dims.shard_names, *self.dp_mesh_dims.replicate_names)]
 
     @property
     def device(self) -> torch.device:
@@ -145,21 +135,13 @@ class DataParallelMeshInfo:
         """Return DTensor placements over ``mesh``: ``sharded`` where it shards, replicated elsewhere."""
         return tuple(sharded if dim == self.shard_mesh_dim else Replicate() for dim in range(self.mesh.ndim))
 
-    def smaller_group(self, size: int) -> SmallerGroup | None:
-        """Return the ``size`` neighbours that this rank is one of, or None if they would be one rank, or all.
+    def another_group(self, size: int) -> Group:
+        """Return the group of the ``size`` neighbours among the ranks that shard of which this rank is one.
 
-        The first call makes their process group; every rank must make it.
+        It is a second group if they are all; the default if they are one. Every rank must make the first call.
         """
-        if not 1 < size < self.shard_world:
-            return None
-        return SmallerGroup(self._another_group(size), self.shard_rank % size)
-
-    def separate_reduce_scatter_group(self) -> Group:
-        """Return a second process group of the ranks that shard; every rank must make the first call."""
-        return Group() if self.shard_world == 1 else self._another_group(self.shard_world)
-
-    def _another_group(self, size: int) -> Group:
-        """Return the group of the ``size`` neighbours that this rank is one of, which the first call makes."""
+        if size == 1:
+            return Group()
         shard_group = self.mesh.get_group(self.shard_mesh_dim)
         made = _more_groups.setdefault(shard_group, {})
         if size not in made:
@@ -178,21 +160,15 @@ class DataParallelMeshInfo:
 class FSDPMeshInfo(DataParallelMeshInfo):
     """Parameters are sharded: ``shard_mesh_dim`` is needed."""
 
-    _needed: ClassVar[tuple[str, ...]] = ("shard_mesh_dim",)
-
 
 @dataclass(frozen=True)
 class DDPMeshInfo(DataParallelMeshInfo):
     """Parameters are replicated: ``replicate_mesh_dim`` is needed."""
 
-    _needed: ClassVar[tuple[str, ...]] = ("replicate_mesh_dim",)
-
 
 @dataclass(frozen=True)
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Parameters are sharded over one mesh dimension, and the shards replicated over the other; both are needed."""
-
-    _needed = ("shard_mesh_dim", "replicate_mesh_dim")
 
 
 @dataclass(frozen=True)
@@ -201,58 +177,3 @@ class ShardPlacementResult:
 
     placement: Shard
     mesh_info: FSDPMeshInfo | None = None
-
-
-def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """Return the roles of the dimensions of ``mesh`` as ``fully_shard`` takes them.
-
-    Args:
-        mesh: 1-D, sharding; or 2-D with names, (replicate, shard). None makes a 1-D mesh over the default
-            process group, which is initialised if need be.
-        dims: which dimensions of a mesh of any number of named dimensions are data parallel.
-
-    Raises:
-        TypeError: not a DeviceMesh, or not DataParallelMeshDims.
-        ValueError: other than one or two dimensions, a 2-D mesh without dimension names, or a name in ``dims``
-            that the mesh does not have.
-    """
-    if mesh is None and dims is None:
-        if not dist.is_initialized():
-            dist.init_process_group()
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        mesh = init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
-    expect("mesh", mesh, DeviceMesh, "a DeviceMesh or None")
-    assert mesh is not None
-    if dims is not None:
-        return _named_mesh(mesh, dims)
-    if mesh.ndim == 1:
-        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    if mesh.ndim != 2:
-        do = "pass the data-parallel part of it, for example mesh['replicate', 'shard']"
-        raise unexpected("mesh", "a 1-D (shard) or 2-D (replicate, shard) DeviceMesh", f"{mesh.ndim}-D {mesh}", do)
-    if mesh.mesh_dim_names is None:
-        raise ValueError(f"mesh: a 2-D mesh needs mesh_dim_names, got {mesh}; name them in init_device_mesh")
-    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-
-
-def _named_mesh(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
-    expect("dp_mesh_dims", dims, DataParallelMeshDims, "DataParallelMeshDims or None")
-    if mesh.mesh_dim_names is None:
-        raise ValueError(f"mesh: dp_mesh_dims needs a mesh with mesh_dim_names, got {mesh}")
-    for name in (*dims.shard_names, *dims.replicate_names):
-        if name not in mesh.mesh_dim_names:
-            raise unexpected("dp_mesh_dims", f"names among {mesh.mesh_dim_names}", repr(name))
-    if not dims.shard_names:
-        return DDPMeshInfo(_one_dim(mesh, dims.replicate_names), None, 0, dims, mesh)
-    shard = _one_dim(mesh, dims.shard_names)
-    if not dims.replicate_names:
-        return FSDPMeshInfo(shard, 0, None, dims, mesh)
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to put two submeshes side by side.
-    both = DeviceMesh._concatenate([_one_dim(mesh, dims.replicate_names), shard])
-    return HSDPMeshInfo(both, 1, 0, dims, mesh)
-
-
-def _one_dim(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    if len(names) > 1:
-        return mesh[names]._flatten("_".join(names))
-    return mesh if mesh.mesh_dim_names == names else mesh[names[0]]

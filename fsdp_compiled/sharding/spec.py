@@ -1,8 +1,7 @@
 """The spec of a collective: what travels, over which groups, in which dtypes. Operators carry it as text.
 
-Identity and policy travel in an operator's arguments rather than in ``node.meta`` because arguments survive every
-graph rewrite and enter the compile-cache keys; meta does neither. They travel as one text because Dynamo guards every
-constant that a parameter's read takes, in every step.
+In arguments rather than in ``node.meta``, because arguments survive every graph rewrite and enter the compile-cache
+keys; as one text, because Dynamo guards every constant that a parameter's read takes, in every step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class Text:
     """A frozen record that operators carry as text: JSON of the fields that differ from their defaults."""
 
     def encode(self) -> str:
-        return json.dumps(_plain(self), separators=(",", ":"))
+        return json.dumps(self, default=_plain, separators=(",", ":"))
 
     @classmethod
     @cache
@@ -33,12 +32,10 @@ class Text:
 
 
 def _plain(value: Any) -> Any:
-    if is_dataclass(value):
-        shown = ((f.name, getattr(value, f.name), f.default) for f in fields(value))
-        return {name: _plain(each) for name, each, default in shown if each != default}
     if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    return list(map(_plain, value)) if isinstance(value, tuple) else value
+        return word(value)
+    shown = ((f.name, getattr(value, f.name), f.default) for f in fields(value))
+    return {name: each for name, each, default in shown if each != default}
 
 
 def _read(kind: Any, value: Any) -> Any:
@@ -54,6 +51,11 @@ def _read(kind: Any, value: Any) -> Any:
 
 
 _hints = cache(get_type_hints)
+
+
+def word(dtype: torch.dtype) -> str:
+    """Return a dtype's name."""
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -101,15 +103,11 @@ def scaling_for(
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter.
-
-    Where ``shape`` is None, dimension 0 is sharded, and shape and dtype follow from the all-gather input at hand, as
-    with the inputs of an all-gather extension.
-    """
+    """One parameter, or one input of an all-gather extension before its shape is known."""
 
     name: str  # full name
     unit: str  # full name of its unit
-    shape: tuple[int, ...] | None  # of the unsharded parameter
+    shape: tuple[int, ...] | None  # of the unsharded parameter; None, and dtype with it: see CommSpec.for_input
     dim: int  # the sharded dimension
     dtype: torch.dtype  # of the sharded parameter and of its gradient
 
@@ -130,11 +128,6 @@ class Spec:
         return 1
 
     @property
-    def is_local(self) -> bool:
-        """Whether nothing travels, and :meth:`local_steps` give the result."""
-        return False
-
-    @property
     def how(self) -> str:
         """What ranks compare beside the parameters."""
         return f"sent as {word(self.dtype)}"
@@ -143,14 +136,9 @@ class Spec:
         """Return what must be equal for parameters that share a collective."""
         return self
 
-    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...]:
-        """Return what is left to do where nothing travels: casts, and divisions by a number."""
-        return ()
-
-
-def word(dtype: torch.dtype) -> str:
-    """Return a dtype's name."""
-    return str(dtype).removeprefix("torch.")
+    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...] | None:
+        """Return what is left to do if nothing travels, casts and divisions by a number; None if anything does."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -167,16 +155,11 @@ class AllGatherSpec(Spec):
         return self.group.world
 
     @property
-    def is_local(self) -> bool:
-        """Whether the shard is the parameter, but for its dtype."""
-        return self.group.world == 1 and not self.device
-
-    @property
     def how(self) -> str:
         return super().how + (f" by communicator {self.comm}" if self.comm else "")
 
-    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...]:
-        return (self.dtype,)
+    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...] | None:
+        return (self.dtype,) if self.world == 1 and not self.device else None
 
 
 @dataclass(frozen=True)
@@ -196,11 +179,6 @@ class ReductionSpec(Spec):
         return self.shards.world
 
     @property
-    def is_local(self) -> bool:
-        """Whether the gradient is the result, but for dtype and division, and no hook sees it."""
-        return self.shards.world * self.replicas.world == 1 and not self.hook and not self.to_host
-
-    @property
     def how(self) -> str:
         scaling = self.scaling
         mean = f"{scaling.op}, divided by {scaling.pre_divide:g} before and {scaling.post_divide:g} after"
@@ -209,12 +187,10 @@ class ReductionSpec(Spec):
     def key(self, param: ParamSpec) -> Hashable:
         return self, param.unit if self.hook or self.comm else ""  # the user's code sees one unit's gradients
 
-    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...]:
+    def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...] | None:
+        if self.shards.world * self.replicas.world > 1 or self.hook or self.to_host:
+            return None
         return self.dtype, self.scaling.pre_divide, param.dtype
-
-    def over_shards_only(self) -> ReductionSpec:
-        """Return the reduction that stops before the replicas: a partial gradient, which stays with compute."""
-        return replace(self, replicas=Group(), scaling=replace(self.scaling, post_divide=1.0), hook="", to_host=False)
 
 
 @dataclass(frozen=True)
@@ -239,13 +215,17 @@ class CommSpec(Text):
         return self.layout.padded_bytes(self.all_gather.dtype)
 
     def for_input(self, shape: Sequence[int], dtype: torch.dtype) -> CommSpec:
-        """Return the spec for an all-gather input of this shape and dtype; the same one for the same input."""
+        """Return the spec for an all-gather input of this shape and dtype, sharded along dimension 0.
+
+        The same one for the same input; itself if its shape is known.
+        """
         return self if self.param.shape is not None else _for_input(self, tuple(shape), dtype)
 
     def over_shards_only(self) -> CommSpec:
-        """Return the spec of a partial gradient: in the dtype of the reduction, not reduced over replicas."""
-        param = replace(self.param, dtype=self.reduction.dtype)
-        return replace(self, param=param, reduction=self.reduction.over_shards_only())
+        """Return the spec of a partial gradient, which is not reduced over replicas and stays with compute."""
+        scaling = replace(self.reduction.scaling, post_divide=1.0)
+        reduction = replace(self.reduction, replicas=Group(), scaling=scaling, hook="", to_host=False)
+        return replace(self, param=replace(self.param, dtype=reduction.dtype), reduction=reduction)
 
     @cached_property
     def after_forward(self) -> CommSpec:
@@ -313,16 +293,12 @@ class Bucket(Text):
 
 @dataclass(frozen=True)
 class AllGatherBucket(Bucket):
-    """What one all-gather carries: the argument of its launch and of its wait.
-
-    Shards that persist keep their memory until the wait, as parameters do; those that a graph has computed do not,
-    and the compute stream copies them first.
-    """
+    """What one all-gather carries: the argument of its launch and of its wait."""
 
     spec: AllGatherSpec
     params: tuple[ParamSpec, ...]
     into_place: bool = False  # each parameter is gathered straight into its own memory, not copied out of one buffer
-    inputs_persist: bool = True
+    inputs_persist: bool = True  # until the wait, as parameters do; the compute stream copies others first
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -351,10 +327,8 @@ class ReductionBucket(Bucket):
     def stages(self) -> tuple[str, ...]:
         """A reduce-scatter or an all-reduce or both, and perhaps a copy to the host."""
         all_reduces = self.spec.replicas.world > 1
-        scatters = self.spec.shards.world > 1 or not all_reduces
-        return tuple(
-            compress(("reduce_scatter", "all_reduce", "copy_to_host"), (scatters, all_reduces, self.spec.to_host))
-        )
+        done = self.spec.shards.world > 1 or not all_reduces, all_reduces, self.spec.to_host
+        return tuple(compress(("reduce_scatter", "all_reduce", "copy_to_host"), done))
 
     def group_of(self, stage: str) -> Group | None:
         return {"reduce_scatter": self.spec.shards, "all_reduce": self.spec.replicas}.get(stage)

@@ -101,7 +101,7 @@ class ShardedModule:
         super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[misc]
         for name, param in self._fsdp_params.items():
             registered, sharded = self._parameters.get(name), param.sharded_param  # type: ignore[attr-defined]
-            if prefix + name in destination and (registered is sharded or registered is param.unsharded_param):
+            if prefix + name in destination and (registered is sharded or registered is param.unsharded.param):
                 destination[prefix + name] = sharded if keep_vars else sharded.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

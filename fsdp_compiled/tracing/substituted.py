@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..param.replaced import not_registered
+from ..param.param import not_registered
 from .dynamo import changed_dict, known_internals, local_value
 
 _WHAT = "tell whether functional_call gave a sharded model other parameters"

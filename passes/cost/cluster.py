@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...expect import expect, unexpected
-from ...sharding.mesh import process_group
+from ...sharding.dtensor import process_group
 from ...sharding.spec import AllGatherBucket, Group
 from ..torch_internals import groups
 

@@ -91,7 +91,7 @@ def expand(node: fx.Node) -> None:
 def do_locally(node: fx.Node) -> None:
     """Replace an opaque node for which nothing travels by the steps that are left to do."""
     alone, result = nodes.asked_of(node), nodes.source_of(node)
-    for step in alone.spec.local_steps(alone.params[0]):
+    for step in alone.spec.local_steps(alone.params[0]) or ():
         if isinstance(step, torch.dtype):
             result = insert_cast(node, result, step)
         elif step != 1.0:

@@ -131,7 +131,7 @@ def test_modules_of_one_class_keep_their_own_policies():
     fully_shard(first, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fully_shard(second)
     assert type(first) is type(second)
-    dtypes = [m._fsdp_params["weight"].dtypes[0] for m in (first, second)]
+    dtypes = [m._fsdp_params["weight"].spec.all_gather.dtype for m in (first, second)]
     assert dtypes == [torch.bfloat16, torch.float32]
     assert isinstance(first.weight, DTensor)
 

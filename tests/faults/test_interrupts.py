@@ -210,7 +210,7 @@ def test_memory_that_a_lost_all_gather_may_write_to_is_left_to_it():
     group.launch_unshard()
     for param in group.params:
         param.allocate([param.spec])  # as for an all-gather that needs no unpacking
-    storages = [param.unsharded_param.untyped_storage() for param in group.params]
+    storages = [param.unsharded.param.untyped_storage() for param in group.params]
     with pytest.raises(KeyboardInterrupt), patch.object(Pending, "wait", side_effect=KeyboardInterrupt):
         group.wait_unshard()
     model.reset_iter_state()

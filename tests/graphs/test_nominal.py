@@ -35,7 +35,10 @@ from tests.support.training import shard
 
 def travels(node):
     """Whether a node is an opaque one for which anything leaves this rank's compute."""
-    return nodes.opaque_kind(node) is not None and not nodes.asked_of(node).spec.is_local
+    if nodes.opaque_kind(node) is None:
+        return False
+    alone = nodes.asked_of(node)
+    return alone.spec.local_steps(alone.params[0]) is None
 
 
 @pytest.fixture

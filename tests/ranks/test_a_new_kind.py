@@ -18,7 +18,7 @@ from fsdp_compiled import RankMismatchError, SchedulePolicy, compile, fully_shar
 from fsdp_compiled.collectives import Pending, define_kind, profiler, streams
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes.kinds import Kind
-from fsdp_compiled.sharding.mesh import process_group
+from fsdp_compiled.sharding.dtensor import process_group
 from fsdp_compiled.sharding.spec import Bucket, Group, ParamSpec, Spec
 from tests.support.ranks import on_ranks, same_on_ranks
 

@@ -19,11 +19,12 @@ from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
-    WITH_REGIONS,
     assert_close,
     assert_trains_like_one_process,
     batches,
+    call_of,
     compiled,
+    each_with_regions,
     full_grads,
     full_params,
     my_part,
@@ -32,8 +33,6 @@ from tests.support.training import (
     train,
     units_inside,
 )
-
-each_mode = pytest.mark.parametrize("mode", WITH_REGIONS)
 
 
 class Tied(MLP):
@@ -48,10 +47,6 @@ class Tied(MLP):
         return super().forward(x) + self.offset
 
 
-def call_of(model: nn.Module, mode: str):
-    return compiled(model, True, regions=mode == "regions") if mode in ("full", "regions") else model
-
-
 def storages(model: nn.Module) -> set[int]:
     tensors = [*model.parameters(), *model.buffers()]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
@@ -59,7 +54,7 @@ def storages(model: nn.Module) -> set[int]:
 
 
 @row("copies")
-@each_mode
+@each_with_regions
 @pytest.mark.parametrize("replicas", [1, 2])
 @on_ranks(2)
 def test_a_copy_trains_by_itself(mode, replicas):
@@ -90,7 +85,7 @@ def test_a_copy_trains_by_itself(mode, replicas):
 
 
 @row("copies")
-@each_mode
+@each_with_regions
 @pytest.mark.parametrize("moment", ["forward", "after forward", "backward", "unshard"])
 @on_ranks(2)
 def test_a_copy_of_a_model_in_the_middle_of_a_step(mode, moment):
@@ -152,7 +147,7 @@ def averaging(kind: str) -> dict:
 
 
 @row("copies")
-@each_mode
+@each_with_regions
 @pytest.mark.parametrize("kind", ["swa", "ema", "foreach"])
 @on_ranks(2)
 def test_an_averaged_model(mode, kind):

@@ -137,13 +137,13 @@ def test_unsharded_memory_that_is_kept(mode):
         model.unshard()
         places.append(model.scale.data_ptr())
         model.reshard()
-        assert model._fsdp_params["scale"].unsharded_param.untyped_storage().nbytes() == 40
+        assert model._fsdp_params["scale"].unsharded.param.untyped_storage().nbytes() == 40
     assert len(set(places)) == 1
     assert_close(full_grads(model), _sum_alone(data))
     model.set_keep_unsharded_storage(False)
     model.unshard()
     model.reshard()
-    assert model._fsdp_params["scale"].unsharded_param.untyped_storage().nbytes() == 0
+    assert model._fsdp_params["scale"].unsharded.param.untyped_storage().nbytes() == 0
 
 
 @on_ranks(2)

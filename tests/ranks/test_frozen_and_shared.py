@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -11,13 +10,13 @@ from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
-    MODES,
-    WITH_REGIONS,
     Tied,
     assert_close,
     assert_trains_like_one_process,
     batches,
-    compiled,
+    call_of,
+    each_with_regions,
+    eager_and_full,
     full,
     full_grads,
     my_part,
@@ -25,10 +24,6 @@ from tests.support.training import (
     square_loss,
     train,
 )
-
-each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
-each_mode = pytest.mark.parametrize("mode", MODES)
-eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
 @row("frozen and LoRA")
@@ -61,13 +56,13 @@ class _Tied(MLP):
 
 
 @row("tied and shared")
-@pytest.mark.parametrize("mode", ["eager", "full"])
+@eager_and_full
 @on_ranks(2)
 def test_parameters_and_modules_shared_inside_a_unit(mode):
     alone, model = _Tied(), _Tied()
     fully_shard(model)
     assert model.blocks[1][0].weight is model.blocks[0][0].weight
-    call = compiled(model) if mode == "full" else model
+    call = call_of(model, mode)
     assert_trains_like_one_process(model, call, alone)
 
 
@@ -93,7 +88,7 @@ def test_loading_shared_parameters_with_assign(mode):
     alone, model = Tied(), fully_shard(Tied())
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
     assert model.last.weight is model.first.weight
-    call = compiled(model) if mode == "full" else model
+    call = call_of(model, mode)
     train(model, call, batches(2, 8, 10), square_loss)
     train(alone, alone, batches(2, 8, 10), square_loss, sharded=False)
     torch.testing.assert_close(full(model.state_dict()["last.weight"]), alone.last.weight.detach())

@@ -14,28 +14,27 @@ from fsdp_compiled import CPUOffloadPolicy, DataParallelMeshDims, HSDPMeshInfo, 
 from fsdp_compiled.hooks.state import states_below
 from fsdp_compiled.param.placement import ShardedState
 from fsdp_compiled.passes.graph import nodes
+from fsdp_compiled.sharding.dtensor import process_group
 from fsdp_compiled.testing import MLPStack
 from tests.support.graphs import record
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
-    MODES,
     WITH_REGIONS,
     assert_close,
     assert_trains_like_one_process,
     batches,
-    compiled,
+    call_of,
+    each_mode,
+    each_with_regions,
+    eager_and_full,
     full_grads,
     full_params,
     my_part,
     shard,
     square_loss,
 )
-
-each_mode = pytest.mark.parametrize("mode", MODES)
-each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
-eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
 @row("reshard")
@@ -72,8 +71,8 @@ def test_backward_gathers_over_the_smaller_group():
     assert worlds == {"forward": {4}, "backward": {2}}
     params = [param for state in states_below([model]) for param in state.params]
     (group,) = {param.spec.post_forward for param in params}
-    smaller = params[0].placement.mesh_info.smaller_group(2)
-    assert (smaller.group, group.world, smaller.rank) == (group, 2, dist.get_rank() % 2)
+    assert group.world == 2 and process_group(group.name).rank() == dist.get_rank() % 2
+    assert group == params[0].placement.mesh_info.another_group(2)
     model.set_reshard_after_forward(True)
     assert model.scale is not None and model._fsdp_params["scale"].spec.post_forward.world == 1
 
@@ -296,7 +295,7 @@ def test_sequence_parallelism(mode):
         models.append(MLPStack(4, with_seq_parallel=True))
     alone, model = models
     model.parallelize(mesh["tp"], mesh["dp"], False)
-    call = compiled(model) if mode == "full" else model
+    call = call_of(model, mode)
     data = batches(1, 4, 6, 4)[0]
     alone(data).square().mean().backward()
     mine = _rows(data, mesh["dp"])

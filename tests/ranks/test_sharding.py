@@ -18,12 +18,14 @@ from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
-    MODES,
-    WITH_REGIONS,
     assert_close,
     assert_trains_like_one_process,
     batches,
+    call_of,
     compiled,
+    each_mode,
+    each_with_regions,
+    eager_and_full,
     full_grads,
     full_params,
     my_part,
@@ -31,10 +33,6 @@ from tests.support.training import (
     square_loss,
     train,
 )
-
-each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
-each_mode = pytest.mark.parametrize("mode", MODES)
-eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 
 
 @row("uneven shards")
@@ -50,13 +48,13 @@ def test_uneven_first_dimensions_and_empty_shards(mode):
 
 
 @row("module kinds")
-@pytest.mark.parametrize("mode", ["eager", "full"])
+@eager_and_full
 @on_ranks(2)
 def test_blocks_without_an_outer_unit(mode):
     alone, model = MLP(), MLP()
     for block in model.blocks:
         fully_shard(block)
-    call = compiled(model) if mode == "full" else model
+    call = call_of(model, mode)
     square_loss(alone, batches(1, 8, 10)[0]).backward()
     square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
     got, want = full_grads(model), full_grads(alone)
@@ -113,7 +111,7 @@ def test_reshard_after_forward(mode, reshard):
 
 
 @row("module kinds")
-@pytest.mark.parametrize("mode", ["eager", "full"])
+@eager_and_full
 @on_ranks(2)
 def test_list_units_some_of_whose_modules_do_not_run(mode):
     def build():
@@ -131,7 +129,7 @@ def test_list_units_some_of_whose_modules_do_not_run(mode):
     alone, model = Model(), Model()
     assert fully_shard(list(model.parts.values())) == list(model.parts.values())
     fully_shard(model)
-    call = compiled(model) if mode == "full" else model
+    call = call_of(model, mode)
     assert_trains_like_one_process(model, call, alone)
     assert model.parts["never"].weight.grad is None
 
@@ -157,7 +155,7 @@ def test_meta_device_initialisation(mode):
 
 
 @row("uneven shards")
-@pytest.mark.parametrize("mode", ["eager", "full"])
+@eager_and_full
 @on_ranks(1)
 def test_a_world_of_one_rank_communicates_nothing(mode):
     alone, model = MLP(), MLP()
@@ -272,7 +270,7 @@ class Empties(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("mode", WITH_REGIONS)
+@each_with_regions
 @pytest.mark.parametrize("sync", [True, False])
 @on_ranks(2)
 def test_parameters_without_elements(mode, sync):

@@ -312,7 +312,7 @@ def test_a_forward_in_another_order_uses_what_it_gathers():
             alone.order = model.order = order
             assert_trains_like_one_process(model, model, alone, batches(2, 8, 6))
         for part in model.parts:
-            assert part._fsdp_params["weight"].unsharded_param.untyped_storage().nbytes() == 0
+            assert part._fsdp_params["weight"].unsharded.param.untyped_storage().nbytes() == 0
 
     _recorded(run)
 

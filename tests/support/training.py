@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,6 +27,9 @@ from tests.support.ranks import same_on_ranks
 INDUCTOR = "FSDP_COMPILED_TESTS_WITH_INDUCTOR"  # set by --inductor, for the ranks' processes
 MODES = ("eager", "regional", "full")
 WITH_REGIONS = (*MODES, "regions")  # the full graph with every block a region
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
+eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
 TINY = Config(vocab=61, width=32, layers=2, heads=4, kv_heads=2, hidden=48, max_seq=16)
 
 
@@ -82,6 +86,11 @@ def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) ->
     fully_shard(model, **kwargs)
     if mode == "regions":
         with_regions(model, model.blocks)
+    return call_of(model, mode, inductor)
+
+
+def call_of(model: nn.Module, mode: str, inductor: bool = False) -> Callable[..., Any]:
+    """What to call in this mode: the model, or the model compiled as one graph."""
     return compiled(model, True, inductor, mode == "regions") if mode in ("full", "regions") else model
 
 

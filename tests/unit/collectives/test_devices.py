@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fsdp_compiled.collectives import copies, reference, streams
-from fsdp_compiled.sharding.device import has_streams
+from fsdp_compiled.collectives.streams import has_streams
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mtia"])

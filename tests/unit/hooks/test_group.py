@@ -43,10 +43,10 @@ def test_unshard_and_reshard():
     assert states(group) == {ShardedState.SHARDED}
     group.launch_unshard()  # under way
     group.wait_unshard()
-    assert group.is_unsharded and {p.unsharded_param.dtype for p in group.params} == {torch.bfloat16}
+    assert group.is_unsharded and {p.unsharded.param.dtype for p in group.params} == {torch.bfloat16}
     group.reshard()
     assert states(group) == {ShardedState.SHARDED}
-    assert not any(p.unsharded_param.untyped_storage().nbytes() for p in group.params)
+    assert not any(p.unsharded.param.untyped_storage().nbytes() for p in group.params)
 
 
 def test_parameters_that_hooks_hold_are_not_resharded():
@@ -78,7 +78,7 @@ def test_an_all_gather_whose_wait_was_cut_off_keeps_its_memory():
     group.launch_unshard()
     for param in group.params:
         param.allocate([param.spec])
-    storages = [param.unsharded_param.untyped_storage() for param in group.params]
+    storages = [param.unsharded.param.untyped_storage() for param in group.params]
     with pytest.raises(KeyboardInterrupt), patch.object(Pending, "wait", side_effect=KeyboardInterrupt):
         group.wait_unshard()
     group.reshard()
@@ -89,7 +89,7 @@ def backward(group: FSDPParamGroup) -> None:
     group.launch_unshard()
     group.wait_unshard()
     for param in group.params:
-        param.unsharded_param.grad = torch.ones_like(param.unsharded_param)
+        param.unsharded.param.grad = torch.ones_like(param.unsharded.param)
     group.reshard()
 
 

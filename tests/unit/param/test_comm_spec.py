@@ -7,8 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import CPUOffloadPolicy, FSDPMeshInfo, HSDPMeshInfo, MixedPrecisionPolicy
-from fsdp_compiled.param.comm_spec import comm_spec
-from fsdp_compiled.param.placement import ParamPlacement
+from fsdp_compiled.param.placement import ParamPlacement, comm_spec
 from fsdp_compiled.param.unit import UnitConfig
 from fsdp_compiled.sharding.layout import ShardLayout
 
@@ -43,6 +42,7 @@ def test_groups_of_its_own():
     assert spec.reduction.shards.world == 4 and spec.reduction.shards != spec.all_gather.group
     assert spec.post_forward.world == 2
     assert spec_of(UnitConfig("unit", reshard_after_forward=False, post_forward_size=2)).post_forward.world == 1
+    assert spec_of(UnitConfig("unit", post_forward_size=4)).post_forward.world == 1  # all ranks
 
 
 def test_replicas():

@@ -29,7 +29,7 @@ def all_gathered(param: FSDPParam) -> nn.Parameter:
     for output in param.allocate(specs):
         output.fill_(1)
     param.to_unsharded()
-    return param.unsharded_param
+    return param.unsharded.param
 
 
 def test_the_leaf_is_the_padded_shard_in_which_the_dtensor_lies():
@@ -59,10 +59,10 @@ def test_memory_of_a_lost_all_gather_is_left_to_it():
     param.to_sharded()
     param.allocate([param.spec])
     param.drop_unsharded(is_lost=True)
-    assert unsharded.untyped_storage().nbytes() and param.unsharded_param is None
+    assert unsharded.untyped_storage().nbytes() and param.unsharded.param is None
     param.allocate([param.spec])
     param.drop_unsharded(is_lost=False)
-    assert param.unsharded_param is not unsharded and param.unsharded_param.untyped_storage().nbytes() == 0
+    assert param.unsharded.param is not unsharded and param.unsharded.param.untyped_storage().nbytes() == 0
 
 
 def test_one_attribute_tells_a_traced_read_all():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import fully_shard
-from fsdp_compiled.param.replaced import Registered
+from fsdp_compiled.param.param import Registered
 
 
 def _linear() -> nn.Linear:

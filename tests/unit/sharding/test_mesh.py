@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp_compiled.sharding.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, data_parallel_mesh
+from fsdp_compiled.sharding.dtensor import data_parallel_mesh, process_group
+from fsdp_compiled.sharding.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from fsdp_compiled.sharding.spec import Group
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -43,11 +44,11 @@ def test_smaller_groups_within_a_part_of_the_world():
     dist.init_process_group("fake", rank=5, world_size=16)
     mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("data", "model"))["data"]  # ranks 1, 3, 5, ... 15
     info = data_parallel_mesh(mesh)
-    small = info.smaller_group(4)
-    assert small is not None and (small.group.world, small.rank) == (4, 2)
-    assert dist.get_process_group_ranks(_resolve_process_group(small.group.name)) == [1, 3, 5, 7]
-    assert info.smaller_group(4) == small  # made once
-    assert info.smaller_group(1) is None and info.smaller_group(8) is None
+    small = info.another_group(4)
+    assert (small.world, info.shard_rank) == (4, 2)
+    assert dist.get_process_group_ranks(process_group(small.name)) == [1, 3, 5, 7]
+    assert info.another_group(4) == small  # made once
+    assert info.another_group(1) == Group() and info.another_group(8) != info.shards
 
 
 def test_roles_are_required():
