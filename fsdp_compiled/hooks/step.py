@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ..agreement.peers import at_end_of_backward, backward_task
 from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
@@ -93,7 +94,8 @@ class UnitInStep(Unit):
         """Return to between two steps, after an exception that may have cut off any other change."""
         self.end_step()
         self.hooked = self.in_call = False
-        self.tell()
+        for param in self.followers:
+            param.follow_hold()
 
 
 class UnitState(Owner, Protocol):
@@ -145,8 +147,7 @@ class ForwardOrder:
 
 def is_in_backward() -> bool:
     """Tell whether the autograd engine is running a backward on this thread."""
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-    return torch._C._current_graph_task_id() != -1
+    return backward_task() != -1
 
 
 def _second_thread(root: UnitState) -> Exception:
@@ -242,8 +243,7 @@ class Step:
         else:
             self.in_backward, self.backward_thread = True, get_ident()
             root.note("backward")
-            # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
-            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+            at_end_of_backward(at_end)
 
     def call_in_backward(self, states: Iterable[UnitState]) -> None:
         """Let leaves be as forward had them, as a recomputation of compiled code must find them."""
@@ -281,7 +281,7 @@ class Step:
         is_left = self.in_backward or self.is_resetting  # a backward that died never calls back
         if begins_step:
             is_left |= not _are_idle(states)
-            is_left |= any(param.leaf.grad is not None for state in states for param in state.params)
+            is_left |= any([param for param in state.params if param.leaf.grad is not None] for state in states)
         return is_left and not is_in_backward()
 
 

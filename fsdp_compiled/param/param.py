@@ -39,6 +39,7 @@ from .unit import Unit
 from .unsharded import Unsharded
 
 HELD = ""  # in place of a spec: hooks hold the unsharded parameter, so a traced read is of what is registered
+HELD_SPECS = (HELD, HELD), (HELD, HELD)
 
 
 class FSDPParam:
@@ -69,7 +70,7 @@ class FSDPParam:
         local = unpadded(padded, self.layout, self.layout.length(mesh_info.shard_rank))
         sharded = DTensor(local, sharded_spec(mesh_info, first, self.placement.dim), requires_grad=False)
         self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded, inner)
-        self.unit.on_change.append(self.changed)
+        self.unit.followers.append(self)
         self.register(self.sharded_param)
 
     def _link(self, sharded: nn.Parameter, padded: Tensor, inner: InnerTensors | None) -> None:
@@ -83,20 +84,16 @@ class FSDPParam:
         # The shard as graphs read it; its gradient is accumulated into sharded_param.grad. While the outermost module
         # is called it requires a gradient as the parameter does: a guard on a leaf is far cheaper than on a DTensor.
         self.leaf = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
-        self.leaf_is_current = False
+        self.leaf_is_current = self._leaf_is_frozen = False
         device = self.placement.device
         self.gradients = Gradients(self.name, sharded, self.leaf, self.storage, self.unit, self.dtypes[1], device)
         self.unsharded = Unsharded(device, self.outer, self.extension)
-        self.changed(respec=True)
+        self.follow_config(respec=True)
 
     # ---- what follows from the unit ----
 
-    def changed(self, respec: bool) -> None:
-        """Derive what depends on the unit's configuration and phase; with ``respec`` also what depends on the name.
-
-        In every step Dynamo guards each attribute that a traced read asks for. So where nothing else counts, one of
-        them says it all: ``plain_spec``, or without gradients, where reductions do not matter, the other one.
-        """
+    def follow_config(self, respec: bool) -> None:
+        """Derive what depends on the unit's configuration; with ``respec`` also what depends on the name."""
         if respec:
             spec = comm_spec(self.name, self.layout, self.leaf.dtype, self.placement, self.unit.config)
             if spec != vars(self).get("spec"):  # else the same object, by which buckets are found again
@@ -104,16 +101,31 @@ class FSDPParam:
             if self.extension is not None:
                 self.extension.name = self.name
                 self.extension.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
-        if self.leaf_is_current is not self.unit.in_call:
-            self.leaf_is_current = self.unit.in_call
-            requires_grad = not self.leaf_is_current or self.sharded_param.requires_grad
-            if self.leaf.requires_grad is not requires_grad:  # rarely; an integer leaf never can
-                self.leaf.requires_grad = requires_grad and self.gradients.is_differentiable
-        reduces, is_held = self.gradients.follow(self.name, self.unit.config), self.is_held
-        is_plain = self.leaf_is_current and self.extension is None and self.outer is None
-        read = HELD if is_held else self.spec_text if is_plain else None
-        self.plain_spec_without_grad: str | None = read
-        self.plain_spec: str | None = read if reduces or is_held else None
+        reduces = self.gradients.follow(self.name, self.unit.config)
+        spec = self.spec_text if self.extension is None and self.outer is None else None
+        self._free_specs = (None, None), (spec if reduces else None, spec)  # outside of calls, in one
+        self.follow_hold()
+
+    def follow_hold(self) -> None:
+        """Let traced reads be of what is registered while hooks hold the parameter."""
+        self._specs = HELD_SPECS if self.is_held else self._free_specs
+        self.follow_call(self.unit.in_call)
+
+    def follow_call(self, in_call: bool) -> None:
+        """Let the leaf require a gradient as the parameter does if it is ``in_call``, else if it can.
+
+        This runs for every parameter at both ends of every call. In every step Dynamo guards each attribute that a
+        traced read asks for. So where nothing else counts, one of them says it all: ``plain_spec``, or without
+        gradients, where reductions do not matter, the other one.
+        """
+        if self.leaf_is_current is not in_call:
+            self.leaf_is_current = in_call
+            is_frozen = in_call and not self.sharded_param.requires_grad
+            if is_frozen or self._leaf_is_frozen:
+                self._leaf_is_frozen = True  # before it is true, so that an exception between leaves no wrong False
+                self.leaf.requires_grad = self.gradients.is_differentiable and not is_frozen
+                self._leaf_is_frozen = is_frozen
+        self.plain_spec, self.plain_spec_without_grad = self._specs[in_call]
 
     @property
     def is_held(self) -> bool:
@@ -143,7 +155,7 @@ class FSDPParam:
         """Let modules of another unit share it."""
         self.info = replace(self.info, shared=(*self.info.shared, *places))
         self.users.append(user)
-        user.on_change.append(self.changed)
+        user.followers.append(self)
         self.register(self.sharded_param)
 
     def check_untouched(self) -> None:
@@ -215,7 +227,7 @@ class FSDPParam:
             self.original = TakenOriginal(deepcopy(original, memo), self)
         self.state = ShardedState.SHARDED
         for user in self.users:
-            user.on_change.append(self.changed)
+            user.followers.append(self)
         self._link(self.sharded_param, self.storage.padded, deepcopy(self.storage.inner, memo))
 
     # ---- states ----
