@@ -1,7 +1,4 @@
-"""How an eager unit learns of its backward: identities around its forward, also under torch.func's transforms.
-
-It knows autograd; what happens before and after a unit's backward it asks its owner to do.
-"""
+"""How an eager unit learns of its backward: identities around its forward, also under torch.func's transforms."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What runs before and after the forward of a unit's modules: the eager hooks, and casts, which Dynamo traces.
 
 Dynamo guards all that a traced hook reads, in every step, and by a comparison in Python if two hooks read one object.
-So each of the two has constants of its own. It must not know what the eager hooks do.
+So each of the two has constants of its own.
 """
 
 from __future__ import annotations

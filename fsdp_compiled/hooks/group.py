@@ -1,7 +1,4 @@
-"""Parameters that share a collective, and what the eager hooks do with them: unshard, reshard, reduce.
-
-It knows the order of one group's operations; it must not know modules' hooks or other groups.
-"""
+"""Parameters that share a collective, and what the eager hooks do with them: unshard, reshard, reduce."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the units of one model share: communication under way, the step's phase, and the tree of modules they lie in.
-
-It knows units only as :class:`UnitState`; it must not know hooks or parameters' storage.
-"""
+"""What the units of one model share: communication under way, the step's phase, and the tree of their modules."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class GradientReductionHandle(_TorchHandle):
             where, got = "GradientReductionHandle.wait", "one that a reset has dropped"
             raise unexpected(where, "a reduction under way", got, "run the step again", RuntimeError)
         context.finish_reductions()
-        context.step.end_finalizing()
+        context.step.finalizing = None
         self._context = None
 
 
@@ -94,19 +91,11 @@ class FSDPStateContext:
         """Whether the next backward's end is the end of the step's."""
         return self.is_last_backward and not self.finalizes_manually
 
-    def enter_thread(self) -> None:
-        """Note that this thread begins a forward; RuntimeError if another one is in forward or backward."""
-        self.step.enter_thread(self.states)
-
-    def call(self, in_call: bool) -> None:
-        """Begin or end a call of the outermost module."""
-        self.step.call(self.states, in_call)
-
     def check_parameters(self) -> None:
         """Check that the user has put nothing in the parameters' place since the last call of the outermost unit."""
-        self.enter_thread()
+        self.step.enter_thread(self.states)
         self.tree.check_untouched()
-        self.step.note_check()
+        self.step.is_checked = True
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
@@ -152,8 +141,7 @@ class FSDPStateContext:
         for state in self.states:
             if state.unit.config.reshard_after_backward:  # which pipelining sets between the last backward and this
                 state.reshard()
-        handle = GradientReductionHandle(self)
-        self.step.begin_finalizing(handle)
+        self.step.finalizing = handle = GradientReductionHandle(self)
         return handle
 
     def _start_reductions(self) -> None:
@@ -172,7 +160,7 @@ class FSDPStateContext:
         for group in groups:
             group.wait_reduce()
         self._accumulate_on_host()
-        self.step.end_reductions()
+        self.step.post_forward_order.clear()
 
     def _accumulate_on_host(self) -> None:
         for state in self.states:
@@ -181,7 +169,7 @@ class FSDPStateContext:
 
     def reset(self, drop_accumulated: bool) -> None:
         """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
-        self.step.begin_reset()
+        self.step.is_resetting = True
         for state in (*self.comm.reducing, *self.states):
             for group in state.groups:
                 group.drop_reduce()

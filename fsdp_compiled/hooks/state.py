@@ -1,7 +1,6 @@
-"""One unit's hooks.
+"""One unit's hooks, which decide when an uncompiled unit is all-gathered, resharded and reduced.
 
-They decide when an uncompiled unit is all-gathered, resharded and reduced. While Dynamo traces, hooks only cast: the
-reads of parameters bring the all-gathers into the graph. This file must not know how a collective is packed.
+While Dynamo traces, hooks only cast: the reads of parameters bring the all-gathers into the graph.
 """
 
 from __future__ import annotations
@@ -118,10 +117,6 @@ class FSDPState(TorchNames[FSDPCommContext]):
         self.unit.configure(name=f"{outer.unit.config.name}.{name}", reshard_after_forward=reshard)
         self.outermost = outer  # at last: by it, an adoption that an exception cut off is taken up again
 
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Reshard (True) or keep (False) after forward, whether or not this is the root."""
-        self.unit.configure(reshard_after_forward=reshard, reshards_by_default=False, post_forward_size=0)
-
     def set_reduction(self, **changes: bool) -> None:
         """Change how far backward reduces gradients: ``reduce_grads``, ``all_reduce_grads``."""
         if self._context is not None:
@@ -178,7 +173,7 @@ class FSDPState(TorchNames[FSDPCommContext]):
     def enter_forward(self, module: nn.Module) -> None:
         """All-gather the unit before its module's forward."""
         context = self._lazy_init()
-        context.enter_thread()
+        context.step.enter_thread(context.states)
         context.recover()
         if self.unit.is_recomputing:
             self.unshard()
@@ -232,7 +227,7 @@ class FSDPState(TorchNames[FSDPCommContext]):
             for group in self.groups:
                 group.reshard_post_forward()
         if torch.is_grad_enabled() and self._context is not None:
-            self._context.step.end_forward(self)
+            self._context.step.post_forward_order.append(self)
 
     def complete_list_unit(self) -> None:
         """End the forward of a list unit some of whose modules were not called in this step."""
@@ -263,7 +258,7 @@ class FSDPState(TorchNames[FSDPCommContext]):
     @hook("post_backward")
     def post_backward(self) -> None:
         """Start reducing the unit's gradients and free its unsharded parameters."""
-        self.unit.end_backward()
+        self.unit.training_state = TrainingState.POST_BACKWARD
         if self.unit.config.reshard_after_backward:
             self.reshard()
         self.unit.hold(False)
@@ -292,7 +287,7 @@ class FSDPState(TorchNames[FSDPCommContext]):
     def _on_compiled_gradient(self) -> None:
         if not self.unit.has_compiled_gradients:
             self._lazy_init().begin_backward()
-            self.unit.note_compiled_gradients()
+            self.unit.has_compiled_gradients = True
 
     def reset(self, drop_accumulated: bool) -> None:
         """Forget what an interrupted step left."""
@@ -323,16 +318,18 @@ class FSDPState(TorchNames[FSDPCommContext]):
     def begin_call(self) -> None:
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
         context = self._lazy_init()
-        context.enter_thread()
+        context.step.enter_thread(context.states)
         context.recover(begins_step=not context.step.in_call)
         self.check_parameters()
-        self._lazy_init().call(True)
+        context = self._lazy_init()
+        context.step.call(context.states, True)
         self.note("forward")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_call(self) -> None:
         """Undo that."""
-        self._lazy_init().call(False)
+        context = self._lazy_init()
+        context.step.call(context.states, False)
         note(self.mesh, "call", "")
 
     def note(self, what: str) -> None:

@@ -1,7 +1,6 @@
-"""The phase of a step: of each unit, and of the model that the units make up. Only this file writes it.
+"""The phase of a step: of each unit, and of the model that the units make up.
 
-Hooks call its methods. A unit's record is what its parameters see as :class:`Unit`. It must not know collectives, nor
-what hooks do between two changes of the phase.
+A unit's record is what its parameters see as :class:`Unit`. ``root.py`` writes the model's, beside its methods.
 """
 
 from __future__ import annotations
@@ -76,14 +75,6 @@ class UnitInStep(Unit):
         self.training_state = TrainingState.PRE_BACKWARD
         return is_first
 
-    def end_backward(self) -> None:
-        """Hand the unit's gradients to the reduction."""
-        self.training_state = TrainingState.POST_BACKWARD
-
-    def note_compiled_gradients(self) -> None:
-        """Note that a compiled backward has left a gradient of the unit."""
-        self.has_compiled_gradients = True
-
     def end_step(self) -> None:
         """Return to idle; hooks may still hold the unit."""
         self.training_state = TrainingState.IDLE
@@ -125,26 +116,6 @@ class UnitState(Owner, Protocol):
     def note(self, what: str) -> None: ...
 
 
-@dataclass
-class ForwardOrder:
-    """The order in which units begin their forward, which the next one is expected to repeat."""
-
-    expected: list[UnitState] = field(default_factory=list)  # the last forward's
-    begun: list[UnitState] = field(default_factory=list)  # this forward's so far
-    _holds: bool = True
-
-    def restart(self) -> None:
-        """Begin another forward."""
-        self.expected, self.begun, self._holds = self.begun, [], True
-
-    def enter(self, state: UnitState) -> UnitState | None:
-        """Note that a unit's forward begins; return the unit expected next, if the order has held so far."""
-        place = len(self.begun)
-        self.begun.append(state)
-        self._holds &= place < len(self.expected) and self.expected[place] is state
-        return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
-
-
 def is_in_backward() -> bool:
     """Tell whether the autograd engine is running a backward on this thread."""
     return backward_task() != -1
@@ -169,8 +140,9 @@ class Step:
     finalizing: object | None = None  # the handle of a finalization that was started and not waited for
     thread: int | None = None  # that began the last forward
     backward_thread: int | None = None  # that began the last backward
-    ahead: UnitState | None = None  # the unit that is all-gathered ahead by forward_order and has not been used
-    forward_order: ForwardOrder = field(default_factory=ForwardOrder)
+    begun: list[UnitState] = field(default_factory=list)  # units in the order in which this forward began theirs
+    to_come: list[UnitState] = field(default_factory=list)  # those of the last forward, while this one repeats it
+    ahead: UnitState | None = None  # the unit that is all-gathered ahead by that order and has not been used
     # Units whose forward ended in this step and whose backward has not begun.
     post_forward_order: list[UnitState] = field(default_factory=list)
 
@@ -195,29 +167,23 @@ class Step:
         """Whether another thread called the model last."""
         return self.thread not in (None, get_ident())
 
-    def note_check(self) -> None:
-        """Note that the parameters were checked."""
-        self.is_checked = True
-
     # ---- forward ----
 
     def begin_forward(self, ends_step: bool) -> None:
         """Begin the forward of a step, or of one more micro-batch if the last backward has not ended the step."""
         if ends_step:
             self.post_forward_order.clear()
-        self.forward_order.restart()
+        self.to_come, self.begun = self.begun, []
 
     def enter_forward(self, state: UnitState) -> None:
         """Start all-gathering the unit that is expected after ``state``, whose own parameters are unsharded."""
         if self.ahead is not state:
             self.drop_ahead()
-        self.ahead = self.forward_order.enter(state)
+        self.begun.append(state)
+        self.to_come = self.to_come[1:] if self.to_come[:1] == [state] else []
+        self.ahead = next(iter(self.to_come), None)
         if self.ahead is not None:
             self.ahead.launch_unshard()
-
-    def end_forward(self, state: UnitState) -> None:
-        """Note that a unit's forward has ended whose backward is to come."""
-        self.post_forward_order.append(state)
 
     def drop_ahead(self) -> None:
         """Drop the all-gather of a unit that was expected and did not come."""
@@ -258,23 +224,7 @@ class Step:
             self.call(states, False)
         self.in_backward = self.is_checked = False
 
-    def begin_finalizing(self, handle: object) -> None:
-        """Note that the reductions which backwards have left were started."""
-        self.finalizing = handle
-
-    def end_finalizing(self) -> None:
-        """Note that they have ended, as the step has."""
-        self.finalizing = None
-
-    def end_reductions(self) -> None:
-        """Note that all gradients of the step are reduced."""
-        self.post_forward_order.clear()
-
     # ---- exceptions ----
-
-    def begin_reset(self) -> None:
-        """Note that a reset is under way, which an exception may cut off, too."""
-        self.is_resetting = True
 
     def was_cut_off(self, states: Iterable[UnitState], begins_step: bool) -> bool:
         """Tell whether an exception has cut off a backward or a reset; a forward too, if a step begins now."""

