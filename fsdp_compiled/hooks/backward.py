@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..collectives import profiler
-from .casts import map_tensors, tensors_in
+from .forward import map_tensors, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")

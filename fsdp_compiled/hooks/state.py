@@ -54,7 +54,10 @@ class FSDPState(TorchNames[FSDPCommContext]):
         self.device = default.device  # where compute runs
         self.mesh, self.number = default.mesh_info.mesh, number_in(default.mesh_info.mesh)
         self.outermost = self  # until an outer fully_shard adopts this unit
-        self.pre_forward, self.post_forward = PreForward(self, self.device), PostForward(self)
+        policy = self.mp_policy
+        inputs_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.pre_forward = PreForward(self, self.device, inputs_dtype)
+        self.post_forward = PostForward(self, policy.output_dtype)
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
         self._context: FSDPStateContext | None = None
@@ -195,8 +198,7 @@ class FSDPState(TorchNames[FSDPCommContext]):
         """Return the arguments so that the end of the unit's backward calls :meth:`post_backward`."""
         if not torch.is_grad_enabled() or self.unit.is_recomputing:
             return args, kwargs
-        watched: tuple[Any, Any] = after_backward(self, (args, kwargs))
-        return watched
+        return after_backward(self, (args, kwargs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch_output(self, module: nn.Module, output: Any) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from ..agreement.peers import at_end_of_backward, backward_task
 from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
-from ..policy import MixedPrecisionPolicy
 from .backward import Owner
 from .group import FSDPParamGroup
 
@@ -95,7 +94,6 @@ class UnitState(Owner, Protocol):
     unit: UnitInStep
     params: list[FSDPParam]
     device: torch.device
-    mp_policy: MixedPrecisionPolicy
     max_reducing: int
 
     @property
@@ -105,9 +103,6 @@ class UnitState(Owner, Protocol):
     def launch_unshard(self) -> None: ...
     def drop_unshard(self) -> None: ...
     def reshard(self) -> None: ...
-    def enter_forward(self, module: nn.Module) -> None: ...
-    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
-    def watch_output(self, module: nn.Module, output: Any) -> Any: ...
     def complete_list_unit(self) -> None: ...
     def end_step(self) -> None: ...
     def reset(self, drop_accumulated: bool) -> None: ...

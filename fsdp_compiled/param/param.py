@@ -40,6 +40,7 @@ from .unsharded import Unsharded
 
 HELD = ""  # in place of a spec: hooks hold the unsharded parameter, so a traced read is of what is registered
 HELD_SPECS = (HELD, HELD), (HELD, HELD)
+_Specs = tuple[str | None, str | None]  # plain_spec, plain_spec_without_grad
 
 
 class FSDPParam:
@@ -52,6 +53,9 @@ class FSDPParam:
         name: full name, relative to the outermost sharded module known so far.
         first: the original parameter; only read, and not kept.
     """
+
+    plain_spec: str | None
+    plain_spec_without_grad: str | None
 
     def __init__(
         self, info: ParamModuleInfo, placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
@@ -102,13 +106,13 @@ class FSDPParam:
                 self.extension.name = self.name
                 self.extension.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
         reduces = self.gradients.follow(self.name, self.unit.config)
-        spec = self.spec_text if self.extension is None and self.outer is None else None
-        self._free_specs = (None, None), (spec if reduces else None, spec)  # outside of calls, in one
+        text = self.spec_text if self.extension is None and self.outer is None else None
+        self._free_specs = (None, None), (text if reduces else None, text)  # outside of calls, in one
         self.follow_hold()
 
     def follow_hold(self) -> None:
         """Let traced reads be of what is registered while hooks hold the parameter."""
-        self._specs = HELD_SPECS if self.is_held else self._free_specs
+        self._specs: tuple[_Specs, _Specs] = HELD_SPECS if self.is_held else self._free_specs
         self.follow_call(self.unit.in_call)
 
     def follow_call(self, in_call: bool) -> None:
