@@ -123,7 +123,8 @@ class FSDPStateContext:
         if self._ends_with_backward:
             self.finish_reductions()
         else:
-            self._accumulate_on_host()
+            for group in (group for state in self.states for group in state.groups):
+                group.wait_on_host()
         for state in self.states:
             state.end_step()
         self.step.end_backward(self.states)
@@ -159,13 +160,9 @@ class FSDPStateContext:
             group.launch_replica_reduce()
         for group in groups:
             group.wait_reduce()
-        self._accumulate_on_host()
+        for group in groups:
+            group.wait_on_host()
         self.step.post_forward_order.clear()
-
-    def _accumulate_on_host(self) -> None:
-        for state in self.states:
-            for group in state.groups:
-                group.wait_on_host()
 
     def reset(self, drop_accumulated: bool) -> None:
         """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""

@@ -142,24 +142,20 @@ class FSDPState(TorchNames[FSDPCommContext]):
     # ---- unshard and reshard ----
 
     def launch_unshard(self) -> None:
-        """Start the unit's all-gathers."""
         if self._context is None:
             self.adopt_replacements()
         for group in self.groups:
             group.launch_unshard()
 
     def wait_unshard(self) -> None:
-        """Finish them and register the unsharded parameters."""
         for group in self.groups:
             group.wait_unshard()
 
     def unshard(self) -> None:
-        """All-gather the unit now."""
         self.launch_unshard()
         self.wait_unshard()
 
     def drop_unshard(self) -> None:
-        """Drop all-gathers under way."""
         for group in self.groups:
             group.drop_unshard()
 
@@ -329,7 +325,6 @@ class FSDPState(TorchNames[FSDPCommContext]):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_call(self) -> None:
-        """Undo that."""
         context = self._lazy_init()
         context.step.call(context.states, False)
         note(self.mesh, "call", "")
