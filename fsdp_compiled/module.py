@@ -116,7 +116,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free (True) or keep (False) unsharded parameters after forward; a change recompiles a compiled model."""
         for state in _states(self, recurse, reshard_after_forward=reshard_after_forward):
-            state.set_reshard_after_forward(reshard_after_forward)
+            state.unit.configure(
+                reshard_after_forward=reshard_after_forward, reshards_by_default=False, post_forward_size=0
+            )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free (True) or keep (False) unsharded parameters after an uncompiled backward."""

@@ -1,7 +1,6 @@
 """Steps an optimizer on this rank's plain shards, and shows its parameters and state as DTensors.
 
-It decides which optimizers may do so, and which tensor replaces a DTensor during a step. It must not know who sharded
-the parameters: those of ``torch.distributed.fsdp`` are accepted, too.
+Whoever sharded the parameters: those of ``torch.distributed.fsdp`` are accepted, too.
 """
 
 from __future__ import annotations

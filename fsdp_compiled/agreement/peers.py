@@ -177,13 +177,23 @@ class _Backward:
             _report("raised an error in backward")  # which passes none of our frames; see report_failure
 
 
+def backward_task() -> int:
+    """Return the autograd engine's number of the backward that runs on this thread, -1 for none."""
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0, as the next function.
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have the autograd engine call ``callback`` if the backward under way ends well, which nothing public does."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def watch_backward(at_end: Callable[[], None]) -> None:
     """Report it if the backward under way, if any, ends with an error; call ``at_end`` if it ends well."""
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-    here, task = current(), torch._C._current_graph_task_id()
+    here, task = current(), backward_task()
     if here is not None and task not in (-1, here.backward):
         here.backward = task
-        torch.autograd.Variable._execution_engine.queue_callback(_Backward(at_end))
+        at_end_of_backward(_Backward(at_end))
 
 
 def failure(awaited: Iterable[int] | None = None) -> str:

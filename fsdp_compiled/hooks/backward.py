@@ -1,7 +1,4 @@
-"""How an eager unit learns of its backward: identities around its forward, also under torch.func's transforms.
-
-It knows autograd; what happens before and after a unit's backward it asks its owner to do.
-"""
+"""How an eager unit learns of its backward: identities around its forward, also under torch.func's transforms."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..collectives import profiler
-from .casts import map_tensors, tensors_in
+from .forward import map_tensors, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,7 +1,4 @@
-"""A deep copy of sharded modules: units, shards and hooks of its own, over the same process groups.
-
-It must not know what units do in a step.
-"""
+"""A deep copy of sharded modules: units, shards and hooks of its own, over the same process groups."""
 
 from __future__ import annotations
 

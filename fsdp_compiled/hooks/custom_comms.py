@@ -1,7 +1,4 @@
-"""What the user puts in place of one unit's collectives.
-
-The unit's state keeps the objects alive, and its configuration their names. It must not know when a collective runs.
-"""
+"""What the user puts in place of a unit's collectives: its state keeps the objects, its configuration their names."""
 
 from __future__ import annotations
 
@@ -10,14 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..collectives import (
-    AllGather,
-    Comm,
-    Hook,
-    ReduceScatter,
-    communicators,
-    register,
-)
+from ..collectives import AllGather, Comm, Hook, ReduceScatter, communicators, register
 from ..expect import expect, unexpected
 from ..sharding.dtensor import process_group
 from .state import FSDPState

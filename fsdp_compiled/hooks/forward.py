@@ -1,33 +1,37 @@
-"""What runs before and after the forward of a unit's modules: the eager hooks, and casts, which Dynamo traces.
-
-Dynamo guards all that a traced hook reads, in every step, and by a comparison in Python if two hooks read one object.
-So each of the two has constants of its own. It must not know what the eager hooks do.
-"""
+"""What runs before and after the forward of a unit's modules: the eager hooks, and casts, which Dynamo traces."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..tracing.dynamo import skipped
-from .casts import cast_floating
-from .step import UnitState
+
+
+class EagerHooks(Protocol):
+    """What the hooks ask of ``FSDPState``, whose file imports this one."""
+
+    def enter_forward(self, module: nn.Module) -> None: ...
+    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+    def watch_output(self, module: nn.Module, output: Any) -> Any: ...
+
+
+# Dynamo guards all that a traced hook reads, in every step, and by a comparison in Python if two hooks read one
+# object. So each of the two has constants of its own.
 
 
 @dataclass(eq=False)
 class PreForward:
     """The hook before forward."""
 
-    state: UnitState
+    state: EagerHooks
     device: torch.device | None  # where inputs are moved
-    dtype: torch.dtype | None = field(init=False)  # to which they are cast
-
-    def __post_init__(self) -> None:
-        policy = self.state.mp_policy
-        self.dtype = policy.param_dtype if policy.cast_forward_inputs else None
+    dtype: torch.dtype | None  # to which they are cast
 
     @skipped
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -45,11 +49,8 @@ class PreForward:
 class PostForward:
     """The hook after forward."""
 
-    state: UnitState
-    dtype: torch.dtype | None = field(init=False)  # to which outputs are cast
-
-    def __post_init__(self) -> None:
-        self.dtype = self.state.mp_policy.output_dtype
+    state: EagerHooks
+    dtype: torch.dtype | None  # to which outputs are cast
 
     @skipped
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -57,3 +58,69 @@ class PostForward:
         if not torch.compiler.is_compiling():
             output = self.state.watch_output(module, output)
         return output if self.dtype is None else cast_floating(output, self.dtype)
+
+
+# ---- tensors inside inputs and outputs ----
+
+
+def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return ``value`` with ``change`` applied to every tensor in it, depth first.
+
+    Tuples, named tuples, lists, sets, dicts and dataclasses (among them Hugging Face's ModelOutput) are rebuilt;
+    any other object is left alone.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    if value is None:
+        return None  # whose class torch 2.11's Dynamo cannot ask for attributes, as is_dataclass does
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(change, item) for item in value))
+    if type(value) in (tuple, list, set, frozenset):
+        return type(value)(map_tensors(change, item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _map_fields(change, value)
+    if type(value) is dict:
+        return {key: map_tensors(change, item) for key, item in value.items()}
+    if isinstance(value, dict):
+        changed = copy.copy(value)
+        changed.update((key, map_tensors(change, item)) for key, item in value.items())
+        return changed
+    return value
+
+
+def _map_fields(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    items = {f.name: map_tensors(change, getattr(value, f.name)) for f in fields(value)}
+    if all(f.init for f in fields(value)):
+        return replace(value, **items)
+    changed = copy.copy(value)
+    for name, item in items.items():
+        object.__setattr__(changed, name, item)
+    return changed
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in ``value``, in the order in which :func:`map_tensors` meets them."""
+    found: list[Tensor] = []
+
+    def collect(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(collect, value)
+    return found
+
+
+def cast_floating(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype`` and all its tensors on ``device``.
+
+    None for ``dtype`` or ``device`` leaves that as it is.
+    """
+
+    def change(tensor: Tensor) -> Tensor:
+        if device is not None and tensor.device != device:
+            tensor = tensor.to(device)
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
+            tensor = tensor.to(dtype)
+        return tensor
+
+    return map_tensors(change, value)

@@ -1,7 +1,4 @@
-"""Parameters that share a collective, and what the eager hooks do with them: unshard, reshard, reduce.
-
-It knows the order of one group's operations; it must not know modules' hooks or other groups.
-"""
+"""Parameters that share a collective, and what the eager hooks do with them: unshard, reshard, reduce."""
 
 from __future__ import annotations
 
@@ -210,10 +207,10 @@ class FSDPParamGroup:
         parts = [(param, part) for param in self.params if (part := param.gradients.partial.take()) is not None]
         if not parts:
             return
-        params = [param for param, _ in parts]
+        params, grads = [param for param, _ in parts], [part for _, part in parts]
         bucket, contract = self._bucket(_complete_bucket, [param.spec for param in params])
         agree(contract.by_group[bucket.spec.replicas.name])
-        self._reductions.append(_Reduction(params, launch_replica_reduction([part for _, part in parts], bucket)))
+        self._reductions.append(_Reduction(params, launch_replica_reduction(grads, bucket)))
 
     @without_grad
     def wait_reduce(self) -> None:

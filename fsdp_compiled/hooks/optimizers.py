@@ -1,13 +1,9 @@
-"""Finds optimizers that hold parameters which the model no longer trains; their steps would silently do nothing.
-
-It must not know what an optimizer does.
-"""
+"""Finds optimizers that hold parameters which the model no longer trains; their steps would silently do nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -48,21 +44,18 @@ def unhook_steps() -> None:
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    sharded = (param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor))
-    for param in islice(sharded, 1):
-        note(param.device_mesh, "step", ", after an optimizer's step")
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == count:
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    sharded = next((param for param in held if isinstance(param, DTensor)), None)
+    if sharded is not None:
+        note(sharded.device_mesh, "step", ", after an optimizer's step")
+    if _checked.get(optimizer) == len(held):
         return
     stale = dict(_stale_parameters())
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if id(tensor) in stale:
-                name, what = stale[id(tensor)]
-                expected = f"{type(optimizer).__name__} to hold the sharded parameter"
-                do = "make the optimizer after fully_shard, of a model that is not unsharded"
-                raise unexpected(name, expected, f"it as it was {what}, which no step would train", do, RuntimeError)
-    _checked[optimizer] = count
+    for name, what in (stale[id(param)] for param in held if id(param) in stale):
+        expected = f"{type(optimizer).__name__} to hold the sharded parameter"
+        do = "make the optimizer after fully_shard, of a model that is not unsharded"
+        raise unexpected(name, expected, f"it as it was {what}, which no step would train", do, RuntimeError)
+    _checked[optimizer] = len(held)
 
 
 def _stale_parameters() -> Iterable[tuple[int, tuple[str, str]]]:

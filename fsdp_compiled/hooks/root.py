@@ -1,7 +1,4 @@
-"""What the units of one model share: communication under way, the step's phase, and the tree of modules they lie in.
-
-It knows units only as :class:`UnitState`; it must not know hooks or parameters' storage.
-"""
+"""What the units of one model share: communication under way, the step's phase, and the tree of their modules."""
 
 from __future__ import annotations
 
@@ -93,17 +90,9 @@ class FSDPStateContext:
         """Whether the next backward's end is the end of the step's."""
         return self.is_last_backward and not self.finalizes_manually
 
-    def enter_thread(self) -> None:
-        """Note that this thread begins a forward; RuntimeError if another one is in forward or backward."""
-        self.step.enter_thread(self.states)
-
-    def call(self, in_call: bool) -> None:
-        """Begin or end a call of the outermost module."""
-        self.step.call(self.states, in_call)
-
     def check_parameters(self) -> None:
         """Check that the user has put nothing in the parameters' place since the last call of the outermost unit."""
-        self.enter_thread()
+        self.step.enter_thread(self.states)
         self.tree.check_untouched()
         self.step.note_check()
 
@@ -133,7 +122,8 @@ class FSDPStateContext:
         if self._ends_with_backward:
             self.finish_reductions()
         else:
-            self._accumulate_on_host()
+            for group in (group for state in self.states for group in state.groups):
+                group.wait_on_host()
         for state in self.states:
             state.end_step()
         self.step.end_backward(self.states)
@@ -170,13 +160,9 @@ class FSDPStateContext:
             group.launch_replica_reduce()
         for group in groups:
             group.wait_reduce()
-        self._accumulate_on_host()
+        for group in groups:
+            group.wait_on_host()
         self.step.end_reductions()
-
-    def _accumulate_on_host(self) -> None:
-        for state in self.states:
-            for group in state.groups:
-                group.wait_on_host()
 
     def reset(self, drop_accumulated: bool) -> None:
         """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""

@@ -1,7 +1,6 @@
-"""One unit's hooks.
+"""One unit's hooks, which decide when an uncompiled unit is all-gathered, resharded and reduced.
 
-They decide when an uncompiled unit is all-gathered, resharded and reduced. While Dynamo traces, hooks only cast: the
-reads of parameters bring the all-gathers into the graph. This file must not know how a collective is packed.
+While Dynamo traces, hooks only cast: the reads of parameters bring the all-gathers into the graph.
 """
 
 from __future__ import annotations
@@ -55,7 +54,10 @@ class FSDPState(TorchNames[FSDPCommContext]):
         self.device = default.device  # where compute runs
         self.mesh, self.number = default.mesh_info.mesh, number_in(default.mesh_info.mesh)
         self.outermost = self  # until an outer fully_shard adopts this unit
-        self.pre_forward, self.post_forward = PreForward(self, self.device), PostForward(self)
+        policy = self.mp_policy
+        inputs_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.pre_forward = PreForward(self, self.device, inputs_dtype)
+        self.post_forward = PostForward(self, policy.output_dtype)
         self.forward_prefetch: list[FSDPState] = []
         self.backward_prefetch: list[FSDPState] | None = None  # None: the unit before in forward order
         self._context: FSDPStateContext | None = None
@@ -119,10 +121,6 @@ class FSDPState(TorchNames[FSDPCommContext]):
         self.unit.configure(name=f"{outer.unit.config.name}.{name}", reshard_after_forward=reshard)
         self.outermost = outer  # at last: by it, an adoption that an exception cut off is taken up again
 
-    def set_reshard_after_forward(self, reshard: bool) -> None:
-        """Reshard (True) or keep (False) after forward, whether or not this is the root."""
-        self.unit.configure(reshard_after_forward=reshard, reshards_by_default=False, post_forward_size=0)
-
     def set_reduction(self, **changes: bool) -> None:
         """Change how far backward reduces gradients: ``reduce_grads``, ``all_reduce_grads``."""
         if self._context is not None:
@@ -145,24 +143,20 @@ class FSDPState(TorchNames[FSDPCommContext]):
     # ---- unshard and reshard ----
 
     def launch_unshard(self) -> None:
-        """Start the unit's all-gathers."""
         if self._context is None:
             self.adopt_replacements()
         for group in self.groups:
             group.launch_unshard()
 
     def wait_unshard(self) -> None:
-        """Finish them and register the unsharded parameters."""
         for group in self.groups:
             group.wait_unshard()
 
     def unshard(self) -> None:
-        """All-gather the unit now."""
         self.launch_unshard()
         self.wait_unshard()
 
     def drop_unshard(self) -> None:
-        """Drop all-gathers under way."""
         for group in self.groups:
             group.drop_unshard()
 
@@ -179,7 +173,7 @@ class FSDPState(TorchNames[FSDPCommContext]):
     def enter_forward(self, module: nn.Module) -> None:
         """All-gather the unit before its module's forward."""
         context = self._lazy_init()
-        context.enter_thread()
+        context.step.enter_thread(context.states)
         context.recover()
         if self.unit.is_recomputing:
             self.unshard()
@@ -201,8 +195,7 @@ class FSDPState(TorchNames[FSDPCommContext]):
         """Return the arguments so that the end of the unit's backward calls :meth:`post_backward`."""
         if not torch.is_grad_enabled() or self.unit.is_recomputing:
             return args, kwargs
-        watched: tuple[Any, Any] = after_backward(self, (args, kwargs))
-        return watched
+        return after_backward(self, (args, kwargs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch_output(self, module: nn.Module, output: Any) -> Any:
@@ -324,16 +317,17 @@ class FSDPState(TorchNames[FSDPCommContext]):
     def begin_call(self) -> None:
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
         context = self._lazy_init()
-        context.enter_thread()
+        context.step.enter_thread(context.states)
         context.recover(begins_step=not context.step.in_call)
         self.check_parameters()
-        self._lazy_init().call(True)
+        context = self._lazy_init()
+        context.step.call(context.states, True)
         self.note("forward")
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_call(self) -> None:
-        """Undo that."""
-        self._lazy_init().call(False)
+        context = self._lazy_init()
+        context.step.call(context.states, False)
         note(self.mesh, "call", "")
 
     def note(self, what: str) -> None:

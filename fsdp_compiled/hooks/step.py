@@ -1,7 +1,6 @@
 """The phase of a step: of each unit, and of the model that the units make up. Only this file writes it.
 
-Hooks call its methods. A unit's record is what its parameters see as :class:`Unit`. It must not know collectives, nor
-what hooks do between two changes of the phase.
+A unit's record is what its parameters see as :class:`Unit`.
 """
 
 from __future__ import annotations
@@ -10,15 +9,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
 
+from ..agreement.peers import at_end_of_backward, backward_task
 from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
-from ..policy import MixedPrecisionPolicy
 from .backward import Owner
 from .group import FSDPParamGroup
 
@@ -93,7 +92,8 @@ class UnitInStep(Unit):
         """Return to between two steps, after an exception that may have cut off any other change."""
         self.end_step()
         self.hooked = self.in_call = False
-        self.tell()
+        for param in self.followers:
+            param.follow_hold()
 
 
 class UnitState(Owner, Protocol):
@@ -102,7 +102,6 @@ class UnitState(Owner, Protocol):
     unit: UnitInStep
     params: list[FSDPParam]
     device: torch.device
-    mp_policy: MixedPrecisionPolicy
     max_reducing: int
 
     @property
@@ -112,9 +111,6 @@ class UnitState(Owner, Protocol):
     def launch_unshard(self) -> None: ...
     def drop_unshard(self) -> None: ...
     def reshard(self) -> None: ...
-    def enter_forward(self, module: nn.Module) -> None: ...
-    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
-    def watch_output(self, module: nn.Module, output: Any) -> Any: ...
     def complete_list_unit(self) -> None: ...
     def end_step(self) -> None: ...
     def reset(self, drop_accumulated: bool) -> None: ...
@@ -123,30 +119,9 @@ class UnitState(Owner, Protocol):
     def note(self, what: str) -> None: ...
 
 
-@dataclass
-class ForwardOrder:
-    """The order in which units begin their forward, which the next one is expected to repeat."""
-
-    expected: list[UnitState] = field(default_factory=list)  # the last forward's
-    begun: list[UnitState] = field(default_factory=list)  # this forward's so far
-    _holds: bool = True
-
-    def restart(self) -> None:
-        """Begin another forward."""
-        self.expected, self.begun, self._holds = self.begun, [], True
-
-    def enter(self, state: UnitState) -> UnitState | None:
-        """Note that a unit's forward begins; return the unit expected next, if the order has held so far."""
-        place = len(self.begun)
-        self.begun.append(state)
-        self._holds &= place < len(self.expected) and self.expected[place] is state
-        return self.expected[place + 1] if self._holds and place + 1 < len(self.expected) else None
-
-
 def is_in_backward() -> bool:
     """Tell whether the autograd engine is running a backward on this thread."""
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-    return torch._C._current_graph_task_id() != -1
+    return backward_task() != -1
 
 
 def _second_thread(root: UnitState) -> Exception:
@@ -168,8 +143,9 @@ class Step:
     finalizing: object | None = None  # the handle of a finalization that was started and not waited for
     thread: int | None = None  # that began the last forward
     backward_thread: int | None = None  # that began the last backward
-    ahead: UnitState | None = None  # the unit that is all-gathered ahead by forward_order and has not been used
-    forward_order: ForwardOrder = field(default_factory=ForwardOrder)
+    begun: list[UnitState] = field(default_factory=list)  # units in the order in which this forward began theirs
+    to_come: list[UnitState] = field(default_factory=list)  # those of the last forward, while this one repeats it
+    ahead: UnitState | None = None  # the unit that is all-gathered ahead by that order and has not been used
     # Units whose forward ended in this step and whose backward has not begun.
     post_forward_order: list[UnitState] = field(default_factory=list)
 
@@ -204,13 +180,15 @@ class Step:
         """Begin the forward of a step, or of one more micro-batch if the last backward has not ended the step."""
         if ends_step:
             self.post_forward_order.clear()
-        self.forward_order.restart()
+        self.to_come, self.begun = self.begun, []
 
     def enter_forward(self, state: UnitState) -> None:
         """Start all-gathering the unit that is expected after ``state``, whose own parameters are unsharded."""
         if self.ahead is not state:
             self.drop_ahead()
-        self.ahead = self.forward_order.enter(state)
+        self.begun.append(state)
+        self.to_come = self.to_come[1:] if self.to_come[:1] == [state] else []
+        self.ahead = next(iter(self.to_come), None)
         if self.ahead is not None:
             self.ahead.launch_unshard()
 
@@ -242,8 +220,7 @@ class Step:
         else:
             self.in_backward, self.backward_thread = True, get_ident()
             root.note("backward")
-            # Checked on torch 2.11.0, 2.13.0 and 2.15.0; there is no public way to run code after a backward.
-            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+            at_end_of_backward(at_end)
 
     def call_in_backward(self, states: Iterable[UnitState]) -> None:
         """Let leaves be as forward had them, as a recomputation of compiled code must find them."""
@@ -281,7 +258,7 @@ class Step:
         is_left = self.in_backward or self.is_resetting  # a backward that died never calls back
         if begins_step:
             is_left |= not _are_idle(states)
-            is_left |= any(param.leaf.grad is not None for state in states for param in state.params)
+            is_left |= any([param for param in state.params if param.leaf.grad is not None] for state in states)
         return is_left and not is_in_backward()
 
 

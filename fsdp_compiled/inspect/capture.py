@@ -17,7 +17,7 @@ from torch._inductor.virtualized import V
 
 from ..api import options
 from ..expect import expect, unexpected
-from ..hooks.casts import tensors_in
+from ..hooks.forward import tensors_in
 from ..hooks.state import states_below
 from ..module import user_class
 from ..passes import Pass, beside_users_passes, cost, region_options, slots

@@ -25,6 +25,8 @@ from .unit import Unit
 from .unsharded import Unsharded
 
 HELD = ""  # in place of a spec: hooks hold the unsharded parameter, so a traced read is of what is registered
+HELD_SPECS = (HELD, HELD), (HELD, HELD)
+_Specs = tuple[str | None, str | None]  # plain_spec, plain_spec_without_grad
 
 
 class FSDPParam:
@@ -37,6 +39,9 @@ class FSDPParam:
         name: full name, relative to the outermost sharded module known so far.
         first: the original parameter; only read, and not kept.
     """
+
+    plain_spec: str | None
+    plain_spec_without_grad: str | None
 
     def __init__(
         self, places: Sequence[Place], placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
@@ -55,7 +60,7 @@ class FSDPParam:
         local = unpadded(padded, self.layout, self.layout.length(mesh_info.shard_rank))
         sharded = DTensor(local, sharded_spec(mesh_info, first, placement.dim), requires_grad=False)
         self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded, inner)
-        self.unit.on_change.append(self.changed)
+        self.unit.followers.append(self)
         self.register(self.sharded_param)
 
     def _link(self, sharded: nn.Parameter, padded: Tensor, inner: InnerTensors | None) -> None:
@@ -68,20 +73,14 @@ class FSDPParam:
         # The shard as graphs read it; its gradient is accumulated into sharded_param.grad. While the outermost module
         # is called it requires a gradient as the parameter does: a guard on a leaf is far cheaper than on a DTensor.
         self.leaf = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
-        self.leaf_is_current = False
+        self.leaf_is_current = self._leaf_is_frozen = False
         device = self.placement.device
         self.gradients = Gradients(self.leaf, self.storage, self.placement, self.unit)
         self.unsharded = Unsharded(device, self.outer, self.extension)
-        self.changed(respec=True)
+        self.follow_config(respec=True)
 
-    # ---- what follows from the unit ----
-
-    def changed(self, respec: bool) -> None:
-        """Derive what depends on the unit's configuration and phase; with ``respec`` also what depends on the name.
-
-        In every step Dynamo guards each attribute that a traced read asks for. So where nothing else counts, one of
-        them says it all: ``plain_spec``, or without gradients, where reductions do not matter, the other one.
-        """
+    def follow_config(self, respec: bool) -> None:
+        """Derive what depends on the unit's configuration; with ``respec`` also what depends on the name."""
         if respec:
             spec = comm_spec(self.name, self.layout, self.leaf.dtype, self.placement, self.unit.config)
             if spec != vars(self).get("spec"):  # else the same object, by which buckets are found again
@@ -89,16 +88,31 @@ class FSDPParam:
             if self.extension is not None:
                 self.extension.name = self.name
                 self.extension.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
-        if self.leaf_is_current is not self.unit.in_call:
-            self.leaf_is_current = self.unit.in_call
-            requires_grad = not self.leaf_is_current or self.sharded_param.requires_grad
-            if self.leaf.requires_grad is not requires_grad:  # rarely; an integer leaf never can
-                self.leaf.requires_grad = requires_grad and self.gradients.is_differentiable
-        reduces, is_held = self.gradients.follow(self.name, self.unit.config), self.is_held
-        is_plain = self.leaf_is_current and self.extension is None and self.outer is None
-        read = HELD if is_held else self.spec_text if is_plain else None
-        self.plain_spec_without_grad: str | None = read
-        self.plain_spec: str | None = read if reduces or is_held else None
+        reduces = self.gradients.follow(self.name, self.unit.config)
+        text = self.spec_text if self.extension is None and self.outer is None else None
+        self._free_specs = (None, None), (text if reduces else None, text)  # outside of calls, in one
+        self.follow_hold()
+
+    def follow_hold(self) -> None:
+        """Let traced reads be of what is registered while hooks hold the parameter."""
+        self._specs: tuple[_Specs, _Specs] = HELD_SPECS if self.is_held else self._free_specs
+        self.follow_call(self.unit.in_call)
+
+    def follow_call(self, in_call: bool) -> None:
+        """Let the leaf require a gradient as the parameter does if it is ``in_call``, else if it can.
+
+        This runs for every parameter at both ends of every call. In every step Dynamo guards each attribute that a
+        traced read asks for. So where nothing else counts, one of them says it all: ``plain_spec``, or without
+        gradients, where reductions do not matter, the other one.
+        """
+        if self.leaf_is_current is not in_call:
+            self.leaf_is_current = in_call
+            is_frozen = in_call and not self.sharded_param.requires_grad
+            if is_frozen or self._leaf_is_frozen:
+                self._leaf_is_frozen = True  # before it is true, so that an exception between leaves no wrong False
+                self.leaf.requires_grad = self.gradients.is_differentiable and not is_frozen
+                self._leaf_is_frozen = is_frozen
+        self.plain_spec, self.plain_spec_without_grad = self._specs[in_call]
 
     @property
     def is_held(self) -> bool:
@@ -116,7 +130,7 @@ class FSDPParam:
         """Let modules of another unit share it."""
         self.places = (*self.places, *places)
         self.users.append(user)
-        user.on_change.append(self.changed)
+        user.followers.append(self)
         self.register(self.sharded_param)
 
     def check_untouched(self) -> None:
@@ -200,7 +214,7 @@ class FSDPParam:
             self.original = TakenOriginal(deepcopy(original, memo), self)
         self.state = ShardedState.SHARDED
         for user in self.users:
-            user.on_change.append(self.changed)
+            user.followers.append(self)
         self._link(self.sharded_param, self.storage.padded, deepcopy(self.storage.inner, memo))
 
     def all_gather_inputs(self) -> tuple[list[Tensor], list[CommSpec]]:

@@ -1,14 +1,13 @@
 """One unit as its parameters see it: the user's configuration, and what the hooks tell of the step.
 
-Both change through methods of :class:`Unit` alone, which lets the parameters derive anew what depends on them. It
-must not know what a step is.
+Both change through methods of :class:`Unit`, which let the parameters derive anew what depends on them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,14 @@ class UnitConfig:
 _SYNC = frozenset({"reduce_grads", "all_reduce_grads"})
 
 
+class Follower(Protocol):
+    """What a unit tells of its changes: ``FSDPParam``, whose file imports this one."""
+
+    def follow_config(self, respec: bool) -> None: ...
+    def follow_hold(self) -> None: ...
+    def follow_call(self, in_call: bool) -> None: ...
+
+
 def _ignore() -> None:
     pass
 
@@ -49,27 +56,23 @@ class Unit:
     hooked: bool = False  # eager hooks hold the unit unsharded, for the module call or backward under way
     in_call: bool = False  # a call of the outermost module, or an eager backward, is under way
     on_compiled_gradient: Callable[[], None] = field(default=_ignore, repr=False)  # called for each one that is left
-    on_change: list[Callable[[bool], None]] = field(
-        default_factory=list, repr=False
-    )  # FSDPParam.changed of each user
+    followers: list[Follower] = field(default_factory=list, repr=False)  # parameters, also of units that share theirs
 
     def configure(self, **changes: Any) -> None:
         """Replace fields of :class:`UnitConfig`."""
         self.config = replace(self.config, **changes)
-        self.tell(respec=not _SYNC.issuperset(changes))
+        for param in self.followers:
+            param.follow_config(respec=not _SYNC.issuperset(changes))
 
     def hold(self, hooked: bool) -> None:
         """Note whether eager hooks hold the unsharded parameters."""
         if self.hooked is not hooked:
             self.hooked = hooked
-            self.tell()
+            for param in self.followers:
+                param.follow_hold()
 
     def call(self, in_call: bool) -> None:
         """Note whether the outermost module is being called."""
         self.in_call = in_call
-        self.tell()
-
-    def tell(self, respec: bool = False) -> None:
-        """Let the parameters derive what depends on this unit, with their specs or without."""
-        for changed in self.on_change:
-            changed(respec)
+        for param in self.followers:
+            param.follow_call(in_call)

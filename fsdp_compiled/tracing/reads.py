@@ -1,7 +1,7 @@
 """What a read of a sharded parameter becomes in a graph: the all-gather, as a function of the leaf.
 
 Dynamo traces these functions. Every attribute of a parameter that they read is a guard of every step, so the common
-case reads one, and the leaf; see :meth:`FSDPParam.changed`.
+case reads one, and the leaf; see :meth:`FSDPParam.follow_call`.
 """
 
 from __future__ import annotations

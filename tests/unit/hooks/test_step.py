@@ -40,31 +40,46 @@ def test_a_unit_goes_through_a_step():
     assert unit.training_state is TrainingState.IDLE
 
 
+class FakeParam:
+    """A parameter that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def follow_config(self, respec: bool) -> None:
+        self.told.append(f"config {respec}")
+
+    def follow_hold(self) -> None:
+        self.told.append("hold")
+
+    def follow_call(self, in_call: bool) -> None:
+        self.told.append(f"call {in_call}")
+
+
 def test_parameters_are_told_of_every_change():
-    told = []
-    unit = UnitInStep(UnitConfig("unit"), on_change=[told.append])
+    unit, param = UnitInStep(UnitConfig("unit")), FakeParam()
+    unit.followers.append(param)
     unit.hold(True)
     unit.hold(True)  # no change
     unit.call(True)
     unit.configure(reduce_grads=False)
-    assert told == [False, False, False]
+    assert param.told == ["hold", "call True", "config False"]
     unit.configure(name="model.unit")
-    assert told[3:] == [True] and unit.config == UnitConfig("model.unit", reduce_grads=False)
+    assert param.told[3:] == ["config True"] and unit.config == UnitConfig("model.unit", reduce_grads=False)
 
 
 def test_a_reset_leaves_a_unit_as_a_new_one_but_for_its_configuration():
-    told = []
-    unit = UnitInStep(UnitConfig("unit"))
+    unit, param = UnitInStep(UnitConfig("unit")), FakeParam()
     new = dict(vars(unit))
-    unit.on_change.append(told.append)
+    unit.followers.append(param)
     unit.begin_forward([nn.Linear(1, 1)])
     unit.hold(True)
     unit.call(True)
     unit.begin_backward()
     unit.note_compiled_gradients()
-    told.clear()
+    param.told.clear()
     unit.reset()
-    assert dict(vars(unit)) | {"on_change": []} == new | {"on_change": []} and told == [False]
+    assert dict(vars(unit)) == new and param.told == ["hold"]
 
 
 def test_units_are_all_gathered_ahead_in_the_order_of_the_last_forward():

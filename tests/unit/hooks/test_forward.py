@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from fsdp_compiled.hooks.casts import cast_floating, map_tensors, tensors_in
+from fsdp_compiled.hooks.forward import cast_floating, map_tensors, tensors_in
 
 Pair = namedtuple("Pair", ["left", "right"])
 
