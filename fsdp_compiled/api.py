@@ -28,8 +28,7 @@ from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Sched
 from .regions.block import has_regions
 from .regions.choose import set_regions
 from .sharding.mesh import DataParallelMeshDims, data_parallel_mesh
-from .torch_fsdp.convert import own_record
-from .torch_fsdp.registry import check_composable
+from .torch_fsdp.registry import check_composable, own_record
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 

@@ -26,7 +26,7 @@ from .backward import after_backward, before_backward, hook
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
 from .optimizers import watch_optimizers
-from .root import FSDPCommContext, FSDPStateContext, ModuleTree, check_all_sharded, check_materialized, names_below
+from .root import FSDPStateContext, ModuleTree, check_all_sharded, check_materialized, names_below
 from .step import TrainingState, UnitInStep, UnitState, is_in_backward
 
 
@@ -36,7 +36,7 @@ def states_below(modules: Sequence[nn.Module]) -> list[FSDPState]:
     return list(found.values())
 
 
-class FSDPState(TorchNames[FSDPCommContext]):
+class FSDPState(TorchNames):
     """The state of one unit: the modules of one ``fully_shard`` call."""
 
     pre_forward: PreForward

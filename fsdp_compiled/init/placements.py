@@ -16,7 +16,7 @@ from ..policy import resolved
 from ..sharding.dtensor import local_of
 from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
-from ..torch_fsdp.convert import own_record
+from ..torch_fsdp.registry import own_record
 from .parameters import FoundParameters
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
