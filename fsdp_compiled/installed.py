@@ -12,7 +12,7 @@ from typing import NamedTuple
 from . import agreement, passes
 from .hooks import optimizers
 from .passes import log
-from .regions import schemas
+from .regions import block
 from .tracing import root_call
 
 
@@ -29,7 +29,7 @@ INSTALLED = (
     Installed("callbacks of Dynamo around compilations", root_call.watch_compiles, root_call.ignore_compiles),
     Installed("sys.excepthook", agreement.register_callbacks, agreement.restore_excepthook),
     Installed("a hook before the steps of optimizers", optimizers.hook_steps, optimizers.unhook_steps),
-    Installed("invoke_subgraph.gen_schema remembers", schemas.derive_once, schemas.derive_always),
+    Installed("invoke_subgraph.gen_schema remembers", block.derive_schemas_once, block.derive_schemas_always),
 )
 
 

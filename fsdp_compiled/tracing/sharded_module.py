@@ -1,7 +1,4 @@
-"""Modules that own sharded parameters: what reading ``module.weight`` gives, in eager mode and while Dynamo traces.
-
-It knows modules and their parameters one by one; it must not know which of them share a collective.
-"""
+"""Modules that own sharded parameters: what reading ``module.weight`` gives, eagerly and while Dynamo traces."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..torch_fsdp.registry import note_unit
-from . import operands, reads, substituted
+from . import reads
 from .dynamo import comptime, skipped
 
 
@@ -34,14 +31,19 @@ class MixinOrder(IntEnum):
 
 
 class UnitState(Protocol):
-    """What a module asks of ``FSDPState``, which this package may not import."""
+    """What modules ask of ``FSDPState``, which this package may not import."""
 
     @property
     def unit(self) -> Unit: ...
     @property
     def is_used_elsewhere(self) -> bool: ...
+    @property
+    def run(self) -> Callable[..., Any]: ...  # a call of the outermost unit, without regions that fail
     def reshard(self) -> None: ...
     def regroup(self) -> None: ...
+    def begin_call(self) -> None: ...
+    def end_call(self) -> None: ...
+    def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
 class ShardedModule:
@@ -134,9 +136,8 @@ def _reader(name: str) -> property:
     def read(module: ShardedModule) -> Tensor | None:
         param = module._fsdp_params[name]
         if torch.compiler.is_compiling():
-            comptime(substituted.check)
             operand: Tensor | None = None
-            comptime(operands.find)  # sets it in a region that has the parameter
+            comptime(reads.begin)  # sets it in a region that has the parameter
             if operand is not None:
                 return operand if param.outer is None else param.outer.wrap(operand)
             if not reads.is_held(param):

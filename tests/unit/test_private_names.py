@@ -38,7 +38,13 @@ OWNERS = {
     "_root": "torch.fx.Graph",
     "_spec": "torch.distributed.tensor.DTensor",
 }
-NOT_TORCHS = {"_asdict", "_fsdp_user_class", "_getframe", "_init_weights", "_replace"}  # Python's, ours, Transformers'
+NOT_TORCHS = {
+    "_asdict",
+    "_fsdp_user_class",
+    "_getframe",
+    "_init_weights",
+    "_replace",
+}  # Python's, ours, Transformers'
 
 # What tracing/dynamo.py reads of Dynamo's objects under names without an underscore.
 TRANSLATOR, OUTPUT = (
