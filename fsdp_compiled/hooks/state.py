@@ -320,10 +320,14 @@ class FSDPState(TorchNames):
         self.follow_tree().check_parameters()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter_thread(self) -> None:
+        """Note that this thread calls the outermost unit; RuntimeError if another one is in forward or backward."""
+        self._lazy_init().enter_thread()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_call(self) -> None:
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
         context = self._lazy_init()
-        context.enter_thread()
         context.recover(begins_step=not context.step.in_call)
         self.check_parameters()
         self._lazy_init().call(True)

@@ -27,11 +27,10 @@ from ..tracing.dynamo import (
     comptime,
     describe_arguments,
     get_eval_frame_callback,
-    guard_like,
+    guard_as_reused,
     known_internals,
     local_value,
     of_trace,
-    reused_traces,
     set_eval_frame,
     set_local,
     skipped,
@@ -178,8 +177,7 @@ def _guard(context: Any) -> None:
     Torch compares a block with the one that it traced, but installs no guards for it: what changes in it later, such
     as its training mode, would go unnoticed. ReuseRefusedError if torch has traces of equal blocks and none fits.
     """
-    fits = [guard_like(context, condition, trace) for condition, trace in reused_traces(context, _body.__code__)]
-    if fits and not any(fits):
+    if not guard_as_reused(context, _body.__code__):
         raise ReuseRefusedError("no trace fits the block")
 
 

@@ -15,13 +15,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
-from torch._dynamo import OptimizedModule as OptimizedModule
-from torch._dynamo import trace_rules
+from torch._dynamo import OptimizedModule, trace_rules
 from torch._dynamo.callback import callback_handler as callback_handler
 
 # Not wrapped: Dynamo recognises the object, and gives the frame of whoever calls it. What it calls while it traces
 # leaves nothing in the graph, and no guard. In uncompiled code it does nothing.
 from torch._dynamo.comptime import comptime as comptime
+from torch._dynamo.eval_frame import innermost_fn as innermost_fn
 from torch._dynamo.eval_frame import set_eval_frame as set_eval_frame  # type: ignore[attr-defined]
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
@@ -44,23 +44,30 @@ _SLOTS = 1 << 16  # of 8 bytes; a chunk is a power of two that holds a frame and
 _of_traces: WeakKeyDictionary[TracingContext, dict[Any, Any]] = WeakKeyDictionary()
 
 
-class UnknownDynamoError(RuntimeError):
-    """Dynamo's internals are others than in the versions that this library knows."""
-
-
 @contextmanager
 def known_internals(what: str) -> Iterator[None]:
-    """Raise UnknownDynamoError where Dynamo lacks a name that the block or function reads, and say what fails."""
+    """Raise RuntimeError where Dynamo lacks a name that the block or function reads, and say what cannot be done."""
     try:
         yield
     except AttributeError as error:
-        raise UnknownDynamoError(
+        raise RuntimeError(
             f"torch {torch.__version__}: expected Dynamo's internals to be those of torch 2.11 to 2.15, without "
             f"which fsdp_compiled cannot {what}, got {type(error).__name__}: {error}; install a supported torch"
         ) from error
 
 
-# ---- frames and code ----
+# ---- what is compiled, frames and code ----
+
+
+def module_inside(module: Any) -> Any:
+    """Return the module that ``torch.compile`` wrapped as ``module``, or anything else as it is."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def renew_compiled(module: object) -> None:
+    """Let what ``torch.compile`` made of a module call the ``__call__`` of its new class."""
+    if isinstance(module, OptimizedModule):
+        module._initialize()
 
 
 def skipped(function: F) -> F:
@@ -151,10 +158,10 @@ def graphs_around(context: Any) -> Iterator[Any]:
         graph = graph.parent
 
 
-def changed_dict(context: Any, original: dict[Any, Any]) -> dict[Any, Any] | None:
-    """Return Dynamo's records of what a dict holds by now; None if the traced program has not touched it."""
+def changed_dict(context: Any, original: dict[Any, Any]) -> dict[Any, Any]:
+    """Return Dynamo's records of what a dict holds by now; nothing if the traced program has not touched it."""
     changed = _tracer(context).output.side_effects.id_to_variable.get(id(original))
-    return None if changed is None else {key.vt.as_python_constant(): value for key, value in changed.items.items()}
+    return {} if changed is None else {key.vt.as_python_constant(): value for key, value in changed.items.items()}
 
 
 # ---- traces of regions, which torch reuses from 2.13 on ----
@@ -192,14 +199,15 @@ def _described(variable: Any, block: Any, seen: dict[Any, int]) -> str:
     return text + str([_described(each, block, seen) for each in items])
 
 
-def reused_traces(context: Any, code: CodeType) -> list[tuple[Any, Any]]:
-    """Return torch's traces of the region ``code``, each after the condition under which it is reused."""
+def guard_as_reused(context: Any, code: CodeType) -> bool:
+    """Guard the caller's ``self`` as the blocks of torch's traces of the region ``code`` are; False if none fits."""
     caches = _tracer(context).output.tracing_context.hop_dispatch_set_cache
-    return list(caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache.get(code, []))
+    traces = caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache.get(code, [])
+    fits = [_guard_like(context, condition, trace) for condition, trace in traces]
+    return any(fits) or not fits
 
 
-def guard_like(context: Any, condition: Any, trace: Any) -> bool:
-    """Guard the caller's ``self`` as the block of a reused trace is guarded; tell whether the trace fits it."""
+def _guard_like(context: Any, condition: Any, trace: Any) -> bool:
     output, block, traced = _tracer(context).output, local_variable(context, "self").source, trace.arg_sources[0]
     scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
     known: dict[Any, Any] = {}  # values of sources, so that what several lead through is looked up once

@@ -47,7 +47,7 @@ def check_below(context: Any) -> None:
 
 
 def _check(context: Any, module: Any) -> None:
-    for name, variable in (changed_dict(context, module._parameters) or {}).items():
+    for name, variable in changed_dict(context, module._parameters).items():
         # A tensor keeps the source by which the program reached it first, in any module's parameters, or in ours;
         # else the program has computed it.
         if name in module._fsdp_params and not re.search("_parameters|_fsdp_params", repr(variable.source)):

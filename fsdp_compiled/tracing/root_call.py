@@ -48,10 +48,15 @@ class TracedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        register_callbacks()
-        watch_compiles()
+        self._fsdp_state.enter_thread()  # first: nobody needs to hear of a second thread's error
         grad_mode = torch.is_grad_enabled()
-        self._fsdp_state.begin_call()
+        try:
+            register_callbacks()
+            watch_compiles()
+            self._fsdp_state.begin_call()
+        except BaseException as error:
+            report_failure(error)
+            raise
         try:
             return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
         except BaseException as error:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from copy import deepcopy
 from enum import IntEnum
 from functools import cache
-from inspect import unwrap
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +17,7 @@ from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..torch_fsdp.registry import note_unit
 from . import reads
-from .dynamo import comptime, skipped
+from .dynamo import comptime, innermost_fn, skipped
 
 
 class MixinOrder(IntEnum):
@@ -41,6 +40,7 @@ class UnitState(Protocol):
     def run(self) -> Callable[..., Any]: ...  # a call of the outermost unit, without regions that fail
     def reshard(self) -> None: ...
     def regroup(self) -> None: ...
+    def enter_thread(self) -> None: ...
     def begin_call(self) -> None: ...
     def end_call(self) -> None: ...
     def reset_iteration(self, drop_accumulated: bool) -> None: ...
@@ -167,20 +167,17 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> None:
     """Make ``module`` read ``params`` through properties, beside those that it owns already."""
-    mixins: tuple[type, ...] = ()
-    if isinstance(module, ShardedModule):
-        module._fsdp_params.update(params)
-        module._fsdp_units = (*module._fsdp_units, unit)
-    else:
-        module.__dict__["_fsdp_params"] = dict(params)
-        module.__dict__["_fsdp_units"] = (unit,)
+    state = module.__dict__
+    if not isinstance(module, ShardedModule):
+        state |= {"_fsdp_params": {}, "_fsdp_units": ()}
         note_unit(module, unit.unit)
         module.register_state_dict_pre_hook(_before_save)
         module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_relink)
-        has_call = _user_class(module).__call__ is not nn.Module.__call__
-        mixins = (ShardedModuleWithCall if has_call else ShardedModule,)
-    rebase(module, add=mixins, names=tuple(module.__dict__["_fsdp_params"]))
+    state["_fsdp_params"].update(params)
+    state["_fsdp_units"] += (unit,)
+    has_call = _user_class(module).__call__ is not nn.Module.__call__
+    rebase(module, add=(ShardedModuleWithCall if has_call else ShardedModule,), names=tuple(state["_fsdp_params"]))
 
 
 def _user_class(module: nn.Module) -> type:
@@ -224,8 +221,9 @@ def copied_module(module: Any, memo: dict[int, Any]) -> Any:
             raise unexpected(cls, expected, "this one alone", do)
     copied, state = object.__new__(type(module)), dict(module.__getstate__())
     for name, value in state.items():
-        if hasattr(value, "_torchdynamo_orig_callable") and getattr(unwrap(value), "__self__", None) is module:
-            value = state[name] = unwrap(value)  # the method of which torch.compile made it
+        method = innermost_fn(value)
+        if getattr(method, "__self__", None) is module:
+            value = state[name] = method  # of which torch.compile made it
         cells = getattr(getattr(value, "__func__", value), "__closure__", None) or ()
         if any(getattr(cell.cell_contents, "__self__", cell.cell_contents) is module for cell in cells):
             got = f"a {type(value).__name__}, which would still refer to it in a copy"
