@@ -21,7 +21,6 @@ from torch._dynamo.callback import callback_handler as callback_handler
 # Not wrapped: Dynamo recognises the object, and gives the frame of whoever calls it. What it calls while it traces
 # leaves nothing in the graph, and no guard. In uncompiled code it does nothing.
 from torch._dynamo.comptime import comptime as comptime
-from torch._dynamo.eval_frame import innermost_fn as innermost_fn
 from torch._dynamo.eval_frame import set_eval_frame as set_eval_frame  # type: ignore[attr-defined]
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from enum import IntEnum
 from functools import cache
+from inspect import unwrap
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..torch_fsdp.registry import note_unit
 from . import reads
-from .dynamo import comptime, innermost_fn, skipped
+from .dynamo import comptime, skipped
 
 
 class MixinOrder(IntEnum):
@@ -221,9 +222,8 @@ def copied_module(module: Any, memo: dict[int, Any]) -> Any:
             raise unexpected(cls, expected, "this one alone", do)
     copied, state = object.__new__(type(module)), dict(module.__getstate__())
     for name, value in state.items():
-        method = innermost_fn(value)
-        if getattr(method, "__self__", None) is module:
-            value = state[name] = method  # of which torch.compile made it
+        if hasattr(value, "_torchdynamo_orig_callable") and getattr(unwrap(value), "__self__", None) is module:
+            value = state[name] = unwrap(value)  # the method of which torch.compile made it
         cells = getattr(getattr(value, "__func__", value), "__closure__", None) or ()
         if any(getattr(cell.cell_contents, "__self__", cell.cell_contents) is module for cell in cells):
             got = f"a {type(value).__name__}, which would still refer to it in a copy"
