@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, passes, sharding
 from .expect import expect, unexpected
-from .init.arguments import check_device, check_options, checked_modules, checked_reshard, renew_compiled
-from .init.parameters import managed_parameters
-from .init.placements import ShardPlacementFn, checked_placements
+from .init.arguments import check_device, check_options, checked_modules, checked_reshard
+from .init.parameters import ShardPlacementFn, checked_placements, managed_parameters
 from .init.shard import shard
 from .installed import install
 from .module import FSDPModule, unit_state
@@ -29,8 +28,8 @@ from .regions.block import has_regions
 from .regions.choose import set_regions
 from .sharding.dtensor import data_parallel_mesh
 from .sharding.mesh import DataParallelMeshDims
-from .torch_fsdp.convert import own_record
-from .torch_fsdp.registry import check_composable
+from .torch_fsdp.registry import check_composable, own_record
+from .tracing.dynamo import renew_compiled
 
 ModuleOrModules = TypeVar("ModuleOrModules", bound="nn.Module | list[nn.Module]")
 

@@ -6,38 +6,27 @@ name ``torch.distributed.fsdp.fully_shard`` until they are ended. It must not kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 from . import agreement, passes
 from .hooks import optimizers
 from .passes import log
-from .regions import schemas
+from .regions import block
 from .tracing import root_call
 
-
-class Installed(NamedTuple):
-    """One thing in torch. Putting it in, or taking it out, a second time does nothing."""
-
-    what: str
-    put_in: Callable[[], object]
-    take_out: Callable[[], None]
-
-
+# What puts in one thing, and what takes it out; a second call of either does nothing.
 INSTALLED = (
-    Installed("the logger's name in torch's logging", log.register, log.unregister),
-    Installed("callbacks of Dynamo around compilations", root_call.watch_compiles, root_call.ignore_compiles),
-    Installed("sys.excepthook", agreement.register_callbacks, agreement.restore_excepthook),
-    Installed("a hook before the steps of optimizers", optimizers.hook_steps, optimizers.unhook_steps),
-    Installed("invoke_subgraph.gen_schema remembers", schemas.derive_once, schemas.derive_always),
+    (log.register, log.unregister),  # the logger's name in torch's logging
+    (root_call.watch_compiles, root_call.ignore_compiles),  # callbacks of Dynamo around compilations
+    (agreement.register_callbacks, agreement.restore_excepthook),  # sys.excepthook
+    (optimizers.hook_steps, optimizers.unhook_steps),  # a hook before the steps of optimizers
+    (block.derive_schemas_once, block.derive_schemas_always),  # invoke_subgraph.gen_schema remembers
 )
 
 
 def install(core: str) -> None:
     """Put all of it in, and the passes in Inductor's slots, with ``core`` of :func:`passes.slots`."""
     passes.install(core)
-    for each in INSTALLED:
-        each.put_in()
+    for put_in, _ in INSTALLED:
+        put_in()
 
 
 def uninstall() -> None:
@@ -46,6 +35,6 @@ def uninstall() -> None:
     Models that are sharded already stay so. Their graphs then run collectives one by one, see
     :func:`fsdp_compiled.passes.uninstall`, and a call of one lets others hear of its failures again.
     """
-    for each in reversed(INSTALLED):
-        each.take_out()
+    for _, take_out in reversed(INSTALLED):
+        take_out()
     passes.uninstall()

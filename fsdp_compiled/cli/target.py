@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..hooks.state import states_below
-from ..init.arguments import module_inside
+from ..tracing.dynamo import module_inside
 
 
 class UsageError(Exception):

@@ -228,7 +228,7 @@ def names_below(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
 def check_all_sharded(roots: Sequence[nn.Module], ignored: Iterable[Mapping[nn.Module, set[str]]]) -> None:
     """Raise ValueError if a trainable parameter below ``roots`` belongs to no unit and is not ``ignored``."""
     left = {(module, name) for each in ignored for module, names in each.items() for name in names}
-    for prefix, module in _modules_outside_replicate(roots):
+    for prefix, module in modules_outside_replicate(roots):
         for name, param in module._parameters.items():
             if param is None or not param.requires_grad or is_managed(module, name) or (module, name) in left:
                 continue
@@ -252,13 +252,16 @@ def check_materialized(params: Iterable[FSDPParam]) -> None:
             raise unexpected(param.name, expected, got, do, RuntimeError)
 
 
-def _modules_outside_replicate(roots: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+def modules_outside_replicate(
+    roots: Sequence[nn.Module], skipped: type | tuple[()] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name prefix, module), but for modules under ``replicate`` or of class ``skipped`` and all below them."""
     seen = set[nn.Module]()
-    stack = [(f"{index}." if len(roots) > 1 else "", root) for index, root in enumerate(roots)]
+    stack = [(f"{index}." if len(roots) > 1 else "", root) for index, root in reversed([*enumerate(roots)])]
     while stack:
         prefix, module = stack.pop()
-        if module in seen or "replicate" in applied(module):
+        if module in seen or isinstance(module, skipped) or "replicate" in applied(module):
             continue
         seen.add(module)
         yield prefix, module
-        stack += [(f"{prefix}{name}.", child) for name, child in module.named_children()]
+        stack += reversed([(f"{prefix}{name}.", child) for name, child in module.named_children()])

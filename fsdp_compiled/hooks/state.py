@@ -25,7 +25,7 @@ from .backward import after_backward, before_backward, hook
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
 from .optimizers import watch_optimizers
-from .root import FSDPCommContext, FSDPStateContext, ModuleTree, check_all_sharded, check_materialized, names_below
+from .root import FSDPStateContext, ModuleTree, check_all_sharded, check_materialized, names_below
 from .step import TrainingState, UnitInStep, UnitState, is_in_backward
 
 
@@ -35,7 +35,7 @@ def states_below(modules: Sequence[nn.Module]) -> list[FSDPState]:
     return list(found.values())
 
 
-class FSDPState(TorchNames[FSDPCommContext]):
+class FSDPState(TorchNames):
     """The state of one unit: the modules of one ``fully_shard`` call."""
 
     pre_forward: PreForward
@@ -314,10 +314,15 @@ class FSDPState(TorchNames[FSDPCommContext]):
         self.follow_tree().check_parameters()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter_thread(self) -> None:
+        """Note that this thread calls the outermost unit; RuntimeError if another one is in forward or backward."""
+        context = self._lazy_init()
+        context.step.enter_thread(context.states)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_call(self) -> None:
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
         context = self._lazy_init()
-        context.step.enter_thread(context.states)
         context.recover(begins_step=not context.step.in_call)
         self.check_parameters()
         context = self._lazy_init()

@@ -13,18 +13,7 @@ from ..hooks.state import states_below
 from ..module import FSDPModule, user_class
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..sharding.mesh import DataParallelMeshInfo
-from ..tracing.dynamo import OptimizedModule
-
-
-def module_inside(module: Any) -> Any:
-    """Return the module that ``torch.compile`` wrapped as ``module``, or anything else as it is."""
-    return module._orig_mod if isinstance(module, OptimizedModule) else module
-
-
-def renew_compiled(module: nn.Module) -> None:
-    """Let what ``torch.compile`` made of a module call the ``__call__`` of its new class."""
-    if isinstance(module, OptimizedModule):
-        module._initialize()
+from ..tracing.dynamo import module_inside
 
 
 def checked_modules(module: Any) -> list[nn.Module]:

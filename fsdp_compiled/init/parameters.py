@@ -1,20 +1,29 @@
-"""Finds the parameters that a new unit is about. It changes nothing."""
+"""The parameters that a new unit is about, and each one's mesh and shard dimension. It changes nothing."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
-from ..expect import unexpected
+from ..expect import shown, unexpected
+from ..hooks.root import modules_outside_replicate
 from ..module import FSDPModule
+from ..param.extension import check_extension, inner_tensors
 from ..param.param import FSDPParam
-from ..param.placement import Place, TakenOriginal
-from ..torch_fsdp.registry import applied
+from ..param.placement import ParamPlacement, Place, TakenOriginal
+from ..policy import resolved
+from ..sharding.dtensor import local_of
+from ..sharding.layout import ShardLayout
+from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
+from ..torch_fsdp.registry import own_record
 from ..tracing.sharded_module import is_managed
+
+ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
 
 
 @dataclass(frozen=True)
@@ -31,7 +40,7 @@ def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter])
     names: dict[nn.Parameter, str] = {}
     places: dict[nn.Parameter, list[Place]] = {}
     found = FoundParameters([], [], [])
-    for prefix, module in modules_outside_units(modules):
+    for prefix, module in modules_outside_replicate(modules, skipped=FSDPModule):
         for name, param in module._parameters.items():
             if param is not None and param in ignored:
                 found.ignored.append((module, name))
@@ -48,20 +57,6 @@ def managed_parameters(modules: Sequence[nn.Module], ignored: set[nn.Parameter])
     return found
 
 
-def modules_outside_units(modules: Sequence[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """Yield (name prefix, module), skipping everything below another unit or a module under ``replicate``."""
-    seen: set[int] = set()
-    for index, root in enumerate(modules):
-        stack = [(f"{index}." if len(modules) > 1 else "", root)]
-        while stack:
-            prefix, module = stack.pop()
-            if id(module) in seen or isinstance(module, FSDPModule) or "replicate" in applied(module):
-                continue
-            seen.add(id(module))
-            yield prefix, module
-            stack += reversed([(f"{prefix}{name}.", child) for name, child in module.named_children()])
-
-
 def _check_parameter(name: str, param: nn.Parameter) -> None:
     if nn.parameter.is_lazy(param):
         raise unexpected(name, "a parameter with a shape", "one of a lazy module", "run the module once before")
@@ -73,3 +68,101 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
     if not param.is_contiguous():
         got = f"shape {tuple(param.shape)} with strides {param.stride()}"
         raise unexpected(name, "a contiguous parameter", got, "replace it by nn.Parameter(param.contiguous())")
+
+
+# ---- placements ----
+
+
+def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
+    """Raise ValueError unless the unit of ``taken`` shards it as the unit that shares it would."""
+    original = taken.original()
+    assert original is not None  # this unit's modules hold it
+    policy, dtype = placement.mp_policy.for_param(name, original), original.dtype
+    for what, there, here in (
+        ("mesh", taken.placement.mesh_info.mesh, placement.mesh_info.mesh),
+        ("param_dtype and reduce_dtype", resolved(taken.placement.mp_policy, dtype), resolved(policy, dtype)),
+        ("offload_policy", taken.placement.offload, placement.offload),
+    ):
+        if there != here:
+            raise ValueError(
+                f"{name}: is the same parameter as {taken.name} of unit {taken.unit.config.name}; expected the same "
+                f"{what} for both, got {there} there and {here} here"
+            )
+
+
+def checked_placements(
+    found: FoundParameters, default: ParamPlacement, choose: ShardPlacementFn | None, reshard: bool | int | None
+) -> list[ParamPlacement]:
+    """Return how to shard each of a unit's own parameters: by ``default`` where ``choose`` returns None."""
+    placements = []
+    for name, param, _ in found.own:
+        info, dim = _chosen(name, None if choose is None else own_record(choose(param)), default.mesh_info)
+        _check_dtensor(name, param, info)
+        local = local_of(param.detach())
+        check_extension(name, local, 1 if isinstance(reshard, bool | None) else info.shard_world)
+        dim = _checked_dim(name, local, dim, info.shard_world)
+        layout = ShardLayout(tuple(local.shape), dim, info.shard_world)
+        inner_tensors(name, local, layout)  # whether it can be sharded
+        if not isinstance(reshard, bool | None) and info.shard_world % reshard and info.shard_world != 1:
+            ranks = f"the {info.shard_world} ranks that it is sharded over"
+            raise unexpected(name, f"reshard_after_forward to be a divisor of {ranks}", reshard)
+        policy = default.mp_policy.for_param(name, param)
+        placements.append(replace(default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device))
+    for name, taken, _ in found.shared:
+        _check_shared(name, taken, default)
+    return placements
+
+
+def _chosen(name: str, chosen: object, info: DataParallelMeshInfo) -> tuple[DataParallelMeshInfo, int]:
+    """Return the mesh and the dimension of what ``shard_placement_fn`` returned."""
+    if isinstance(chosen, ShardPlacementResult):
+        info, chosen = chosen.mesh_info or info, chosen.placement
+        if not isinstance(info, FSDPMeshInfo):
+            expected = "ShardPlacementResult.mesh_info to be an FSDPMeshInfo or HSDPMeshInfo"
+            raise unexpected(name, expected, type(info).__name__)
+    if chosen is None:
+        return info, 0
+    if type(chosen) is not Shard:
+        expected = "shard_placement_fn to return a Shard, a ShardPlacementResult or None"
+        raise unexpected(name, expected, shown(chosen), error=TypeError)
+    return info, chosen.dim
+
+
+def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
+    if not -local.dim() <= dim < local.dim():
+        do = f"use Shard(0) to Shard({local.dim() - 1})"
+        raise unexpected(name, f"a shard dimension of a {local.dim()}-D parameter", f"Shard({dim})", do)
+    dim %= local.dim()
+    if dim > 0 and local.shape[dim] % world:
+        raise ValueError(
+            f"{name}: dim {dim} ({local.shape[dim]}) must be divisible by {world} shards for Shard({dim}); "
+            "use Shard(0) or pad the parameter"
+        )
+    return dim
+
+
+def _check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
+    """Raise ValueError unless ``param``, a DTensor or not, fits the data-parallel mesh."""
+    if not isinstance(param, DTensor):
+        if info.spmd_mesh is not None and info.spmd_mesh.size() != info.mesh.size():
+            left_out = f"since dp_mesh_dims leaves out some of its dimensions {info.spmd_mesh.mesh_dim_names}"
+            expected = f"a DTensor on the mesh given to fully_shard, {left_out}"
+            raise unexpected(name, expected, "a plain parameter", "use distribute_module first")
+        return
+    mesh = param.device_mesh
+    if mesh.device_type != info.mesh.device_type:
+        expected = f"a DTensor on a {info.mesh.device_type} mesh as given to fully_shard"
+        raise unexpected(name, expected, f"one on {mesh.device_type}")
+    if info.dp_mesh_dims is None:
+        if mesh.mesh_dim_names is None or info.mesh.mesh_dim_names is None:
+            expected = "meshes with dimension names for a parameter that is a DTensor already"
+            do = "take both from one init_device_mesh(..., mesh_dim_names=...)"
+            raise unexpected(name, expected, f"{mesh} and {info.mesh}", do)
+        return
+    if mesh != info.spmd_mesh:
+        raise unexpected(name, f"a DTensor on the mesh given to fully_shard, {info.spmd_mesh}", mesh)
+    for role, names in (("shard", info.dp_mesh_dims.shard_names), ("replicate", info.dp_mesh_dims.replicate_names)):
+        for dim_name in names:
+            placement = param.placements[mesh.mesh_dim_names.index(dim_name)]  # type: ignore[union-attr]
+            if not placement.is_replicate():
+                raise unexpected(name, f"Replicate() on data-parallel {role} dimension {dim_name!r}", placement)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..hooks.root import modules_outside_replicate
 from ..hooks.state import FSDPState
 from ..hooks.step import UnitInStep
 from ..module import FSDPModule
@@ -15,7 +16,7 @@ from ..param.unit import UnitConfig
 from ..torch_fsdp.registry import note_unit
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import own, rebase
-from .parameters import FoundParameters, modules_outside_units
+from .parameters import FoundParameters
 
 
 def shard(
@@ -31,7 +32,8 @@ def shard(
     None, it is decided by whether the unit is the outermost one.
     """
     device = default.device
-    buffers = [buffer for _, module in modules_outside_units(modules) for buffer in module._buffers.values()]
+    outside = modules_outside_replicate(modules, skipped=FSDPModule)
+    buffers = [buffer for _, module in outside for buffer in module._buffers.values()]
     for tensor in (*(param for _, param, _ in found.own), *buffers):
         if tensor is not None and tensor.device.type != "meta" and tensor.device != device:
             tensor.data = tensor.data.to(device)

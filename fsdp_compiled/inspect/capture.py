@@ -24,7 +24,7 @@ from ..passes import Pass, beside_users_passes, cost, region_options, slots
 from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
-from ..tracing.dynamo import graph_breaks, with_code_of_its_own
+from ..tracing.dynamo import counters, with_code_of_its_own
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -66,7 +66,7 @@ def capture(
     policy = schedule or SchedulePolicy()
     recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code)
 
-    breaks = graph_breaks()
+    breaks = counters["graph_break"].copy()
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
     meshes = [param.placement.mesh_info for state in states for param in state.params]
     return Capture(
@@ -76,7 +76,7 @@ def capture(
         torch_version=torch.__version__,
         cluster=policy.cluster or cost.detect(states[0].device),
         schedule=policy,
-        graph_breaks=tuple(graph_breaks() - breaks),
+        graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),
     )
 

@@ -1,4 +1,4 @@
-"""A block as a region of a graph: compiled once, and stamped wherever an equal block is called.
+"""A block as a region of a graph: compiled once, and called wherever an equal block is.
 
 It knows one block and the parameters that are read in it; it must not know which blocks are equal.
 """
@@ -15,26 +15,27 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import assume_constant_result, nested_compile_region
+from torch.compiler import nested_compile_region
 
 from .. import collectives
 from ..param.param import FSDPParam
 from ..param.unit import Unit
-from ..tracing import operands as region_operands
-from ..tracing import reads, substituted
+from ..tracing import reads
 from ..tracing.dynamo import (
     TorchDynamoException,
-    callback_in_force,
+    attention_backends,
     comptime,
     describe_arguments,
+    get_eval_frame_callback,
+    guard_as_reused,
     known_internals,
     local_value,
     of_trace,
+    set_eval_frame,
+    set_local,
     skipped,
-    turn_on_again,
 )
 from ..tracing.sharded_module import MixinOrder, rebase
-from .guards import guard_as, refused_reuse
 
 T = TypeVar("T")
 
@@ -60,12 +61,13 @@ class RegionModule:
     _fsdp_region: Region
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() or self._fsdp_region.unit.hooked or not _is_as_the_first(type(self)):
+        region, call = self._fsdp_region, None
+        is_region = torch.compiler.is_compiling() and not region.unit.hooked
+        if is_region:
+            comptime(_enter)  # sets both
+        if not is_region:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        comptime(_enter)
-        region = self._fsdp_region
         unsharded = _unsharded_together(region.params)
-        call = _described_call() if region.is_reused else None
         if call is None:
             return _region(self, region, *unsharded, *args, **kwargs)
         output = _region(self, region.names + call, *unsharded, *args, **kwargs)
@@ -116,7 +118,7 @@ def _body(module: Any, which: str | Region, *operands: Any, **kwargs: Any) -> An
 
 
 def _enter_body(context: Any) -> None:
-    region_operands.enter(context, local_value(context, "module")._fsdp_region.params)
+    reads.enter_region(context, local_value(context, "module")._fsdp_region.params)
 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.
@@ -125,71 +127,94 @@ _LIMIT: dict[str, Any] = (
     {"max_reuse_entries": 16} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 )
 _region = nested_compile_region(_body, **_LIMIT)
-_guard = guard_as(_body.__code__)
 
 
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
+# ---- while Dynamo traces: comptime calls these, so that nothing of them is left in a graph ----
 
 
-@dataclass
-class _Trace:
-    """What is known of regions in the trace under way."""
-
-    modes: str = ""  # that the first region is called under
-    call: str | None = None  # how the last one is called, see describe_arguments()
+_entered: ContextVar[type | None] = ContextVar("the class of the region that Dynamo traced last", default=None)
 
 
-@dataclass
-class _Attempt:
-    """One attempt to run a call of the outermost unit."""
+@known_internals("compare the arguments of equal blocks")
+def _enter(context: Any) -> None:
+    """Set the caller's ``is_region``, and ``call`` if a trace of an equal block that is called alike may be reused.
 
-    entered: type | None = None  # the class of the region that Dynamo traced last, if any
-
-
-_attempt: ContextVar[_Attempt | None] = ContextVar("the attempt under way in this thread", default=None)
-
-
-@assume_constant_result  # type: ignore[untyped-decorator]
-def _is_as_the_first(cls: type) -> bool:
-    """Tell whether a block is called under the same modes as the trace's first region; warn if not.
-
-    Torch lets regions of equal code share one graph, whatever modes they are called under.
+    Torch lets regions of equal code share one graph, whatever modes they are called under. So a block is a part of
+    the graph if the trace's first region was called under others.
     """
+    block, first, here = local_value(context, "self"), of_trace(_modes), _modes()
+    if first != here:
+        warnings.warn(
+            f"regions: a block ({type(block)._fsdp_user_class.__name__}) is compiled as a part of the graph, because "
+            f"it is called under other modes than the first region: {here}, not {first}",
+            stacklevel=2,
+        )
+        set_local(context, "is_region", False)
+        return
+    _entered.set(type(block))
+    if block._fsdp_region.is_reused:
+        set_local(context, "call", describe_arguments(context))
+    reads.check_below(context)
+
+
+def _modes() -> str:
     accelerator = torch.accelerator.current_accelerator()
     devices = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     modes: dict[str, Any] = {f"autocast on {each}": torch.is_autocast_enabled(each) for each in sorted(devices)}
     modes |= {f"autocast dtype on {each}": torch.get_autocast_dtype(each) for each in sorted(devices)}
-    modes |= {f"{each} attention": getattr(torch.backends.cuda, f"{each}_sdp_enabled")() for each in _ATTENTION}
-    here = f"gradients {torch.is_grad_enabled()}, {modes}, {torch.get_default_dtype()}"
-    trace = of_trace(_Trace)
-    if trace is None:  # nothing is traced
-        return True
-    first = trace.modes = trace.modes or here
-    if first != here:
-        warnings.warn(
-            f"regions: a block ({cls._fsdp_user_class.__name__}) is compiled as a part of the graph, because it is "  # type: ignore[attr-defined]
-            f"called under other modes than the first region: {here}, not {first}",
-            stacklevel=2,
-        )
-    return first == here
+    modes["attention"] = [each.name for each in attention_backends()]
+    return f"gradients {torch.is_grad_enabled()}, {modes}, {torch.get_default_dtype()}"
 
 
-def _enter(context: Any) -> None:
-    """Note which region Dynamo is about to trace, and how it is called."""
-    trace, attempt = of_trace(_Trace), _attempt.get()
-    if attempt is not None:
-        attempt.entered = context.get_local("self").python_type()
-    if trace is not None and _LIMIT:
-        with known_internals("compare the arguments of equal blocks"):
-            trace.call = describe_arguments(context)
-    substituted.check_below(context)
+class ReuseRefusedError(RuntimeError):
+    """No trace of an equal block fits: each block must be traced by itself."""
 
 
-@assume_constant_result  # type: ignore[untyped-decorator]
-def _described_call() -> str | None:
-    trace = of_trace(_Trace)
-    return None if trace is None else trace.call
+@known_internals("guard a block for which the trace of an equal one is reused")
+def _guard(context: Any) -> None:
+    """Guard the caller's ``self``, after its region, as the block of a reused trace is guarded.
 
+    Torch compares a block with the one that it traced, but installs no guards for it: what changes in it later, such
+    as its training mode, would go unnoticed. ReuseRefusedError if torch has traces of equal blocks and none fits.
+    """
+    if not guard_as_reused(context, _body.__code__):
+        raise ReuseRefusedError("no trace fits the block")
+
+
+# ---- what a region does to its operands ----
+
+_operator: Any = torch.ops.higher_order.invoke_subgraph
+_derive = _operator.gen_schema
+
+
+class _Schemas(dict[tuple[int, str, tuple[type, ...]], tuple[Any, Any]]):
+    """Those of one trace, each beside its subgraph, so that the subgraph's id stays its own."""
+
+
+def derive_schemas_once() -> None:
+    """Let the operator that calls regions remember schemas, each for as long as its trace lasts.
+
+    At every call of a region that needs gradients, torch traces the region once more to see whether it writes to its
+    operands, which costs more than all else of a block whose trace is reused. The key is the one that torch itself
+    uses where it remembers what it found (torch 2.13 does, in functionalization).
+    """
+    _operator.gen_schema = _remembered
+
+
+def derive_schemas_always() -> None:
+    """End that: the operator has its own method again."""
+    if vars(_operator).get("gen_schema") is _remembered:
+        del _operator.gen_schema
+
+
+def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
+    known, key = of_trace(_Schemas), (id(subgraph), identifier, tuple(map(type, operands)))
+    if key not in known:
+        known[key] = subgraph, _derive(subgraph, identifier, *operands)
+    return known[key][1]
+
+
+# ---- regions that torch cannot compile ----
 
 # Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
@@ -201,52 +226,53 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any,
 
     An error that has nothing to do with regions leaves them as they are.
     """
-    dropped: list[tuple[nn.Module, Unit]] = []
+    dropped: dict[nn.Module, Unit] = {}
     why: Exception | None = None
-    dynamo = callback_in_force()
+    dynamo = get_eval_frame_callback()
     while True:
-        attempt = _Attempt()
-        outer = _attempt.set(attempt)
+        before = _entered.set(None)
         try:
             result = run(*args, **kwargs)
         except (TorchDynamoException, AssertionError) as error:  # torch 2.11's Dynamo lets assertions of its own out
-            if isinstance(error, AssertionError) and attempt.entered is None:
-                raise  # nothing was compiled
-            failing = _failing(model, attempt)
+            failing = _failing(model, error)
             if not failing:
-                for module, unit in dropped:
+                for module, unit in dropped.items():
                     make_region(module, unit)
                 raise
-            if _trace_each(failing, error):
-                turn_on_again(dynamo)
-                continue
-            why = why or error
-            dropped += [(module, module._fsdp_region.unit) for module in failing]
-            for module in failing:
-                drop_region(module)
-            turn_on_again(dynamo)
+            if not _trace_each(failing, error):
+                why = why or error
+                for module in failing:
+                    dropped[module] = module._fsdp_region.unit
+                    drop_region(module)
+            set_eval_frame(dynamo)  # which an error in Dynamo ends
         else:
             if why is not None:
-                _warn([module for module, _ in dropped], why)
+                _warn(list(dropped), why)
             return result
         finally:
-            _attempt.reset(outer)
+            _entered.reset(before)
+
+
+def _failing(model: nn.Module, error: Exception) -> list[Any]:
+    """Return the regions of the class that Dynamo traced last, or all if it had traced all of them."""
+    entered = _entered.get()
+    if entered is None and isinstance(error, AssertionError):
+        return []  # nothing was compiled
+    regions = [module for module in model.modules() if isinstance(module, RegionModule)]
+    return [module for module in regions if type(module) is entered] or regions
 
 
 def _trace_each(failing: list[Any], error: Exception) -> bool:
     """Let each of the blocks be traced by itself if what failed was to reuse a trace; tell whether it was."""
-    was_refused = refused_reuse(error) or _REFUSES_REUSE.search(str(error)) is not None
+    cause: BaseException | None = error  # Dynamo raises errors of its own instead of ours
+    while cause is not None and not isinstance(cause, ReuseRefusedError):
+        cause = cause.__cause__ or cause.__context__
+    was_refused = cause is not None or _REFUSES_REUSE.search(str(error)) is not None
     if not was_refused or not any(module._fsdp_region.is_reused for module in failing):
         return False
     for module in failing:
         module.__dict__["_fsdp_region"] = replace(module._fsdp_region, is_reused=False)
     return True
-
-
-def _failing(model: nn.Module, attempt: _Attempt) -> list[Any]:
-    """Return the regions of the class that Dynamo traced last, or all if it had traced all of them."""
-    regions = [module for module in model.modules() if isinstance(module, RegionModule)]
-    return [module for module in regions if type(module) is attempt.entered] or regions
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -8,7 +8,6 @@ from collections.abc import Hashable, Iterator, Sequence
 from torch import nn
 
 from ..expect import shown, unexpected
-from ..hooks.state import states_below
 from ..module import FSDPModule, unit_state, user_class
 from .block import RegionModule, drop_region, make_region
 
@@ -49,10 +48,8 @@ def _chosen(model: nn.Module, regions: str | Sequence[nn.Module]) -> list[nn.Mod
 
 def _units(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules of units below the outermost one, and their names; outer ones first."""
-    outermost = {module for state in states_below([model]) if state.is_root for module in state.modules}
-    outermost |= {module for module in [model] if isinstance(module, FSDPModule)}
     for name, module in model.named_modules():
-        if module not in outermost and isinstance(module, FSDPModule):
+        if module is not model and isinstance(module, FSDPModule) and not unit_state(module).is_root:
             yield module, name  # type: ignore[misc]  # a mixin of modules
 
 
@@ -60,13 +57,9 @@ def _equal_units(model: nn.Module) -> list[nn.Module]:
     """Return the units that occur often enough with equal class and parameters, but for those inside of others."""
     units = [module for module, _ in _units(model) if _is_possible(module)]
     counts = Counter(map(_kind, units))
-    chosen: dict[nn.Module, None] = {}
-    inside: set[nn.Module] = set()
-    for module in units:
-        if counts[_kind(module)] >= AUTO_COUNT and module not in inside:
-            chosen[module] = None
-            inside.update(module.modules())
-    return list(chosen)
+    frequent = [module for module in units if counts[_kind(module)] >= AUTO_COUNT]
+    inside = {below for module in frequent for below in module.modules() if below is not module}
+    return [module for module in frequent if module not in inside]
 
 
 def _kind(module: nn.Module) -> Hashable:

@@ -1,6 +1,6 @@
-"""PyTorch's record, on each module, of what was applied to it: ``fully_shard``, ``replicate``.
+"""PyTorch's records: on each module of what was applied to it, and those that ``fully_shard`` takes.
 
-Ours is noted there, so that ``torch.distributed._composable.replicate`` skips our modules, PyTorch's ``fully_shard``
+Ours are noted on modules, so that ``torch.distributed._composable.replicate`` skips them, PyTorch's ``fully_shard``
 refuses them and ``torch.distributed.fsdp.fully_shard.state(module)`` returns our state; and what others noted there
 is refused. It must not know what a unit does.
 """
@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-from torch.distributed.fsdp._fully_shard._fsdp_common import _is_composable_with_fsdp
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 
 from ..expect import unexpected
 from ..param.unit import Unit
+from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from ..sharding.mesh import DataParallelMeshDims, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
 _FULLY_SHARD = torch_fsdp.fully_shard.__wrapped__  # type: ignore[attr-defined]  # what states are noted under
 _OURS, _ONE_OF_TWO = "units of fsdp_compiled.fully_shard alone", "use one of the two for the whole model"
+_POLICIES = (MixedPrecisionPolicy, CPUOffloadPolicy, OffloadPolicy)  # subclasses before the classes that they extend
+_MESHES = (DataParallelMeshDims, ShardPlacementResult, HSDPMeshInfo, FSDPMeshInfo, DDPMeshInfo)
 
 
 def applied(module: nn.Module) -> dict[str, RegistryItem]:
@@ -64,7 +70,18 @@ class _Registry(dict[str, RegistryItem]):
 
     def __contains__(self, name: object) -> bool:
         # FSDP1 and checkpoints ask for the same. There is no other place to refuse from without changing PyTorch.
-        if sys._getframe(1).f_code is _is_composable_with_fsdp.__code__:
+        if sys._getframe(1).f_code is torch_common._is_composable_with_fsdp.__code__:
             got = "torch.distributed.fsdp.fully_shard around or inside this one"
             raise unexpected(self._unit.config.name, _OURS, got, _ONE_OF_TWO)
         return super().__contains__(name)
+
+
+def own_record(value: Any) -> Any:
+    """Return our record with the fields of one of PyTorch's, and anything else as it is."""
+    for ours in (*_POLICIES, *_MESHES):
+        # torch 2.11 has neither DataParallelMeshDims nor ShardPlacementResult.
+        theirs = getattr(torch_fsdp, ours.__name__, None) or getattr(torch_common, ours.__name__, None)
+        if theirs is not None and isinstance(value, theirs):
+            names = [field.name for field in fields(ours) if hasattr(value, field.name)]
+            return ours(**{name: own_record(getattr(value, name)) for name in names})
+    return value

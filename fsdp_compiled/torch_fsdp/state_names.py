@@ -8,23 +8,11 @@ Until torch 2.13, ``torch.distributed.pipelining`` ends a step through ``_state_
 
 from __future__ import annotations
 
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from torch import nn
 
 from ..tracing.dynamo import skipped
-
-Comm = TypeVar("Comm")  # what the units that share reductions hold
-
-
-class _Context(Protocol[Comm]):
-    comm: Comm
-
-    def finish_backward(self) -> None: ...
-
-
-class _Hook(Protocol):
-    def hook(self, module: nn.Module, args: Any, value: Any, /) -> Any: ...
 
 
 class _Group:
@@ -36,15 +24,13 @@ class _Group:
         """Leave everything to the callback that follows, which reduces what is left in all units."""
 
 
-class TorchNames(Generic[Comm]):
-    """Mixin of ``FSDPState``, which gives the hooks and the context."""
+class TorchNames:
+    """Mixin of ``FSDPState``, which gives the hooks and ``_lazy_init``, the context."""
 
-    pre_forward: _Hook
-    post_forward: _Hook
+    pre_forward: Any
+    post_forward: Any
+    _lazy_init: Any
     _fsdp_param_groups = (_Group(),)
-
-    def _lazy_init(self) -> _Context[Comm]:
-        raise NotImplementedError
 
     @skipped
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -59,18 +45,18 @@ class TorchNames(Generic[Comm]):
         return _Group()
 
     @property
-    def _state_ctx(self) -> _Context[Comm]:
+    def _state_ctx(self) -> Any:
         return self._lazy_init()
 
     def _root_post_backward_final_callback(self) -> None:
         self._lazy_init().finish_backward()
 
     @property
-    def _comm_ctx(self) -> Comm:
+    def _comm_ctx(self) -> Any:
         return self._lazy_init().comm
 
     @_comm_ctx.setter
-    def _comm_ctx(self, comm: Comm) -> None:
+    def _comm_ctx(self, comm: Any) -> None:
         self._lazy_init().comm = comm
 
     @property

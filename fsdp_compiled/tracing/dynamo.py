@@ -1,13 +1,11 @@
 """Every private name of Dynamo that this library uses, each as a small function or under its own name.
 
-Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py`` lists what another torch lacks. It
-must not know sharded parameters, units or regions.
+Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py`` lists what another torch lacks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
@@ -16,23 +14,26 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
-from torch._dynamo import OptimizedModule as OptimizedModule
-from torch._dynamo import trace_rules
-from torch._dynamo.callback import callback_handler
+from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
+from torch._dynamo import OptimizedModule, trace_rules
+from torch._dynamo.callback import callback_handler as callback_handler
 
 # Not wrapped: Dynamo recognises the object, and gives the frame of whoever calls it. What it calls while it traces
 # leaves nothing in the graph, and no guard. In uncompiled code it does nothing.
 from torch._dynamo.comptime import comptime as comptime
-from torch._dynamo.eval_frame import set_eval_frame, skip_code  # type: ignore[attr-defined]
+from torch._dynamo.eval_frame import set_eval_frame as set_eval_frame  # type: ignore[attr-defined]
+from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import LocalSource
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters as counters
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import TracingContext
+
+is_skipped = trace_rules.check  # whether Dynamo skips a function, as it does torch's own
+attention_backends = torch.nn.attention._cur_sdpa_kernel_backends  # those that are enabled where it is called
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -42,23 +43,30 @@ _SLOTS = 1 << 16  # of 8 bytes; a chunk is a power of two that holds a frame and
 _of_traces: WeakKeyDictionary[TracingContext, dict[Any, Any]] = WeakKeyDictionary()
 
 
-class UnknownDynamoError(RuntimeError):
-    """Dynamo's internals are others than in the versions that this library knows."""
-
-
 @contextmanager
 def known_internals(what: str) -> Iterator[None]:
-    """Raise UnknownDynamoError where Dynamo lacks a name that the block reads, and say what cannot be done then."""
+    """Raise RuntimeError where Dynamo lacks a name that the block or function reads, and say what cannot be done."""
     try:
         yield
     except AttributeError as error:
-        raise UnknownDynamoError(
+        raise RuntimeError(
             f"torch {torch.__version__}: expected Dynamo's internals to be those of torch 2.11 to 2.15, without "
             f"which fsdp_compiled cannot {what}, got {type(error).__name__}: {error}; install a supported torch"
         ) from error
 
 
-# ---- frames and code ----
+# ---- what is compiled, frames and code ----
+
+
+def module_inside(module: Any) -> Any:
+    """Return the module that ``torch.compile`` wrapped as ``module``, or anything else as it is."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
+
+
+def renew_compiled(module: object) -> None:
+    """Let what ``torch.compile`` made of a module call the ``__call__`` of its new class."""
+    if isinstance(module, OptimizedModule):
+        module._initialize()
 
 
 def skipped(function: F) -> F:
@@ -68,11 +76,6 @@ def skipped(function: F) -> F:
     """
     skip_code(function.__code__)  # type: ignore[attr-defined]
     return function
-
-
-def is_skipped(function: Callable[..., Any]) -> bool:
-    """Tell whether Dynamo skips the function, as it does torch's own code."""
-    return bool(trace_rules.check(function))
 
 
 def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,53 +113,16 @@ def with_room_for_callees(function: F) -> F:
     return function
 
 
-def callback_in_force() -> Any:
-    """Return what evaluates frames in this thread: Dynamo in a call that it compiles."""
-    return get_eval_frame_callback()
-
-
-def turn_on_again(callback: Any) -> None:
-    """Let ``callback`` evaluate frames again, which an error in Dynamo ends."""
-    set_eval_frame(callback)
-
-
-# ---- compilations ----
-
-
-def call_around_compiles(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """Let torch call these when a compilation begins and ends.
-
-    A second call does nothing, unless ``torch.compiler.reset`` has forgotten the first.
-    """
-    if begin not in callback_handler.start_callbacks:
-        callback_handler.register_start_callback(begin)
-        callback_handler.register_end_callback(end)
-
-
-def call_no_more(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """End what :func:`call_around_compiles` began, if it did."""
-    if begin in callback_handler.start_callbacks:
-        callback_handler.remove_start_callback(begin)
-        callback_handler.remove_end_callback(end)
-
-
-def graph_breaks() -> Counter[str]:
-    """Return how often each reason has broken a graph in this process."""
-    return Counter(counters["graph_break"])
-
-
 # ---- the trace under way ----
 
 
-def of_trace(kind: Callable[[], T]) -> T | None:
-    """Return what ``kind()`` gave when this was first asked for in the trace under way; None between traces."""
+def of_trace(kind: Callable[[], T]) -> T:
+    """Return what ``kind()`` gave when first asked for in the trace under way; between traces, another each time."""
     trace = TracingContext.try_get()
-    if trace is None:
-        return None
-    found = _of_traces.setdefault(trace, {})
+    found: dict[Any, T] = {} if trace is None else _of_traces.setdefault(trace, {})
     if kind not in found:
         found[kind] = kind()
-    return found[kind]  # type: ignore[no-any-return]
+    return found[kind]
 
 
 def _tracer(context: Any) -> Any:
@@ -177,9 +143,10 @@ def local_value(context: Any, name: str) -> Any:
     return variable.realize().value
 
 
-def set_local(context: Any, name: str, variable: Any) -> None:
-    """Let a local variable of the caller's be what Dynamo's record ``variable`` stands for."""
-    _tracer(context).symbolic_locals[name] = variable
+def set_local(context: Any, name: str, value: Any) -> None:
+    """Let a local variable of the caller's be a constant, or what Dynamo's record stands for."""
+    is_constant = ConstantVariable.is_literal(value)
+    _tracer(context).symbolic_locals[name] = ConstantVariable.create(value) if is_constant else value
 
 
 def graphs_around(context: Any) -> Iterator[Any]:
@@ -190,10 +157,10 @@ def graphs_around(context: Any) -> Iterator[Any]:
         graph = graph.parent
 
 
-def changed_dict(context: Any, original: dict[Any, Any]) -> dict[Any, Any] | None:
-    """Return Dynamo's records of what a dict holds by now; None if the traced program has not touched it."""
+def changed_dict(context: Any, original: dict[Any, Any]) -> dict[Any, Any]:
+    """Return Dynamo's records of what a dict holds by now; nothing if the traced program has not touched it."""
     changed = _tracer(context).output.side_effects.id_to_variable.get(id(original))
-    return None if changed is None else {key.vt.as_python_constant(): value for key, value in changed.items.items()}
+    return {} if changed is None else {key.vt.as_python_constant(): value for key, value in changed.items.items()}
 
 
 # ---- traces of regions, which torch reuses from 2.13 on ----
@@ -231,14 +198,15 @@ def _described(variable: Any, block: Any, seen: dict[Any, int]) -> str:
     return text + str([_described(each, block, seen) for each in items])
 
 
-def reused_traces(context: Any, code: CodeType) -> list[tuple[Any, Any]]:
-    """Return torch's traces of the region ``code``, each after the condition under which it is reused."""
+def guard_as_reused(context: Any, code: CodeType) -> bool:
+    """Guard the caller's ``self`` as the blocks of torch's traces of the region ``code`` are; False if none fits."""
     caches = _tracer(context).output.tracing_context.hop_dispatch_set_cache
-    return list(caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache.get(code, []))
+    traces = caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache.get(code, [])
+    fits = [_guard_like(context, condition, trace) for condition, trace in traces]
+    return any(fits) or not fits
 
 
-def guard_like(context: Any, condition: Any, trace: Any) -> bool:
-    """Guard the caller's ``self`` as the block of a reused trace is guarded; tell whether the trace fits it."""
+def _guard_like(context: Any, condition: Any, trace: Any) -> bool:
     output, block, traced = _tracer(context).output, local_variable(context, "self").source, trace.arg_sources[0]
     scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
     known: dict[Any, Any] = {}  # values of sources, so that what several lead through is looked up once

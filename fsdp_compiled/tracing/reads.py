@@ -1,17 +1,72 @@
-"""What a read of a sharded parameter becomes in a graph: the all-gather, as a function of the leaf.
+"""What a read of a sharded parameter becomes in a graph: a region's operand, or an all-gather of the leaf.
 
-Dynamo traces these functions. Every attribute of a parameter that they read is a guard of every step, so the common
-case reads one, and the leaf; see :meth:`FSDPParam.follow_call`.
+Dynamo traces functions that take a parameter. Every attribute that they read is a guard of every step, so the common
+case reads one, and the leaf; see :meth:`FSDPParam.follow_call`. By ``comptime`` it calls those that take a ``context``
+while it traces, which leaves nothing in the graph, and no guard.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import collectives
 from ..param.extension import AllGatherExtension
-from ..param.param import FSDPParam
+from ..param.param import FSDPParam, not_registered
+from .dynamo import changed_dict, graphs_around, known_internals, local_value, local_variable, of_trace, set_local
+
+_WHAT = "tell whether functional_call gave a sharded model other parameters"
+
+
+class _Operands(dict[Any, dict[FSDPParam, Any]]):
+    """Of each region that a trace is in or was in, by what traces its graph."""
+
+
+@known_internals(_WHAT)
+def begin(context: Any) -> None:
+    """Begin a read of the caller's ``param`` of ``module``; set its ``operand`` in a region that has one.
+
+    Raises RuntimeError if ``torch.func.functional_call`` has registered a parameter of the user's there, which the
+    read would ignore: it takes the shard, and a guard on what is registered would be slow in every step.
+    """
+    _check(context, local_value(context, "module"))
+    _find_operand(context)
+
+
+@known_internals(_WHAT)
+def check_below(context: Any) -> None:
+    """Raise as :func:`begin` for the caller's ``self`` and all modules below it, whose reads Dynamo may not trace."""
+    for module in local_value(context, "self").modules():
+        if "_fsdp_params" in module.__dict__:
+            _check(context, module)
+
+
+def _check(context: Any, module: Any) -> None:
+    for name, variable in changed_dict(context, module._parameters).items():
+        # A tensor keeps the source by which the program reached it first, in any module's parameters, or in ours;
+        # else the program has computed it.
+        if name in module._fsdp_params and not re.search("_parameters|_fsdp_params", repr(variable.source)):
+            raise not_registered(module._fsdp_params[name].name, "Tensor")
+
+
+@known_internals("compile blocks as regions")
+def enter_region(context: Any, params: Iterable[FSDPParam]) -> None:
+    """Let the first of the caller's ``operands`` be the unsharded ``params`` in the graph that it is in."""
+    variables = local_variable(context, "operands").realize().items
+    of_trace(_Operands)[next(graphs_around(context))] = dict(zip(params, variables, strict=False))
+
+
+@known_internals("compile blocks as regions")
+def _find_operand(context: Any) -> None:
+    if known := of_trace(_Operands):
+        innermost = next((known[graph] for graph in graphs_around(context) if graph in known), {})
+        param = local_value(context, "param")
+        if param in innermost:
+            set_local(context, "operand", innermost[param])
 
 
 def _plain_spec(param: FSDPParam) -> str | None:

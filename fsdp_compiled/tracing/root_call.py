@@ -1,50 +1,34 @@
-"""The call of an outermost unit, in which Dynamo begins before the unit's hooks.
-
-It must not know what the hooks do.
-"""
+"""The call of an outermost unit, in which Dynamo begins before the unit's hooks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .. import agreement
 from ..agreement import register_callbacks, report_failure
 from ..passes import log
-from .dynamo import (
-    call_around_compiles,
-    call_no_more,
-    is_skipped,
-    skipped,
-    with_code_of_its_own,
-    with_room_for_callees,
-)
-from .sharded_module import MixinOrder
-
-
-class OutermostState(Protocol):
-    """What the outermost unit's call asks of ``FSDPState``, which this package may not import."""
-
-    run: Callable[..., Any]  # runs the call, and compiles anew without regions that fail
-
-    def begin_call(self) -> None: ...
-    def end_call(self) -> None: ...
-    def reset_iteration(self, drop_accumulated: bool) -> None: ...
+from .dynamo import callback_handler, is_skipped, skipped, with_code_of_its_own, with_room_for_callees
+from .sharded_module import MixinOrder, UnitState
 
 
 def watch_compiles() -> None:
     """Log compilations and let other ranks hear of them; again when a forward begins, as torch's reset forgets it."""
-    for callbacks in (log.callbacks, agreement.callbacks):
-        call_around_compiles(*callbacks)
+    for begin, end in (log.callbacks, agreement.callbacks):
+        if begin not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(begin)
+            callback_handler.register_end_callback(end)
 
 
 def ignore_compiles() -> None:
     """End that."""
-    for callbacks in (log.callbacks, agreement.callbacks):
-        call_no_more(*callbacks)
+    for begin, end in (log.callbacks, agreement.callbacks):
+        if begin in callback_handler.start_callbacks:
+            callback_handler.remove_start_callback(begin)
+            callback_handler.remove_end_callback(end)
 
 
 class TracedCall:
@@ -56,7 +40,7 @@ class TracedCall:
     """
 
     _fsdp_order = MixinOrder.ROOT_CALL
-    _fsdp_state: OutermostState
+    _fsdp_state: UnitState
     _fsdp_call: Callable[..., Any]
 
     @skipped
@@ -64,10 +48,15 @@ class TracedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        register_callbacks()
-        watch_compiles()
+        self._fsdp_state.enter_thread()  # first: nobody needs to hear of a second thread's error
         grad_mode = torch.is_grad_enabled()
-        self._fsdp_state.begin_call()
+        try:
+            register_callbacks()
+            watch_compiles()
+            self._fsdp_state.begin_call()
+        except BaseException as error:
+            report_failure(error)
+            raise
         try:
             return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
         except BaseException as error:

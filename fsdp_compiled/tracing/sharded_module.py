@@ -1,7 +1,4 @@
-"""Modules that own sharded parameters: what reading ``module.weight`` gives, in eager mode and while Dynamo traces.
-
-It knows modules and their parameters one by one; it must not know which of them share a collective.
-"""
+"""Modules that own sharded parameters: what reading ``module.weight`` gives, eagerly and while Dynamo traces."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
 from ..torch_fsdp.registry import note_unit
-from . import operands, reads, substituted
+from . import reads
 from .dynamo import comptime, skipped
 
 
@@ -34,14 +31,20 @@ class MixinOrder(IntEnum):
 
 
 class UnitState(Protocol):
-    """What a module asks of ``FSDPState``, which this package may not import."""
+    """What modules ask of ``FSDPState``, which this package may not import."""
 
     @property
     def unit(self) -> Unit: ...
     @property
     def is_used_elsewhere(self) -> bool: ...
+    @property
+    def run(self) -> Callable[..., Any]: ...  # a call of the outermost unit, without regions that fail
     def reshard(self) -> None: ...
     def regroup(self) -> None: ...
+    def enter_thread(self) -> None: ...
+    def begin_call(self) -> None: ...
+    def end_call(self) -> None: ...
+    def reset_iteration(self, drop_accumulated: bool) -> None: ...
 
 
 class ShardedModule:
@@ -134,9 +137,8 @@ def _reader(name: str) -> property:
     def read(module: ShardedModule) -> Tensor | None:
         param = module._fsdp_params[name]
         if torch.compiler.is_compiling():
-            comptime(substituted.check)
             operand: Tensor | None = None
-            comptime(operands.find)  # sets it in a region that has the parameter
+            comptime(reads.begin)  # sets it in a region that has the parameter
             if operand is not None:
                 return operand if param.outer is None else param.outer.wrap(operand)
             if not reads.is_held(param):
@@ -166,20 +168,17 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> None:
     """Make ``module`` read ``params`` through properties, beside those that it owns already."""
-    mixins: tuple[type, ...] = ()
-    if isinstance(module, ShardedModule):
-        module._fsdp_params.update(params)
-        module._fsdp_units = (*module._fsdp_units, unit)
-    else:
-        module.__dict__["_fsdp_params"] = dict(params)
-        module.__dict__["_fsdp_units"] = (unit,)
+    state = module.__dict__
+    if not isinstance(module, ShardedModule):
+        state |= {"_fsdp_params": {}, "_fsdp_units": ()}
         note_unit(module, unit.unit)
         module.register_state_dict_pre_hook(_before_save)
         module.register_load_state_dict_pre_hook(_before_load)
         module.register_load_state_dict_post_hook(_relink)
-        has_call = _user_class(module).__call__ is not nn.Module.__call__
-        mixins = (ShardedModuleWithCall if has_call else ShardedModule,)
-    rebase(module, add=mixins, names=tuple(module.__dict__["_fsdp_params"]))
+    state["_fsdp_params"].update(params)
+    state["_fsdp_units"] += (unit,)
+    has_call = _user_class(module).__call__ is not nn.Module.__call__
+    rebase(module, add=(ShardedModuleWithCall if has_call else ShardedModule,), names=tuple(state["_fsdp_params"]))
 
 
 def _user_class(module: nn.Module) -> type:

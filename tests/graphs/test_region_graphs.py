@@ -17,7 +17,7 @@ import fsdp_compiled
 from fsdp_compiled import FSDPModule, SchedulePolicy, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes.graph import nodes
-from fsdp_compiled.regions import schemas
+from fsdp_compiled.regions import block as of_regions
 from fsdp_compiled.regions.block import RegionModule
 from tests.support.graphs import record, regions_of, sequence
 
@@ -159,12 +159,12 @@ def test_schemas_are_derived_once_for_all_equal_blocks():
         model = sharded(*[6] * depth)
         fsdp_compiled.compile(model, regions="auto")
         torch._dynamo.reset()
-        with mock.patch.object(schemas, "_derive", wraps=schemas._derive) as derive:
+        with mock.patch.object(of_regions, "_derive", wraps=of_regions._derive) as derive:
             call, _ = record(model)
             call(X.clone().requires_grad_()).sum().backward()
         derived.append(derive.call_count)
     assert 0 < derived[0] == derived[1]
-    assert torch.ops.higher_order.invoke_subgraph.gen_schema is schemas._remembered
+    assert torch.ops.higher_order.invoke_subgraph.gen_schema is of_regions._remembered
 
 
 def test_a_collective_follows_the_last_of_the_regions_before_it():

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 import fsdp_compiled
 from fsdp_compiled import fully_shard
-from fsdp_compiled.torch_fsdp.convert import own_record
+from fsdp_compiled.torch_fsdp.registry import own_record
 
 IMPLEMENTED = (FunctionType, property, classmethod, staticmethod)
 

@@ -1,0 +1,52 @@
+"""Which failures of a call of an outermost unit other ranks are told."""
+
+from __future__ import annotations
+
+from threading import Thread
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import fully_shard
+from fsdp_compiled.tracing import root_call
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+X = torch.ones(2, 4)
+
+
+def test_an_interrupt_before_forward_is_told():
+    model = fully_shard(nn.Linear(4, 4))
+    with (
+        mock.patch.object(root_call, "report_failure") as reported,
+        mock.patch.object(root_call, "watch_compiles", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt) as caught,
+    ):
+        model(X)
+    reported.assert_called_once_with(caught.value)
+    model(X).sum().backward()
+
+
+def test_a_second_threads_error_is_not_and_leaves_the_step():
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4)))
+    errors = []
+
+    def second():
+        try:
+            model(X)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def call_from_another_thread(*_):
+        thread = Thread(target=second)
+        thread.start()
+        thread.join()
+
+    model[0].register_forward_pre_hook(call_from_another_thread)
+    with mock.patch.object(root_call, "report_failure") as reported:
+        model(X).sum().backward()
+    assert "expected one thread at a time in the model's forward" in errors.pop()
+    reported.assert_not_called()
+    assert model[0].weight.grad is not None
