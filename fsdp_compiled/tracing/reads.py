@@ -1,8 +1,8 @@
 """What a read of a sharded parameter becomes in a graph: a region's operand, or an all-gather of the leaf.
 
 Dynamo traces functions that take a parameter. Every attribute that they read is a guard of every step, so the common
-case reads one, and the leaf; see :meth:`FSDPParam.follow_call`. By ``comptime`` it calls those that take a ``context``
-while it traces, which leaves nothing in the graph, and no guard.
+case reads one, and the leaf; see :meth:`FSDPParam.follow_call`. By ``comptime`` it calls those that take a
+``context`` while it traces, which leaves nothing in the graph, and no guard.
 """
 
 from __future__ import annotations
