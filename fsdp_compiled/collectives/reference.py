@@ -57,7 +57,7 @@ def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int
     layout = packed_layout(tuple(out.numel() // world for out in outs))
     chunks = [_chunks(out, dim, world) for out, dim in zip(outs, dims, strict=True)]
     pieces = [piece.view(chunk.shape) for piece, chunk in zip(layout.pieces(output), chunks, strict=True)]
-    torch._foreach_copy_(chunks, pieces)
+    copy_each(pieces, chunks)
 
 
 def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
@@ -117,7 +117,12 @@ def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> 
     """
     packed = packed if divisor == 1.0 else packed / divisor
     pieces = packed_layout(tuple(out.numel() for out in outs)).pieces(packed)
-    torch._foreach_copy_(list(outs), [piece.view(out.shape) for piece, out in zip(pieces, outs, strict=True)])
+    copy_each([piece.view(out.shape) for piece, out in zip(pieces, outs, strict=True)], outs)
+
+
+def copy_each(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Copy each tensor into the one at its place in ``outs``, of its shape."""
+    torch._foreach_copy_(list(outs), list(tensors))
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, world: int = 1) -> list[Tensor]:
