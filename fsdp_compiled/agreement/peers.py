@@ -1,7 +1,4 @@
-"""What ranks know of each other through the store: that one compiles, has failed or has ended.
-
-It knows the default process group's store; it must not know what ranks agree on.
-"""
+"""What ranks know of each other through the default group's store: that one compiles, has failed or has ended."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,9 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._C._distributed_c10d import Store
 
 from ..errors import RankFailureError
 
@@ -36,7 +31,7 @@ _PROCESS = "fsdp_compiled/process"
 class Peers:
     """What this process has told the other ranks of a default process group."""
 
-    store: Store
+    store: dist.Store
     rank: int
     world: int
     process: int  # its number; a forked child, which has another, is not this rank
@@ -49,11 +44,18 @@ class Peers:
 _peers: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()
 
 
-def store_of(group: dist.ProcessGroup) -> Store | None:
+def store_of(group: dist.ProcessGroup) -> dist.Store | None:
     """Return the store in which a group's ranks have their keys to themselves; None if no other process is in it."""
     if group.size() == 1 or dist.get_backend(group) in _WITHOUT_PEERS:
         return None
     return group.get_group_store()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a collective of the group may take."""
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
+    return next((each._timeout for each in options if each is not None), dist.default_pg_timeout)
 
 
 def current() -> Peers | None:
@@ -70,7 +72,7 @@ def publish(prefix: str, text: str) -> None:
             here.store.set(f"{prefix}/{here.rank}", text)
 
 
-def value(store: Store, key: str) -> str:
+def value(store: dist.Store, key: str) -> str:
     """Return the text under a key; "" if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -108,7 +110,7 @@ def _begin_beats(_: Any = None) -> None:
         threading.Thread(target=_beat, args=args, name="fsdp_compiled beats", daemon=True).start()
 
 
-def _beat(store: Store, key: str, ended: threading.Event) -> None:
+def _beat(store: dist.Store, key: str, ended: threading.Event) -> None:
     with suppress(RuntimeError):  # the store's host has ended
         while not ended.wait(_BEAT_S):
             store.add(key, 1)
