@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankFailureError, RankMismatchError
 from ..expect import expect, unexpected
@@ -115,7 +116,7 @@ def number_in(mesh: DeviceMesh) -> int:
 class Ledger:
     """What the ranks of one process group have agreed on."""
 
-    store: dist.Store
+    store: Store
     rank: int  # of this process in the group
     ranks: tuple[int, ...]  # of the group, by their numbers in the default group
     timeout: timedelta
@@ -215,7 +216,7 @@ def _ledger(group: dist.ProcessGroup) -> Ledger | None:
     return _ledgers[group]
 
 
-def _values(store: dist.Store, keys: list[str]) -> list[str]:
+def _values(store: Store, keys: list[str]) -> list[str]:
     extended = store.has_extended_api()  # type: ignore[attr-defined]
     return [value.decode() for value in (store.multi_get(keys) if extended else map(store.get, keys))]
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankFailureError
 
@@ -31,7 +32,7 @@ _PROCESS = "fsdp_compiled/process"
 class Peers:
     """What this process has told the other ranks of a default process group."""
 
-    store: dist.Store
+    store: Store
     rank: int
     world: int
     process: int  # its number; a forked child, which has another, is not this rank
@@ -44,7 +45,7 @@ class Peers:
 _peers: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()
 
 
-def store_of(group: dist.ProcessGroup) -> dist.Store | None:
+def store_of(group: dist.ProcessGroup) -> Store | None:
     """Return the store in which a group's ranks have their keys to themselves; None if no other process is in it."""
     if group.size() == 1 or dist.get_backend(group) in _WITHOUT_PEERS:
         return None
@@ -72,7 +73,7 @@ def publish(prefix: str, text: str) -> None:
             here.store.set(f"{prefix}/{here.rank}", text)
 
 
-def value(store: dist.Store, key: str) -> str:
+def value(store: Store, key: str) -> str:
     """Return the text under a key; "" if there is none."""
     return store.get(key).decode() if store.check([key]) else ""
 
@@ -110,7 +111,7 @@ def _begin_beats(_: Any = None) -> None:
         threading.Thread(target=_beat, args=args, name="fsdp_compiled beats", daemon=True).start()
 
 
-def _beat(store: dist.Store, key: str, ended: threading.Event) -> None:
+def _beat(store: Store, key: str, ended: threading.Event) -> None:
     with suppress(RuntimeError):  # the store's host has ended
         while not ended.wait(_BEAT_S):
             store.add(key, 1)

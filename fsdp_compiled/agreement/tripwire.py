@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankMismatchError
 from ..sharding.contract import Contract
@@ -111,7 +112,7 @@ def _reporter(process: int) -> _Reporter:
 class Tripwire:
     """What this rank has run on one group. :meth:`add` and :meth:`check` belong to the training thread."""
 
-    store: dist.Store
+    store: Store
     rank: int  # of this process in the group
     ranks: tuple[int, ...]  # of the group, by their numbers in the default group
     notes: dict[str, str] = field(default_factory=dict)  # by kind, of the next entry

@@ -58,7 +58,7 @@ def launch_all_gather(
     with profiler.of("all_gather", bucket):
         if not bucket.inputs_persist:
             packed = torch.empty(bucket.packed.numel, dtype=bucket.spec.dtype, device=device)
-            copies.pack_shards([shard.to(device) for shard in shards], packed)
+            copies.pack([shard.to(device) for shard in shards], packed)
             shards = bucket.packed.pieces(packed)
         is_filled_now = bucket.into_place or world == 1 or streams.streams_of(device) is not None
         outs = (allocate or new_parameters)() if is_filled_now else ()
@@ -90,7 +90,7 @@ def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started
         packed = shards[0].reshape(-1)
     else:
         packed = output.view(spec.group.world, numel)[group.rank()]
-        copies.pack_shards(shards, packed)
+        copies.pack(shards, packed)
     if custom is not None:
         return _Started(custom(output, packed, group, async_op=True), output, [packed])
     return _Started(backend.all_gather(output, packed, group), output, [packed])
@@ -106,10 +106,10 @@ def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: 
         sent = _flat(shards)
     elif len(outs) == 1:
         sent = [outs[0].view(bucket.spec.group.world, -1)[group.rank()]]
-        copies.pack_shards(shards, sent[0])
+        copies.pack(shards, sent[0])
     else:
         packed = outs[0].new_empty(bucket.packed.numel)
-        copies.pack_shards(shards, packed)
+        copies.pack(shards, packed)
         sent = bucket.packed.pieces(packed)
     if len(outs) == 1:
         work = backend.all_gather(outs[0], sent[0], group)
@@ -126,7 +126,7 @@ def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> 
         out if out.dim() > 1 else out.view(layout.padded_shape)
         for out, layout in zip(outs, bucket.layouts, strict=True)
     ]
-    copies.unpack_parameters(output, padded, [layout.dim for layout in bucket.layouts])
+    copies.unpack(output, padded, [layout.dim for layout in bucket.layouts])
     return outs
 
 

@@ -61,7 +61,7 @@ def launch_reduction(
 def launch_replica_reduction(partial: Sequence[Tensor], bucket: ReductionBucket) -> Pending[list[Tensor]]:
     """Start reducing over replicas what the shard group has reduced already: padded shards in the bucket's dtype."""
     packed = partial[0].new_empty(bucket.packed.numel)
-    copies.pack_shards(partial, packed)
+    copies.pack(partial, packed)
     return _launch_stage("all_reduce", packed, bucket, lambda packed: finish_reduction(packed, bucket))
 
 
@@ -72,7 +72,9 @@ def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
         return grads[0].reshape(spec.shards.world, -1)
     dims = [layout.dim for layout in bucket.layouts]
     with profiler.of("gradient_copy_in", bucket):
-        return copies.pack_gradients(grads, dims, spec.shards.world, spec.dtype, spec.scaling.pre_divide)
+        packed = grads[0].new_empty(spec.shards.world, bucket.packed.numel, dtype=spec.dtype)
+        copies.pack(grads, packed, dims, spec.scaling.pre_divide)
+        return packed
 
 
 def _needs_no_packing(grad: Tensor, bucket: ReductionBucket) -> bool:
@@ -137,7 +139,7 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
             shapes = [packed.shape] if len(dtypes) == 1 else [layout.shard_shape for layout in bucket.layouts]
             pairs = zip(shapes, bucket.params, strict=False)
             outs = [packed.new_empty(shape, dtype=param.dtype) for shape, param in pairs]
-            copies.unpack_gradients(packed, outs, divisor)
+            copies.unpack(packed, outs, divisor=divisor)
         if to_host:
             outs = list(map(copies.to_host, outs))
         return reference.packed_shards(outs[0], bucket.layouts) if len(dtypes) == 1 else outs
@@ -151,7 +153,7 @@ def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: Redu
         for part, layout in zip(partial, bucket.layouts, strict=True)
     ]
     carried = torch.empty_like(packed)
-    copies.pack_shards(parts, carried)
+    copies.pack(parts, carried)
     return packed.add_(carried)
 
 
