@@ -37,6 +37,7 @@ OWNERS = {
     "_reduce_scatter_base": GROUP,
     "_root": "torch.fx.Graph",
     "_spec": "torch.distributed.tensor.DTensor",
+    "_timeout": "torch._C._distributed_c10d.Backend.Options",
 }
 NOT_TORCHS = {"_asdict", "_fsdp_user_class", "_getframe", "_init_weights"}  # Python's, ours, Transformers'
 
