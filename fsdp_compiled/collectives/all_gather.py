@@ -112,10 +112,8 @@ def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: 
         copies.pack(shards, packed)
         sent = bucket.packed.pieces(packed)
     if len(outs) == 1:
-        work = backend.all_gather(outs[0], sent[0], group)
-    else:
-        work = backend.all_gather_coalesced(outs, sent, group)
-    return _Started(work, None, sent)
+        return _Started(backend.all_gather(outs[0], sent[0], group), None, sent)
+    return _Started(backend.all_gather_coalesced(outs, sent, group), None, sent)
 
 
 def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> Sequence[Tensor]:

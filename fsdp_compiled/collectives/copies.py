@@ -1,7 +1,7 @@
 """Packing and unpacking of buckets, by the fastest way that their device has.
 
 Where Triton has a driver for the device, NVIDIA's and AMD's GPUs among others, one Triton kernel copies a bucket.
-Everywhere else, and for complex numbers, the plain torch functions of :mod:`reference` do. It must not know recipes.
+Everywhere else, and for complex numbers, the plain torch functions of :mod:`reference` do.
 """
 
 from __future__ import annotations
