@@ -120,10 +120,7 @@ def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> 
     output = output.view(bucket.spec.group.world, -1)
     if not outs:  # on a CPU, where no side stream asks for the memory before
         return reference.unpacked_parameters(output, bucket.layouts)
-    padded = [
-        out if out.dim() > 1 else out.view(layout.padded_shape)
-        for out, layout in zip(outs, bucket.layouts, strict=True)
-    ]
+    padded = [out.view(layout.padded_shape) for out, layout in zip(outs, bucket.layouts, strict=True)]
     copies.unpack(output, padded, [layout.dim for layout in bucket.layouts])
     return outs
 

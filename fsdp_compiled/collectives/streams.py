@@ -47,8 +47,7 @@ class AcceleratorStreams:
         """Run what follows on the side stream ``name``, after all that compute was given so far."""
         stream = self._stream(name)
         stream.wait_stream(self._module.current_stream(self._device))
-        stream_context: AbstractContextManager[Any] = self._module.stream(stream)
-        return stream_context
+        return self._module.stream(stream)
 
     def record(self, name: str) -> torch.Event:
         """Return an event after all that the side stream was given so far."""
