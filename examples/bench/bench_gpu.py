@@ -143,25 +143,25 @@ class _Bucket:
             (
                 "pack shards",
                 6 * part,
-                partial(copies.pack_shards, self.shards, self.output[0]),
+                partial(copies.pack, self.shards, self.output[0]),
                 partial(torch._foreach_copy_, list(self.output[0].split(sizes)), flat),
             ),
             (
                 "unpack parameters",
                 4 * self.numel,
-                partial(copies.unpack_parameters, self.output, self.unsharded, dims),
+                partial(copies.unpack, self.output, self.unsharded, dims),
                 partial(by_torch.split_with_sizes_copy, self.output, sizes, 1, out=chunks),
             ),
             (
                 "pack gradients",
                 6 * self.numel,
-                partial(copies.pack_gradients, self.unsharded, dims, COPY_WORLD, torch.float32, 1.0),
+                partial(copies.pack, self.unsharded, self.reduced, dims),
                 partial(by_torch.chunk_cat, self.unsharded, 0, COPY_WORLD, out=self.reduced),
             ),
             (
                 "unpack gradients",
                 8 * part,
-                partial(copies.unpack_gradients, self.reduced[0], self.shards, 1.0),
+                partial(copies.unpack, self.reduced[0], self.shards),
                 partial(torch._foreach_copy_, flat, list(self.reduced[0].split(sizes))),
             ),
         ]

@@ -3,7 +3,7 @@
 Each new pair of what runs successively on a group, graphs or single collectives of hooks, is compared once by all
 ranks of that group: each posts a digest, the last to arrive compares and posts the verdict. A collective would do for
 that only if ranks agreed already. The steady state looks one pair up, and a thread compares afterwards what ran (see
-:mod:`tripwire`). It knows process groups and contracts; it must not know units, or graphs.
+:mod:`tripwire`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from datetime import timedelta
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # see peers.py
-from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankFailureError, RankMismatchError
 from ..expect import expect, unexpected
@@ -45,13 +45,13 @@ class Setting:
     deadline: timedelta | None = None  # None: a little less than the process group's timeout
 
 
-# By torch's record of this process's groups, which outlives each of them.
-_settings: WeakKeyDictionary[object, Setting] = WeakKeyDictionary()
+# By torch.distributed itself, which outlives each process group.
+_settings: WeakKeyDictionary[ModuleType, Setting] = WeakKeyDictionary()
 
 
 def setting() -> Setting:
     """Return what the user has set."""
-    return _settings.get(distributed_c10d._world, Setting())  # checked on torch 2.11.0, 2.13.0 and 2.15.0
+    return _settings.get(dist, Setting())
 
 
 def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = None) -> None:
@@ -75,7 +75,7 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
     expect("deadline", deadline, timedelta | None, "a timedelta or None")
     if deadline is not None and deadline <= timedelta(0):
         raise unexpected("deadline", "a positive time", str(deadline))
-    _settings[distributed_c10d._world] = Setting(enabled, deadline)
+    _settings[dist] = Setting(enabled, deadline)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -96,8 +96,7 @@ def agree(contract: Contract) -> None:
         return
     peers.watch_backward(tripwire.check)
     for name, part in contract.by_group.items():
-        ledger = _ledger(process_group(name))
-        if ledger is not None:
+        if (ledger := _ledger(process_group(name))) is not None:
             ledger.enter(part)
 
 
@@ -174,27 +173,23 @@ class Ledger:
         """Return when there is a verdict; leave one for the others if interrupted."""
         allowed_s = (setting().deadline or self.timeout * 0.9).total_seconds()
         absent, beats, pause_s = list(range(len(self.ranks))), 0, _SHORTEST_PAUSE_S
-        alive = time.monotonic()
+        alive = asked = time.monotonic()
         try:
-            while not self._has_verdict(prefix, min(_ATTENTION_S, allowed_s), pause_s):
-                before, first, pause_s = beats, absent[:_ASKED_FOR], _LONGEST_PAUSE_S
+            # Store.wait would print a warning at every timeout, and hold off signal handlers until then.
+            while not self.store.check([f"{prefix}/verdict"]):
+                time.sleep(pause_s)
+                pause_s, now = min(pause_s * 1.3, _LONGEST_PAUSE_S), time.monotonic()
+                if now - asked < min(_ATTENTION_S, allowed_s):
+                    continue
+                before, first, asked = beats, absent[:_ASKED_FOR], now
                 absent[:_ASKED_FOR] = [rank for rank in first if not self.store.check([f"{prefix}/digest/{rank}"])]
                 beats = sum(peers.beats(self.ranks[rank]) for rank in absent[:_ASKED_FOR])
-                now = time.monotonic()
                 alive = now if beats != before else alive  # one of them compiles
                 self._judge(prefix, contract, [self.ranks[rank] for rank in absent], now - alive, allowed_s)
         except BaseException as error:
             with suppress(RuntimeError):  # the store's host may have ended
                 self._decide(prefix, _FAILED, f"rank {self.ranks[self.rank]} raised {type(error).__name__} and left")
             raise
-
-    def _has_verdict(self, prefix: str, within_s: float, pause_s: float) -> bool:
-        """Poll: ``Store.wait`` would print a warning at every timeout, and hold off signal handlers until then."""
-        end = time.monotonic() + within_s
-        while not (is_there := self.store.check([f"{prefix}/verdict"])) and time.monotonic() < end:
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.3, _LONGEST_PAUSE_S)
-        return is_there
 
     def _judge(self, prefix: str, contract: Contract, absent: list[int], silent_s: float, allowed_s: float) -> None:
         """Decide if all ranks have come, if an absent one has failed, or if all absent ones are silent too long."""
@@ -217,14 +212,8 @@ def _ledger(group: dist.ProcessGroup) -> Ledger | None:
     if group not in _ledgers:
         store = peers.store_of(group)
         ranks = tuple(dist.get_process_group_ranks(group))
-        _ledgers[group] = None if store is None else Ledger(store, group.rank(), ranks, _timeout(group))
+        _ledgers[group] = None if store is None else Ledger(store, group.rank(), ranks, peers.timeout_of(group))
     return _ledgers[group]
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
-    return next((each._timeout for each in options if each is not None), dist.default_pg_timeout)
 
 
 def _values(store: Store, keys: list[str]) -> list[str]:

@@ -1,7 +1,4 @@
-"""What to tell about ranks that differ: which, in what, and why if it shows.
-
-It makes text of what ranks have posted; it must not know where posts come from.
-"""
+"""What to tell about ranks that differ: which, in what, and why if it shows."""
 
 from __future__ import annotations
 
@@ -126,9 +123,9 @@ _PARTED = "What ran since may have used wrong parameters: continue from a checkp
 def _cause(who: Sequence[str], contracts: Sequence[Contract]) -> str:
     bases = [dict(fact.split(": ", 1) for fact in contract.basis) for contract in contracts]
     if not all(bases):
-        compiled = [side for side, basis in zip(who, bases, strict=True) if basis]
-        if compiled:
-            return f"{compiled[0]} runs a compiled graph where others do not; compile on every rank or on none"
+        for side, basis in zip(who, bases, strict=True):
+            if basis:
+                return f"{side} runs a compiled graph where others do not; compile on every rank or on none"
         return _PATHS
     for name, advice in _ADVICE.items():
         values = [basis.get(name, "") for basis in bases]

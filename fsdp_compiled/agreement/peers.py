@@ -1,7 +1,4 @@
-"""What ranks know of each other through the store: that one compiles, has failed or has ended.
-
-It knows the default process group's store; it must not know what ranks agree on.
-"""
+"""What ranks know of each other through the default group's store: that one compiles, has failed or has ended."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -19,9 +17,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankFailureError
 
@@ -54,6 +50,13 @@ def store_of(group: dist.ProcessGroup) -> Store | None:
     if group.size() == 1 or dist.get_backend(group) in _WITHOUT_PEERS:
         return None
     return group.get_group_store()
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """Return how long a collective of the group may take."""
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
+    return next((each._timeout for each in options if each is not None), dist.default_pg_timeout)
 
 
 def current() -> Peers | None:

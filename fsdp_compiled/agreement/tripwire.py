@@ -4,7 +4,6 @@ The sequence of what a group runs is divided into windows. What comes in a windo
 begins the next, so that ranks that run the same end the same windows, one or a few in a training step. At the end of
 each, a thread adds a digest of all that ran so far to a key of the group's store. The last rank to add sees by the
 sum whether all are equal. If not, it stores a record of what it ran; the others poll for records, and store theirs.
-It must not know process groups, nor what starts a collective.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # see peers.py
+from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankMismatchError
 from ..sharding.contract import Contract

@@ -1,11 +1,8 @@
-"""The one collective stack, which hooks and graph operators call: recipes, copies, streams, communicators.
-
-It knows tensors and what travels (:mod:`sharding`). It must not know modules, units, or when a collective runs.
-"""
+"""The one collective stack, which hooks and graph operators call: recipes, copies, streams, communicators."""
 
 from .all_gather import all_gather_bucket, launch_all_gather
 from .bucket_operators import define_kind
-from .interfaces import AllGather, Comm, Hook, ReduceScatter, register
+from .communicators import AllGather, Comm, Hook, ReduceScatter, register
 from .operators import reduce_grad, unshard, unshard_all, with_gradient
 from .reduction import launch_reduction, launch_replica_reduction
 from .reference import padded_shard, take_shard

@@ -1,7 +1,6 @@
 """The recipe of an all-gather: move, cast, pack, gather, unpack. Hooks and graph operators call it.
 
-Its copies run with it on one side stream; shards that do not persist are copied by the compute stream first. It knows
-tensors and buckets; it must not know units, or when anything waits.
+Its copies run with it on one side stream; shards that do not persist are copied by the compute stream first.
 """
 
 from __future__ import annotations
@@ -18,10 +17,9 @@ from torch import Tensor
 from ..passes.cost import CLUSTERS, Cluster, Times
 from ..passes.kinds import Kind, Request
 from ..sharding.dtensor import process_group
-from ..sharding.layout import ShardLayout
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, CommSpec, ParamSpec
 from . import backend, copies, profiler, reference, streams
-from .interfaces import AllGather, registered
+from .communicators import AllGather, registered
 from .streams import Pending
 
 ALL_GATHERS = "all-gathers"  # the side stream
@@ -51,50 +49,34 @@ def launch_all_gather(
     Returns:
         Work that ends in those tensors; new ones have ``padded_shape``.
     """
-    with profiler.of("all_gather", bucket):
-        return _launch(shards, bucket, allocate)
-
-
-def _launch(
-    shards: Sequence[Tensor], bucket: AllGatherBucket, allocate: Allocate | None
-) -> Pending[Sequence[Tensor]]:
     device, world = bucket.device_of(shards), bucket.spec.group.world
-    if not bucket.inputs_persist:
-        shards = _packed_copies(shards, bucket, device)
-    is_filled_now = bucket.into_place or world == 1 or streams.streams_of(device) is not None
-    outs = (allocate or partial(_new_parameters, bucket, device))() if is_filled_now else ()
 
-    def begin() -> _Started:
-        sent = [shard.to(device, non_blocking=True) for shard in shards] if bucket.spec.device else shards
-        if world == 1:
-            torch._foreach_copy_(_flat(outs), _flat(sent))
-            return _Started(None, None, sent)
-        return _start_into_place(sent, outs, bucket) if bucket.into_place else _start_packed(sent, bucket)
+    def new_parameters() -> list[Tensor]:
+        return [torch.empty(each.padded_shape, dtype=bucket.spec.dtype, device=device) for each in bucket.layouts]
 
-    def finish(started: _Started) -> Sequence[Tensor]:
-        backend.wait(started.work, device)
-        if started.output is None:
-            return outs
-        with profiler.of("all_gather_copy_out", bucket):
-            return _unpack(started.output, outs or (allocate() if allocate else ()), bucket)
+    with profiler.of("all_gather", bucket):
+        if not bucket.inputs_persist:
+            packed = torch.empty(bucket.packed.numel, dtype=bucket.spec.dtype, device=device)
+            copies.pack([shard.to(device) for shard in shards], packed)
+            shards = bucket.packed.pieces(packed)
+        is_filled_now = bucket.into_place or world == 1 or streams.streams_of(device) is not None
+        outs = (allocate or new_parameters)() if is_filled_now else ()
 
-    return streams.launch(ALL_GATHERS, device, begin, finish, profiler.later("all_gather_wait", bucket))
+        def begin() -> _Started:
+            sent = [shard.to(device, non_blocking=True) for shard in shards] if bucket.spec.device else shards
+            if world == 1:
+                reference.copy_each(_flat(sent), _flat(outs))
+                return _Started(None, None, sent)
+            return _start_into_place(sent, outs, bucket) if bucket.into_place else _start_packed(sent, bucket)
 
+        def finish(started: _Started) -> Sequence[Tensor]:
+            backend.wait(started.work, device)
+            if started.output is None:
+                return outs
+            with profiler.of("all_gather_copy_out", bucket):
+                return _unpack(started.output, outs or (allocate() if allocate else ()), bucket)
 
-def unpadded(parameter: Tensor, layout: ShardLayout) -> Tensor:
-    """Return the parameter of ``layout.shape`` from a padded one."""
-    return parameter if layout.is_even else parameter.narrow(layout.dim, 0, layout.shape[layout.dim])
-
-
-def _new_parameters(bucket: AllGatherBucket, device: torch.device) -> list[Tensor]:
-    return [torch.empty(layout.padded_shape, dtype=bucket.spec.dtype, device=device) for layout in bucket.layouts]
-
-
-def _packed_copies(shards: Sequence[Tensor], bucket: AllGatherBucket, device: torch.device) -> list[Tensor]:
-    """Return copies of the shards in one packed buffer, made by the compute stream."""
-    packed = torch.empty(bucket.packed.numel, dtype=bucket.spec.dtype, device=device)
-    copies.pack_shards([shard.to(device) for shard in shards], packed)
-    return bucket.packed.pieces(packed)
+        return streams.launch(ALL_GATHERS, device, begin, finish, partial(profiler.of, "all_gather_wait", bucket))
 
 
 def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:
@@ -107,7 +89,7 @@ def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started
         packed = shards[0].reshape(-1)
     else:
         packed = output.view(spec.group.world, numel)[group.rank()]
-        copies.pack_shards(shards, packed)
+        copies.pack(shards, packed)
     if custom is not None:
         return _Started(custom(output, packed, group, async_op=True), output, [packed])
     return _Started(backend.all_gather(output, packed, group), output, [packed])
@@ -123,10 +105,10 @@ def _start_into_place(shards: Sequence[Tensor], outs: Sequence[Tensor], bucket: 
         sent = _flat(shards)
     elif len(outs) == 1:
         sent = [outs[0].view(bucket.spec.group.world, -1)[group.rank()]]
-        copies.pack_shards(shards, sent[0])
+        copies.pack(shards, sent[0])
     else:
         packed = outs[0].new_empty(bucket.packed.numel)
-        copies.pack_shards(shards, packed)
+        copies.pack(shards, packed)
         sent = bucket.packed.pieces(packed)
     if len(outs) == 1:
         return _Started(backend.all_gather(outs[0], sent[0], group), None, sent)
@@ -137,11 +119,8 @@ def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> 
     output = output.view(bucket.spec.group.world, -1)
     if not outs:  # on a CPU, where no side stream asks for the memory before
         return reference.unpacked_parameters(output, bucket.layouts)
-    padded = [
-        out if out.dim() > 1 else out.view(layout.padded_shape)
-        for out, layout in zip(outs, bucket.layouts, strict=True)
-    ]
-    copies.unpack_parameters(output, padded, [layout.dim for layout in bucket.layouts])
+    padded = [out.view(layout.padded_shape) for out, layout in zip(outs, bucket.layouts, strict=True)]
+    copies.unpack(output, padded, [layout.dim for layout in bucket.layouts])
     return outs
 
 
@@ -184,7 +163,10 @@ def _results(like: Tensor, bucket: AllGatherBucket) -> list[Tensor]:
 
 
 def _wait(pending: Pending[Sequence[Tensor]], stage: str, bucket: AllGatherBucket) -> list[Tensor]:
-    return [unpadded(*each) for each in zip(pending.wait(), bucket.layouts, strict=True)]
+    return [
+        param if layout.is_even else param.narrow(layout.dim, 0, layout.shape[layout.dim])
+        for param, layout in zip(pending.wait(), bucket.layouts, strict=True)
+    ]
 
 
 ALL_GATHER = Kind(

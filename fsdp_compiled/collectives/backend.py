@@ -1,26 +1,34 @@
-"""A process group's own collectives on flat tensors. Each starts and returns the work to wait for.
+"""A process group's own collectives on flat tensors, and what else only torch's private names give.
 
-It knows process groups and the names that torch gives their methods; it must not know parameters or streams.
+Each collective starts and returns the work to wait for.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from types import ModuleType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
+from torch._C._autograd import _profiler_enabled
+from torch.distributed import AllreduceOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 from ..agreement import peers, tripwire
 from ..errors import FSDPError, RankFailureError
 
 _ATTENTION = timedelta(seconds=2)  # how often a rank that waits asks whether others have failed
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
+TORCH_ALL_GATHER: type = _fsdp_api.AllGather
+TORCH_REDUCE_SCATTER: type = _fsdp_api.ReduceScatter
+profiler_is_on: Callable[[], bool] = _profiler_enabled
 
 
 # torch 2.11.0 has the second of two names only. Collectives are asynchronous by the options' defaults.
@@ -108,3 +116,15 @@ def _known(tensor: Tensor) -> Tensor:
 def _real(tensor: Tensor) -> Tensor:
     """Return the same memory as real numbers, which add up as complex ones do; gloo knows no complex ones."""
     return tensor.view(tensor.dtype.to_real()) if tensor.is_complex() else tensor
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Return what serves a process group's collectives on ``device``."""
+    return group._get_backend(device)
+
+
+def symmetric_memory() -> ModuleType:
+    """Return torch's symmetric memory, imported when it is needed. Without GPUs never run."""
+    import torch.distributed._symmetric_memory as memory
+
+    return memory

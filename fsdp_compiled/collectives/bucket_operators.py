@@ -8,7 +8,7 @@ to Inductor, and kernels of equal layers are equal. Stages that follow pass hand
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,8 +23,23 @@ from ..passes.kinds import Kind
 from ..sharding.contract import Contract, contract_of
 from ..sharding.spec import Bucket
 from .all_gather import ALL_GATHER
-from .library import define
 from .reduction import REDUCTION
+
+_library = torch.library.Library(nodes.NAMESPACE, "DEF")
+
+
+def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator: its schema, what it computes on every device, and on fake tensors."""
+    # CUDA graphs cannot hold what these do: they wait for other streams, and some read from the host.
+    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
+    name = schema.split("(")[0]
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{nodes.NAMESPACE}::{name}", fake, lib=_library)
+
+
+def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Give an operator its autograd formula."""
+    torch.library.register_autograd(f"{nodes.NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
 
 
 def define_kind(kind: Kind) -> None:

@@ -1,11 +1,15 @@
-"""Ready-made communicators whose buffers are not PyTorch's: the process group's own, and symmetric memory.
+"""What may stand in place of the collectives: the interfaces, ready-made communicators, how operators find objects.
 
-Both need GPUs; each says so where a device or a process group cannot do it. Symmetric memory is CUDA's.
+The ready-made ones have buffers that are not PyTorch's: the process group's own, and symmetric memory. Both need
+GPUs; each says so where a device or a process group cannot do it. A graph holds only strings and numbers, so an
+object that the user gave is found by the name that ``register`` returned. The names count the objects of this
+process, so that ranks that run one program agree on them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any
 from weakref import WeakValueDictionary
@@ -14,8 +18,103 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import FSDPError
 from . import backend
-from .interfaces import AllGather, Comm, RedOp, ReduceScatter
+from .streams import has_streams
+
+RedOp = dist.ReduceOp.RedOpType
+
+
+class Comm(ABC):
+    """A collective that allocates its own output."""
+
+    @abstractmethod
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialised tensor of ``size`` for the collective's output."""
+
+
+class AllGather(Comm):
+    """An all-gather; give one to ``FSDPModule.set_custom_all_gather``."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather 1-D ``input_tensor`` of every rank into ``output_tensor``, in order of rank.
+
+        Returns:
+            The work to wait for, or None if the output is complete (or in order on the current stream).
+        """
+
+
+class ReduceScatter(Comm):
+    """A reduce-scatter; give one to ``FSDPModule.set_custom_reduce_scatter``."""
+
+    @abstractmethod
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: RedOp, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce 1-D ``input_tensor`` over the ranks and leave this rank's part in ``output_tensor``.
+
+        Returns:
+            The work to wait for, or None if the output is complete (or in order on the current stream).
+        """
+
+
+# What implements FSDP2's interfaces has these methods, and serves here as well.
+AllGather.register(backend.TORCH_ALL_GATHER)
+ReduceScatter.register(backend.TORCH_REDUCE_SCATTER)
+
+
+class Hook:
+    """A function on reduced, packed gradients, as an object that can be referred to weakly."""
+
+    def __init__(self, run: Callable[[Tensor], None], stream: torch.Stream | None = None) -> None:
+        self._run = run
+        self._stream = stream  # where it runs; None for the stream on which the reduction ends
+
+    def __call__(self, packed: Tensor) -> None:
+        """Run the function between what came before and what comes after."""
+        if self._stream is None:
+            self._run(packed)
+            return
+        around = torch.accelerator.current_stream(packed.device)
+        self._stream.wait_stream(around)
+        with self._stream:
+            self._run(packed)
+        around.wait_stream(self._stream)
+
+
+# ---- by name ----
+
+
+class _Registered(WeakValueDictionary[str, "Comm | Hook"]):
+    """Objects by name. No name is given twice: a graph that was compiled for an object now gone finds nothing."""
+
+    given = 0
+
+
+_registered = _Registered()  # the callers own the objects
+
+
+def register(value: Comm | Hook) -> str:
+    """Return the name by which operators find ``value`` as long as the caller keeps it; always the same one."""
+    known = next((name for name, each in _registered.items() if each is value), None)
+    if known is None:
+        known, _registered.given = str(_registered.given), _registered.given + 1
+        _registered[known] = value
+    return known
+
+
+def registered(name: str, kind: type) -> Any:
+    """Return the object of this name; FSDPError if there is none, or none of this kind."""
+    found = _registered.get(name)
+    if not isinstance(found, kind):
+        raise FSDPError(f"custom communication {name!r}: expected {kind.__name__}, found {found!r}; compile again")
+    return found
+
+
+# ---- ready-made ----
 
 
 class ProcessGroupMemory(Comm):
@@ -26,7 +125,7 @@ class ProcessGroupMemory(Comm):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._backend = group._get_backend(device)
+        self._backend = backend.backend_of(group, device)
         if not self._backend.supports_tensor_alloc(device):
             raise RuntimeError(
                 f"process group {group.group_name!r}: expected a backend that allocates tensors on {device.type}, as "
@@ -55,22 +154,30 @@ class ProcessGroupReduceScatter(ProcessGroupMemory, ReduceScatter):
         return backend.reduce_scatter(output_tensor, input_tensor, group, op)
 
 
-class SymmetricMemory(Comm):
-    """Buffers that every rank of a group sees, one for each size and dtype, kept as long as this object.
+class SymmetricAllGather(AllGather):
+    """An all-gather into buffers that every rank of a group sees, one for each size and dtype, kept as long as this.
 
-    An all-gather may use one again because no rank's part arrives before this rank's all-gather has begun, behind the
-    copy-out of the last one on the same stream. ``backend`` is "NCCL" or "CUDA".
+    It may use one again because no rank's part arrives before this rank's all-gather has begun, behind the copy-out
+    of the last one on the same stream.
+
+    Args:
+        device: where compute runs.
+        name: of symmetric memory's backend. By "NCCL", NCCL's symmetric kernels gather; with the process group's
+            ``config.cta_policy`` (or ``NCCL_CTA_POLICY=2``) at zero, NCCL uses the copy engines inside a node, which
+            takes no compute units. By "CUDA", every rank copies its part into the others' buffers by copy engines.
 
     Raises:
         RuntimeError: ``device`` is no GPU.
     """
 
-    def __init__(self, device: torch.device, backend: str) -> None:
-        if device.type != "cuda":
+    def __init__(self, device: torch.device, name: str) -> None:
+        if not has_streams(device):
             raise RuntimeError(f"symmetric memory: expected GPUs, got {device.type}; leave buffers to PyTorch")
-        self._memory = _symmetric_memory()
-        self._memory.set_backend(backend)
+        self._memory = backend.symmetric_memory()
+        self._memory.set_backend(name)
+        self._name = name
         self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._met: set[tuple[str, int]] = set()  # groups, and the buffers in which their ranks have met
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (prod(size), dtype, device)
@@ -78,62 +185,41 @@ class SymmetricMemory(Comm):
             self._buffers[key] = self._memory.empty(prod(size), dtype=dtype, device=device)
         return self._buffers[key].view(*size)
 
-
-class NCCLSymmetricAllGather(SymmetricMemory, AllGather):
-    """NCCL's all-gather into symmetric memory, which it serves by its symmetric kernels.
-
-    With the process group's ``config.cta_policy`` (or ``NCCL_CTA_POLICY=2``) at zero, NCCL uses the copy engines
-    inside a node, which takes no compute units.
-    """
-
-    def __init__(self, device: torch.device, backend: str) -> None:
-        super().__init__(device, backend)
-        self._met: set[tuple[str, int]] = set()
-
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        place = (group.group_name, output_tensor.data_ptr())
+        if self._name == "NCCL":
+            return self._by_nccl(output_tensor, input_tensor, group)
+        self._by_copies(output_tensor, input_tensor, group)
+        return None
+
+    def _by_nccl(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
+        place = (group.group_name, output.data_ptr())
         if place not in self._met:
             # A rendezvous needs the communicator, which NCCL makes for the first collective.
-            dist.barrier(group, device_ids=[input_tensor.get_device()])
-            self._memory.rendezvous(output_tensor, group.group_name)
+            dist.barrier(group, device_ids=[input.get_device()])
+            self._memory.rendezvous(output, group.group_name)
             self._met.add(place)
-        return backend.all_gather(output_tensor, input_tensor, group)
+        return backend.all_gather(output, input, group)
 
-
-class CopyEngineAllGather(SymmetricMemory, AllGather):
-    """Every rank copies its part into the others' buffers by the GPUs' copy engines, which takes no compute units."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        # The result is in order on the current stream.
-        handle = self._memory.rendezvous(output_tensor, group.group_name)
-        numel = input_tensor.numel()
+    def _by_copies(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+        """Leave the result in order on the current stream."""
+        handle = self._memory.rendezvous(output, group.group_name)
+        numel = input.numel()
         handle.barrier(channel=0)  # nobody reads what the last all-gather left
         for step in range(handle.world_size):
             peer = (handle.rank + step) % handle.world_size  # so that not all write to one
-            theirs = handle.get_buffer(peer, (numel,), input_tensor.dtype, handle.rank * numel)
-            if theirs.data_ptr() != input_tensor.data_ptr():
-                theirs.copy_(input_tensor, non_blocking=True)
+            theirs = handle.get_buffer(peer, (numel,), input.dtype, handle.rank * numel)
+            if theirs.data_ptr() != input.data_ptr():
+                theirs.copy_(input, non_blocking=True)
         handle.barrier(channel=0)
-        return None
 
 
 # Units own what they share, and its buffers, so that these are freed with the last unit.
 _shared: WeakValueDictionary[Hashable, AllGather] = WeakValueDictionary()
 
 
-def symmetric_all_gather(device: torch.device, backend: str, groups: tuple[str, ...]) -> AllGather:
+def symmetric_all_gather(device: torch.device, name: str, groups: tuple[str, ...]) -> AllGather:
     """Return the all-gather that all units share which use symmetric memory over the groups of these names."""
-    kind = NCCLSymmetricAllGather if backend == "NCCL" else CopyEngineAllGather
-    key = (device, backend, groups)
-    return _shared.get(key) or _shared.setdefault(key, kind(device, backend))
-
-
-def _symmetric_memory() -> Any:
-    # Checked for its names on torch 2.11.0, 2.13.0 and 2.15.0; without GPUs never run.
-    import torch.distributed._symmetric_memory as symmetric_memory
-
-    return symmetric_memory
+    key = (device, name, groups)
+    return _shared.get(key) or _shared.setdefault(key, SymmetricAllGather(device, name))

@@ -1,7 +1,7 @@
 """Packing and unpacking of buckets, by the fastest way that their device has.
 
 Where Triton has a driver for the device, NVIDIA's and AMD's GPUs among others, one Triton kernel copies a bucket.
-Everywhere else, and for complex numbers, the plain torch functions of :mod:`reference` do. It must not know recipes.
+Everywhere else, and for complex numbers, the plain torch functions of :mod:`reference` do.
 """
 
 from __future__ import annotations
@@ -10,32 +10,29 @@ from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from . import reference
 
 
-def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
-    """See :func:`reference.pack_shards`."""
-    _for(packed).pack_shards(shards, packed)
+def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int] | None = None, divisor: float = 1.0) -> None:
+    """See :func:`reference.pack`. Without ``dims``: padded shards of this rank, and ``packed`` is 1-D."""
+    _for(packed).pack(*_unsharded(tensors, packed, dims), divisor)
 
 
-def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
-    """See :func:`reference.unpack_parameters`."""
-    _for(output).unpack_parameters(output, outs, dims)
+def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int] | None = None, divisor: float = 1.0) -> None:
+    """See :func:`reference.unpack`. Without ``dims``: padded shards of this rank, and ``packed`` is 1-D."""
+    outs, packed, dims = _unsharded(outs, packed, dims)
+    _for(packed).unpack(packed, outs, dims, divisor)
 
 
-def pack_gradients(
-    grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
-) -> Tensor:
-    """See :func:`reference.pack_gradients`."""
-    return _for(grads[0]).pack_gradients(grads, dims, world, dtype, divisor)
-
-
-def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
-    """See :func:`reference.unpack_gradients`."""
-    _for(packed).unpack_gradients(packed, outs, divisor)
+def _unsharded(
+    tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int] | None
+) -> tuple[Sequence[Tensor], Tensor, Sequence[int]]:
+    """Return shards of a rank as what is unsharded among one rank."""
+    if dims is not None:
+        return tensors, packed, dims
+    return [tensor.reshape(-1) for tensor in tensors], packed.view(1, -1), [0] * len(tensors)
 
 
 def to_host(tensor: Tensor) -> Tensor:

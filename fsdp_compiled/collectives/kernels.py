@@ -1,6 +1,6 @@
 """Packing and unpacking of a bucket by one Triton kernel. It equals :mod:`reference`.
 
-All four copies move **pieces**: what one rank contributes of one tensor, contiguous in the packed buffer and, in the
+Both copies move **pieces**: what one rank contributes of one tensor, contiguous in the packed buffer and, in the
 tensor, ``outer`` runs of ``inner`` elements. The kernel reads the tensors' addresses and the pieces from tables, so
 that one launch serves any number of parameters, and a second one those of odd sizes. Importing this module imports
 triton.
@@ -110,36 +110,20 @@ def run_on(kind: str) -> bool:
         return False
 
 
-def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
-    """See :func:`reference.pack_shards`."""
-    _run([shard.contiguous() for shard in shards], packed, _shard_blocks(shards), is_packing=True)
+def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor: float = 1.0) -> None:
+    """See :func:`reference.pack`."""
+    _run([tensor.contiguous() for tensor in tensors], packed, dims, divisor, is_packing=True)
 
 
-def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
-    """See :func:`reference.unpack_parameters`."""
-    _run(outs, output, _bucket_blocks(tuple(_layouts(outs, dims, output.shape[0]))), is_packing=False)
+def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor: float = 1.0) -> None:
+    """See :func:`reference.unpack`."""
+    _run(outs, packed, dims, divisor, is_packing=False)
 
 
-def pack_gradients(
-    grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
-) -> Tensor:
-    """See :func:`reference.pack_gradients`."""
-    layouts = tuple(_layouts(grads, dims, world))
-    numel = packed_layout(tuple(layout.shard_numel for layout in layouts)).numel
-    packed = grads[0].new_empty(world, numel, dtype=dtype)
-    _run([grad.contiguous() for grad in grads], packed, _bucket_blocks(layouts), is_packing=True, divisor=divisor)
-    return packed
-
-
-def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
-    """See :func:`reference.unpack_gradients`."""
-    _run(outs, packed, _shard_blocks(outs), is_packing=False, divisor=divisor)
-
-
-def _run(
-    tensors: Sequence[Tensor], packed: Tensor, blocks: Blocks, *, is_packing: bool, divisor: float = 1.0
-) -> None:
+def _run(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor: float, *, is_packing: bool) -> None:
     """Launch once for each dtype among ``tensors``; and once more for those too odd for wide reads and writes."""
+    pairs = zip(tensors, dims, strict=True)
+    blocks = _blocks(tuple(shard_layout(tensor.shape, dim, packed.shape[0]) for tensor, dim in pairs))
     widest = [_WIDEST_BYTES // min(tensor.itemsize, packed.itemsize) for tensor in tensors]
     kinds = [(tensor.dtype, blocks.granularity(i) >= widest[i]) for i, tensor in enumerate(tensors)]
     for dtype, is_wide in dict.fromkeys(kinds):
@@ -215,18 +199,8 @@ class Blocks:
         return self._made[key]
 
 
-def _layouts(tensors: Sequence[Tensor], dims: Sequence[int], world: int) -> Iterator[ShardLayout]:
-    for tensor, dim in zip(tensors, dims, strict=True):
-        yield shard_layout(tensor.shape, dim, world)
-
-
-def _shard_blocks(shards: Sequence[Tensor]) -> Blocks:
-    """Return the pieces of one rank's shards: those of a bucket of flat tensors on one rank."""
-    return _bucket_blocks(tuple(shard_layout((shard.numel(),), 0, 1) for shard in shards))
-
-
 @lru_cache(maxsize=1024)
-def _bucket_blocks(layouts: tuple[ShardLayout, ...]) -> Blocks:
+def _blocks(layouts: tuple[ShardLayout, ...]) -> Blocks:
     """Return the pieces of unsharded tensors in ``[world, packed numel]``."""
     world, packed = layouts[0].world, packed_layout(tuple(layout.shard_numel for layout in layouts))
     blocks = list[tuple[int, ...]]()

@@ -22,8 +22,7 @@ from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from . import reference
 from .all_gather import ALL_GATHER, all_gather_bucket
-from .bucket_operators import run_alone
-from .library import define, differentiate
+from .bucket_operators import define, differentiate, run_alone
 from .reduction import REDUCTION
 
 _SHARD, _UNSHARDED, _PARTIAL = range(3)  # what a gradient goes to: see the first three arguments of unshard

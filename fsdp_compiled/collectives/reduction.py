@@ -1,8 +1,7 @@
 """The recipe of a reduction: cast, divide, pack, reduce-scatter, all-reduce, hook, divide, cast, unpack, to the host.
 
 Hooks run it as one :class:`Pending`; a graph runs its stages by operators of their own. Packing stays on the compute
-stream, because gradients are freed right after it. It knows tensors and buckets; it must not know units, or when
-anything waits.
+stream, because gradients are freed right after it.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from ..passes.kinds import Kind, Request
 from ..sharding.dtensor import process_group
 from ..sharding.spec import CommSpec, ReductionBucket, ReductionSpec
 from . import backend, copies, profiler, reference, streams
-from .interfaces import Hook, ReduceScatter, registered
+from .communicators import Hook, ReduceScatter, registered
 from .streams import Pending
 
-REDUCE_SCATTERS, ALL_REDUCES, TO_HOST = "reduce-scatters", "all-reduces", "to host"  # side streams
+_STREAMS = {"reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces", "copy_to_host": "to host"}
+Started = tuple[Tensor, dist.Work | None]  # a stage's output, and the work that fills it
 Result = TypeVar("Result")
 
 
@@ -41,111 +41,84 @@ def launch_reduction(
         Work that ends in the padded sharded gradients, which may share memory. If the bucket goes to the host, the
         host reads them and has to wait as well.
     """
-    packed = pack(grads, bucket)
 
     def finish(output: Tensor) -> list[Tensor]:
-        return finish_reduction(_plus_partial(output, partial, bucket), bucket)
-
-    if bucket.spec.replicas.world == 1:
-        return launch_reduce_scatter(packed, bucket, finish)
-
-    def all_reduce(output: Tensor) -> list[Tensor]:
         packed = _plus_partial(output, partial, bucket)
-        work = _start_all_reduce(packed, bucket)
-        with profiler.of("all_reduce_wait", bucket):
-            backend.wait(work, packed.device)
+        if bucket.spec.replicas.world > 1:
+            with profiler.of("all_reduce", bucket):
+                _, work = _all_reduce(packed, bucket)
+            with profiler.of("all_reduce_wait", bucket):
+                backend.wait(work, packed.device)
         return finish_reduction(packed, bucket)
 
-    scattered = launch_reduce_scatter(packed, bucket, lambda output: output)
-    return scattered.then(ALL_REDUCES, packed.device, all_reduce)
+    packed = pack(grads, bucket)
+    if bucket.spec.replicas.world == 1:
+        return _launch_stage("reduce_scatter", packed, bucket, finish)
+    scattered = _launch_stage("reduce_scatter", packed, bucket, lambda output: output)
+    return scattered.then(_STREAMS["all_reduce"], packed.device, finish)
 
 
 def launch_replica_reduction(partial: Sequence[Tensor], bucket: ReductionBucket) -> Pending[list[Tensor]]:
     """Start reducing over replicas what the shard group has reduced already: padded shards in the bucket's dtype."""
     packed = partial[0].new_empty(bucket.packed.numel)
-    copies.pack_shards(partial, packed)
-    return launch_all_reduce(packed, bucket, lambda packed: finish_reduction(packed, bucket))
+    copies.pack(partial, packed)
+    return _launch_stage("all_reduce", packed, bucket, lambda packed: finish_reduction(packed, bucket))
 
 
 def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
     """Return the reduce-scatter input, ``[world, packed numel]``, by the compute stream; one gradient may be it."""
-    if len(grads) == 1 and needs_no_packing(grads[0], bucket):
-        return grads[0].reshape(bucket.spec.shards.world, -1)
-    dims = [layout.dim for layout in bucket.layouts]
     spec = bucket.spec
+    if len(grads) == 1 and _needs_no_packing(grads[0], bucket):
+        return grads[0].reshape(spec.shards.world, -1)
+    dims = [layout.dim for layout in bucket.layouts]
     with profiler.of("gradient_copy_in", bucket):
-        return copies.pack_gradients(grads, dims, spec.shards.world, spec.dtype, spec.scaling.pre_divide)
+        packed = grads[0].new_empty(spec.shards.world, bucket.packed.numel, dtype=spec.dtype)
+        copies.pack(grads, packed, dims, spec.scaling.pre_divide)
+        return packed
 
 
-def needs_no_packing(grad: Tensor, bucket: ReductionBucket) -> bool:
+def _needs_no_packing(grad: Tensor, bucket: ReductionBucket) -> bool:
     """Tell whether a gradient alone is its reduce-scatter input: not cast, divided, padded or permuted."""
     layout, spec = bucket.layouts[0], bucket.spec
     is_plain = bucket.inputs_persist and grad.dtype == spec.dtype and spec.scaling.pre_divide == 1.0
     return is_plain and spec.shards.world > 1 and layout.dim == 0 and layout.is_even  # its output is a new tensor
 
 
-def launch_reduce_scatter(
-    packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
+def _launch_stage(
+    stage: str, packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
 ) -> Pending[Result]:
-    """Start the reduce-scatter of a packed bucket.
+    """Start a stage on packed gradients; ``finish`` continues with its 1-D output, on the same side stream."""
 
-    Args:
-        packed: the reduce-scatter input; with one shard only, already the output.
-        bucket: what it holds.
-        finish: continues with the 1-D output, on the same side stream.
-    """
-    world, waiting = bucket.spec.shards.world, profiler.later("reduce_scatter_wait", bucket)
-    if world == 1:
-        return streams.launch(REDUCE_SCATTERS, packed.device, lambda: packed.view(-1), finish, waiting)
-
-    def end(started: tuple[Tensor, dist.Work | None]) -> Result:
+    def end(started: Started) -> Result:
         output, work = started
-        backend.wait(work, packed.device)
+        if work is not None:
+            backend.wait(work, packed.device)
         return finish(output)
 
-    with profiler.of("reduce_scatter", bucket):
-        return streams.launch(
-            REDUCE_SCATTERS, packed.device, lambda: _start_reduce_scatter(packed.view(-1), bucket), end, waiting
-        )
+    waiting = partial(profiler.of, f"{stage}_wait", bucket)
+    with profiler.of(stage, bucket):
+        begin = partial(_START[stage], packed.view(-1), bucket)
+        return streams.launch(_STREAMS[stage], packed.device, begin, end, waiting)
 
 
-def _start_reduce_scatter(packed: Tensor, bucket: ReductionBucket) -> tuple[Tensor, dist.Work | None]:
+def _reduce_scatter(packed: Tensor, bucket: ReductionBucket) -> Started:
     spec = bucket.spec
+    if spec.shards.world == 1:
+        return packed, None
     group, op = process_group(spec.shards.name), backend.REDUCE_OPS[spec.scaling.op]
+    numel = packed.numel() // spec.shards.world
     if not spec.comm:
-        output = packed.new_empty(packed.numel() // spec.shards.world)
+        output = packed.new_empty(numel)
         return output, backend.reduce_scatter(output, packed, group, op)
     custom: ReduceScatter = registered(spec.comm, ReduceScatter)
-    output = custom.allocate([packed.numel() // spec.shards.world], dtype=packed.dtype, device=packed.device)
+    output = custom.allocate([numel], dtype=packed.dtype, device=packed.device)
     return output, custom(output, packed.contiguous(), group, op, async_op=True)
 
 
-def launch_all_reduce(packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]) -> Pending[Result]:
-    """Start the all-reduce over replicas of packed gradients, in place; ``finish`` continues with them."""
-
-    def end(work: dist.Work) -> Result:
-        backend.wait(work, packed.device)
-        return finish(packed)
-
-    waiting = profiler.later("all_reduce_wait", bucket)
-    return streams.launch(ALL_REDUCES, packed.device, lambda: _start_all_reduce(packed, bucket), end, waiting)
-
-
-def _start_all_reduce(packed: Tensor, bucket: ReductionBucket) -> dist.Work:
-    spec = bucket.spec
-    group, op = process_group(spec.replicas.name), backend.REDUCE_OPS[spec.scaling.op]
-    with profiler.of("all_reduce", bucket):
-        return backend.all_reduce(packed, group, op)
-
-
-def launch_copy_to_host(
-    packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
-) -> Pending[Result]:
-    """Start ``finish``, which copies reduced, packed gradients to the host; called as the other stages are."""
-    with profiler.of("copy_to_host", bucket):
-        return streams.launch(
-            TO_HOST, packed.device, lambda: packed, finish, profiler.later("copy_to_host_wait", bucket)
-        )
+def _all_reduce(packed: Tensor, bucket: ReductionBucket) -> Started:
+    """Start the all-reduce over replicas, in place."""
+    group, op = process_group(bucket.spec.replicas.name), backend.REDUCE_OPS[bucket.spec.scaling.op]
+    return packed, backend.all_reduce(packed, group, op)
 
 
 def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
@@ -155,31 +128,21 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
         packed: 1-D; the hook may change it.
         bucket: what it holds.
     """
-    with profiler.of("gradient_copy_out", bucket):
-        return _finish(packed, bucket)
-
-
-def _finish(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
-    if bucket.spec.hook:
-        registered(bucket.spec.hook, Hook)(packed)
+    to_host, divisor = bucket.spec.to_host, bucket.spec.scaling.post_divide
     dtypes = {param.dtype for param in bucket.params}
-    if len(dtypes) == 1:
-        packed = _scaled(packed, dtypes.pop(), bucket.spec.scaling.post_divide)
-        return reference.packed_shards(copies.to_host(packed) if bucket.spec.to_host else packed, bucket.layouts)
-    outs = [
-        packed.new_empty(layout.shard_shape, dtype=param.dtype)
-        for layout, param in zip(bucket.layouts, bucket.params, strict=True)
-    ]
-    copies.unpack_gradients(packed, outs, bucket.spec.scaling.post_divide)
-    return [copies.to_host(out) for out in outs] if bucket.spec.to_host else outs
-
-
-def _scaled(packed: Tensor, dtype: torch.dtype, divisor: float) -> Tensor:
-    if divisor == 1.0 and dtype == packed.dtype:
-        return packed
-    out = packed.new_empty(packed.shape, dtype=dtype)
-    copies.unpack_gradients(packed, [out], divisor)
-    return out
+    with profiler.of("gradient_copy_out", bucket):
+        if bucket.spec.hook:
+            registered(bucket.spec.hook, Hook)(packed)
+        if dtypes == {packed.dtype} and divisor == 1.0:
+            outs = [packed]
+        else:
+            shapes = [packed.shape] if len(dtypes) == 1 else [layout.shard_shape for layout in bucket.layouts]
+            pairs = zip(shapes, bucket.params, strict=False)
+            outs = [packed.new_empty(shape, dtype=param.dtype) for shape, param in pairs]
+            copies.unpack(packed, outs, divisor=divisor)
+        if to_host:
+            outs = list(map(copies.to_host, outs))
+        return reference.packed_shards(outs[0], bucket.layouts) if len(dtypes) == 1 else outs
 
 
 def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: ReductionBucket) -> Tensor:
@@ -190,24 +153,24 @@ def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: Redu
         for part, layout in zip(partial, bucket.layouts, strict=True)
     ]
     carried = torch.empty_like(packed)
-    copies.pack_shards(parts, carried)
+    copies.pack(parts, carried)
     return packed.add_(carried)
 
 
 # ---- the kind ----
 
-_LAUNCH = {
-    "reduce_scatter": launch_reduce_scatter,
-    "all_reduce": launch_all_reduce,
-    "copy_to_host": launch_copy_to_host,
+_START: dict[str, Callable[[Tensor, ReductionBucket], Started]] = {
+    "reduce_scatter": _reduce_scatter,
+    "all_reduce": _all_reduce,
+    "copy_to_host": lambda packed, bucket: (packed, None),  # which finish_reduction does
 }
 
 
 def _launch_in_graph(stage: str, given: Sequence[Tensor] | Tensor, bucket: ReductionBucket) -> Pending[Any]:
     """Start a stage on gradients, or on what the stage before returned; the last one returns sharded gradients."""
-    packed = given if isinstance(given, Tensor) else pack(given, bucket).view(-1)
+    packed = given if isinstance(given, Tensor) else pack(given, bucket)
     is_last = stage == bucket.stages[-1]
-    return _LAUNCH[stage](packed, bucket, lambda packed: finish_reduction(packed, bucket) if is_last else packed)
+    return _launch_stage(stage, packed, bucket, lambda out: finish_reduction(out, bucket) if is_last else out)
 
 
 def _wait(pending: Pending[Any], stage: str, bucket: ReductionBucket) -> Any:
@@ -246,7 +209,7 @@ REDUCTION = Kind(
     "reduction",
     opaque="reduce_grad",
     bucket=ReductionBucket,
-    launch={stage: partial(_launch_in_graph, stage) for stage in _LAUNCH},
+    launch={stage: partial(_launch_in_graph, stage) for stage in _START},
     wait=_wait,
     results=_results,
     is_ahead=False,

@@ -30,38 +30,53 @@ def padded_shard(local: Tensor, layout: ShardLayout) -> Tensor:
     return padded
 
 
-def pack_shards(shards: Sequence[Tensor], packed: Tensor) -> None:
-    """Copy padded shards into the packed buffer of this rank, cast to its dtype.
+def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor: float = 1.0) -> None:
+    """Copy tensors into a packed buffer, cast to its dtype, then divided.
 
     Args:
-        shards: of this rank, any shapes and dtypes.
-        packed: 1-D, as long as their :class:`PackedLayout`; overwritten.
+        tensors: unsharded, any dtypes; what one lacks of a multiple of ``world`` along its dimension becomes zeros.
+        packed: ``[world, packed numel]``; overwritten.
+        dims: the sharded dimension of each.
+        divisor: 1 for none.
     """
-    layout = packed_layout(tuple(shard.numel() for shard in shards))
-    pieces = _with_gaps([shard.reshape(-1) for shard in shards], layout)
-    if {shard.dtype for shard in shards} == {packed.dtype}:
-        torch.cat(pieces, out=packed)
+    world = packed.shape[0]
+    pairs = list(zip(tensors, dims, strict=True))
+    layout = packed_layout(tuple(shard_layout(tensor.shape, dim, world).shard_numel for tensor, dim in pairs))
+    chunks = [each if dim == 0 else _chunks(each, dim, world).reshape(world, -1) for each, dim in pairs]
+    if len({chunk.dtype for chunk in chunks}) > 1:
+        chunks = [chunk.to(packed.dtype) for chunk in chunks]
+    is_cast = chunks[0].dtype != packed.dtype
+    pieces = [piece for piece in _with_gaps(chunks, layout, world) if piece.numel()]  # torch refuses empty ones
+    if not pieces:
+        return
+    if world == 1:  # which torch does faster so
+        joined = torch.cat([piece.reshape(-1) for piece in pieces], out=None if is_cast else packed[0])
     else:
-        packed.copy_(torch.cat(pieces))
+        joined = torch._chunk_cat(pieces, 0, world, out=None if is_cast else packed)
+    if is_cast:
+        packed.copy_(joined)
+    if divisor != 1.0:
+        packed.div_(divisor)
 
 
-def unpack_parameters(output: Tensor, outs: Sequence[Tensor], dims: Sequence[int]) -> None:
-    """Copy an all-gather output into the unsharded parameters.
+def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor: float = 1.0) -> None:
+    """Copy a packed buffer into tensors: divided, then cast to their dtypes.
 
     Args:
-        output: ``[world, packed numel]``, every rank's padded shards.
+        packed: ``[world, packed numel]``, every rank's padded shards.
         outs: contiguous, padded to a multiple of ``world`` along the sharded dimension; overwritten.
         dims: the sharded dimension of each.
+        divisor: 1 for none.
     """
-    world = output.shape[0]
-    layout = packed_layout(tuple(out.numel() // world for out in outs))
+    world = packed.shape[0]
+    packed = packed if divisor == 1.0 else packed / divisor
     chunks = [_chunks(out, dim, world) for out, dim in zip(outs, dims, strict=True)]
-    pieces = [piece.view(chunk.shape) for piece, chunk in zip(layout.pieces(output), chunks, strict=True)]
-    torch._foreach_copy_(chunks, pieces)
+    pieces = packed_layout(tuple(out.numel() // world for out in outs)).pieces(packed)
+    copy_each([piece.view(chunk.shape) for piece, chunk in zip(pieces, chunks, strict=True)], chunks)
 
 
 def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
-    """Return the unsharded parameters, padded, each in new memory of its own; see :func:`unpack_parameters`."""
+    """Return the unsharded parameters, padded, each in new memory of its own; see :func:`unpack`."""
     pieces = packed_layout(tuple(layout.shard_numel for layout in layouts)).pieces(
         output, torch.ops.aten.split_with_sizes_copy
     )
@@ -82,44 +97,9 @@ def packed_shards(packed: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor
     return [piece.view(layout.shard_shape) for piece, layout in zip(place.pieces(packed), layouts, strict=True)]
 
 
-def pack_gradients(
-    grads: Sequence[Tensor], dims: Sequence[int], world: int, dtype: torch.dtype, divisor: float
-) -> Tensor:
-    """Return the reduce-scatter input ``[world, packed numel]``: gradients cast to ``dtype``, then divided.
-
-    Args:
-        grads: of the parameters' shapes; what a parameter lacks of a multiple of ``world`` becomes zeros.
-        dims: the sharded dimension of each.
-        world: number of ranks.
-        dtype: of the result.
-        divisor: 1 for none.
-    """
-    layouts = [shard_layout(grad.shape, dim, world) for grad, dim in zip(grads, dims, strict=True)]
-    chunks = [
-        grad if dim == 0 else _chunks(grad, dim, world).reshape(world, -1)
-        for grad, dim in zip(grads, dims, strict=True)
-    ]
-    if len({chunk.dtype for chunk in chunks}) > 1:
-        chunks = [chunk.to(dtype) for chunk in chunks]
-    packed = packed_layout(tuple(layout.shard_numel for layout in layouts))
-    pieces = [piece for piece in _with_gaps(chunks, packed, world) if piece.numel()]  # torch refuses empty ones
-    if not pieces:
-        return grads[0].new_empty(world, 0, dtype=dtype)
-    input = torch._chunk_cat(pieces, 0, world).to(dtype)
-    return input if divisor == 1.0 else input.div_(divisor)
-
-
-def unpack_gradients(packed: Tensor, outs: Sequence[Tensor], divisor: float) -> None:
-    """Copy reduced, packed gradients into padded sharded gradients: divided, then cast to their dtypes.
-
-    Args:
-        packed: 1-D, as long as the :class:`PackedLayout` of ``outs``.
-        outs: contiguous; overwritten.
-        divisor: 1 for none.
-    """
-    packed = packed if divisor == 1.0 else packed / divisor
-    pieces = packed_layout(tuple(out.numel() for out in outs)).pieces(packed)
-    torch._foreach_copy_(list(outs), [piece.view(out.shape) for piece, out in zip(pieces, outs, strict=True)])
+def copy_each(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    """Copy each tensor into the one at its place in ``outs``, of its shape."""
+    torch._foreach_copy_(list(outs), list(tensors))
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, world: int = 1) -> list[Tensor]:

@@ -3,7 +3,7 @@
 Work starts on a side stream at the point that compute has reached, and compute waits for it by events; the host waits
 only where it reads the result. Tensors that both streams use are allocated on the compute stream and kept by the
 :class:`Pending` until compute has waited; tensors that only the side stream uses come from that stream's own pool and
-are freed at once. It knows streams and events; it must not know what tensors mean.
+are freed at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -48,8 +48,7 @@ class AcceleratorStreams:
         """Run what follows on the side stream ``name``, after all that compute was given so far."""
         stream = self._stream(name)
         stream.wait_stream(self._module.current_stream(self._device))
-        stream_context: AbstractContextManager[Any] = self._module.stream(stream)
-        return stream_context
+        return self._module.stream(stream)
 
     def record(self, name: str) -> torch.Event:
         """Return an event after all that the side stream was given so far."""
@@ -80,32 +79,40 @@ def _streams_of(kind: str, index: int) -> AcceleratorStreams:
     return AcceleratorStreams(torch.device(kind, index))
 
 
+@dataclass(eq=False)
 class Pending(Generic[Result]):
     """Work under way: a collective and the copies around it.
 
     Args:
         finish: does or awaits the rest of the work and returns its result; it holds what the work needs.
-        event: after the work; None on a device without streams.
         waiting: makes what is entered around the wait.
     """
 
-    def __init__(
-        self,
-        finish: Callable[[], Result],
-        event: torch.Event | None = None,
-        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self._finish: Callable[[], Result] | None = finish
-        self._event = event
-        self._waiting = waiting
+    finish: Callable[[], Result] | None
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    _event: torch.Event | None = None  # after the work; None on a device without streams
+    _join: Callable[[], None] | None = None  # lets compute wait for the event, until it has
+    _held: object = None  # what the work reads, until compute has waited
 
     def wait(self) -> Result:
         """Let compute wait for the work, once, and release what the work has held."""
-        finish, self._finish = self._finish, None
-        if finish is None:
+        if self.finish is None:
             raise FSDPError("a collective was waited for twice")
-        with self._waiting():
+        with self.waiting():
+            self._wait_for_event()
+            finish, self.finish, self._held = self.finish, None, None
             return finish()
+
+    def _wait_for_event(self) -> None:
+        join, self._join = self._join, None
+        if join is not None:
+            join()
+
+    def __del__(self) -> None:
+        # An exception came between launch and wait: memory that the side stream still uses is about to be freed for
+        # compute.
+        if not sys.is_finalizing():
+            self._wait_for_event()
 
     def wait_on_host(self) -> None:
         """Let the host wait for work that compute has waited for, and whose result the host will read."""
@@ -114,13 +121,9 @@ class Pending(Generic[Result]):
 
     def then(self, name: str, device: torch.device, work: Callable[[Result], Following]) -> Pending[Following]:
         """Continue with the result on the side stream ``name``; without streams, when compute waits."""
-        streams = streams_of(device)
-        if streams is None:
-            return Pending(lambda: work(self.wait()))
-        held = self._finish
-        with streams.on(name):
-            result = work(self.wait())
-        return _under_way(streams, name, result, (held, work))
+        return launch(
+            name, device, lambda: self, lambda pending: work(pending.wait()), held=(self.finish, self._held)
+        )
 
 
 def launch(
@@ -129,6 +132,7 @@ def launch(
     begin: Callable[[], Begun],
     finish: Callable[[Begun], Result],
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    held: object = None,
 ) -> Pending[Result]:
     """Start work that runs at the same time as compute.
 
@@ -142,40 +146,8 @@ def launch(
     streams = streams_of(device)
     if streams is None:
         begun = begin()
-        return Pending(lambda: finish(begun), waiting=waiting)
+        return Pending(lambda: finish(begun), waiting)
     with streams.on(name):
         result = finish(begin())
-    return _under_way(streams, name, result, (begin, finish), waiting)
-
-
-def _under_way(
-    streams: AcceleratorStreams,
-    name: str,
-    result: Result,
-    held: object,
-    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Pending[Result]:
     event = streams.record(name)
-    return Pending(_Join(streams, event, result, held), event, waiting)
-
-
-@dataclass(eq=False)
-class _Join(Generic[Result]):
-    """Lets compute wait for an event, once."""
-
-    streams: AcceleratorStreams
-    event: torch.Event | None  # after the work
-    result: Result
-    held: object  # what the work reads, until compute has waited
-
-    def __call__(self) -> Result:
-        event, self.event = self.event, None
-        if event is not None:
-            self.streams.wait(event)
-        return self.result
-
-    def __del__(self) -> None:
-        # An exception came between launch and wait: memory that the side stream still uses is about to be freed for
-        # compute.
-        if not sys.is_finalizing():
-            self()
+    return Pending(lambda: result, waiting, event, partial(streams.wait, event), (begin, finish, held))

@@ -64,7 +64,7 @@ def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with profiler.of_unit(what, args[0].unit.config.name):  # type: ignore[attr-defined]
+            with profiler.of(what, args[0].unit.config.name):  # type: ignore[attr-defined]
                 return method(*args, **kwargs)
 
         return outside_functorch(run)

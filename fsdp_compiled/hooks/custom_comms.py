@@ -57,7 +57,7 @@ def _shard_groups(state: FSDPState) -> tuple[str, ...]:
 
 
 def _require_none(method: str, state: FSDPState) -> None:
-    allowed = (communicators.ProcessGroupMemory, communicators.SymmetricMemory, Hook)
+    allowed = (communicators.ProcessGroupMemory, communicators.SymmetricAllGather, Hook)
     for comm in state.custom.values():
         if not isinstance(comm, allowed):
             unit = state.unit.config.name

@@ -20,6 +20,7 @@ def _padded(shape, dim):
 
 
 DIMS = [dim for _, dim in SHAPES]
+FLAT = [0] * len(SHAPES)  # of shards
 NUMEL = packed_layout(tuple(torch.Size(_padded(*each)).numel() // WORLD for each in SHAPES)).numel
 
 
@@ -28,31 +29,33 @@ NUMEL = packed_layout(tuple(torch.Size(_padded(*each)).numel() // WORLD for each
 def test_copies_equal_the_reference(source, dtype):
     shards = [_random([torch.Size(_padded(*each)).numel() // WORLD], source) for each in SHAPES]
     got, want = torch.empty(2, NUMEL, device="cuda", dtype=dtype)
-    copies.pack_shards(shards, got)
-    reference.pack_shards(shards, want)
+    copies.pack(shards, got)
+    reference.pack(shards, want.view(1, -1), FLAT)
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
     output = _random([WORLD, NUMEL], source)
     gots, wants = ([torch.empty(_padded(*each), device="cuda", dtype=dtype) for each in SHAPES] for _ in range(2))
-    copies.unpack_parameters(output, gots, DIMS)
-    reference.unpack_parameters(output, wants, DIMS)
+    copies.unpack(output, gots, DIMS)
+    reference.unpack(output, wants, DIMS)
     torch.testing.assert_close(gots, wants, rtol=0, atol=0)
 
     grads = [_random(shape, source) for shape, _ in SHAPES]
     for divisor in (1.0, 4.0):
-        how = (grads, DIMS, WORLD, dtype, divisor)
-        torch.testing.assert_close(copies.pack_gradients(*how), reference.pack_gradients(*how), rtol=0, atol=0)
+        got, want = torch.empty(2, WORLD, NUMEL, device="cuda", dtype=dtype)
+        copies.pack(grads, got, DIMS, divisor)
+        reference.pack(grads, want, DIMS, divisor)
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
     packed = _random([NUMEL], source)
     gots = [_random(shard.shape, dtype) for shard in shards]
     wants = [each.clone() for each in gots]
-    copies.unpack_gradients(packed, gots, 4.0)
-    reference.unpack_gradients(packed, wants, 4.0)
+    copies.unpack(packed, gots, divisor=4.0)
+    reference.unpack(packed.view(1, -1), wants, FLAT, 4.0)
     torch.testing.assert_close(gots, wants, rtol=0, atol=0)
 
 
 def test_a_tensor_of_more_than_2_to_the_31_elements():
     shard = torch.arange(2**31 + 64, device="cuda", dtype=torch.int8)
     packed = torch.empty_like(shard)
-    copies.pack_shards([shard], packed)
+    copies.pack([shard], packed)
     assert torch.equal(packed, shard)

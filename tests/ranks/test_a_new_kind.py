@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -60,7 +61,8 @@ def launch(tensors: Sequence[Tensor], bucket: BroadcastBucket) -> Pending[list[T
         return [piece.view(layout.shape).clone() for piece, layout in zip(pieces, bucket.layouts, strict=True)]
 
     with profiler.of("broadcast", bucket):
-        return streams.launch("broadcasts", packed.device, begin, finish, profiler.later("broadcast_wait", bucket))
+        waiting = partial(profiler.of, "broadcast_wait", bucket)
+        return streams.launch("broadcasts", packed.device, begin, finish, waiting)
 
 
 def results(like: Tensor, bucket: BroadcastBucket) -> list[Tensor]:

@@ -73,22 +73,29 @@ def recording(patch: pytest.MonkeyPatch, compute: bool = True) -> Iterator[Recor
     found = RecordingStreams()
     patch.setattr(streams, "streams_of", lambda device: found)
 
-    def recorded(place: ModuleType, name: str, words: str, result: str = ""):
+    def recorded(place: ModuleType, name: str, words: str):
         run = getattr(place, name)
 
         def call(*args, **kwargs):
             found.say(words)
-            out = run(*args, **kwargs)
-            if result:
-                found.freed(out, result)
-            return out
+            return run(*args, **kwargs)
 
         patch.setattr(place, name, call)
 
-    recorded(copies, "pack_shards", "pack shards")
-    recorded(copies, "unpack_parameters", "unpack parameters")
-    recorded(copies, "pack_gradients", "pack gradients", "reduce-scatter input")
-    recorded(copies, "unpack_gradients", "unpack gradients")
+    pack, unpack = copies.pack, copies.unpack
+
+    def recorded_pack(tensors, packed, dims=None, divisor=1.0):
+        found.say("pack shards" if dims is None else "pack gradients")
+        pack(tensors, packed, dims, divisor)
+        if dims is not None:
+            found.freed(packed, "reduce-scatter input")
+
+    def recorded_unpack(packed, outs, dims=None, divisor=1.0):
+        found.say("unpack gradients" if dims is None else "unpack parameters")
+        unpack(packed, outs, dims, divisor)
+
+    patch.setattr(copies, "pack", recorded_pack)
+    patch.setattr(copies, "unpack", recorded_unpack)
     recorded(copies, "to_host", "to the host")
     recorded(backend, "all_gather", "all-gather")
     recorded(backend, "all_gather_coalesced", "all-gathers into place")

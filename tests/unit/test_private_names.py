@@ -36,6 +36,7 @@ OWNERS = {
     "_parameters": MODULE,
     "_reduce_scatter_base": GROUP,
     "_spec": "torch.distributed.tensor.DTensor",
+    "_timeout": "torch._C._distributed_c10d.Backend.Options",
 }
 NOT_TORCHS = {
     "_asdict",

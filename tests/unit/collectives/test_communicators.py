@@ -40,7 +40,7 @@ class _Memory:
 def test_a_symmetric_all_gather_writes_this_ranks_part_to_every_rank(monkeypatch, rank):
     memory = _Memory()
     memory.rank = rank
-    monkeypatch.setattr(communicators, "_symmetric_memory", lambda: memory)
+    monkeypatch.setattr(communicators.backend, "symmetric_memory", lambda: memory)
     gather = communicators.symmetric_all_gather(torch.device("cuda"), "CUDA", ("0",))
     assert gather is communicators.symmetric_all_gather(torch.device("cuda"), "CUDA", ("0",))
     group = SimpleNamespace(group_name="0")
@@ -56,7 +56,7 @@ def test_nccl_gathers_into_symmetric_memory_that_its_ranks_have_met_in(monkeypat
     memory = _Memory()
     log = memory.log
     monkeypatch.setattr(memory, "rendezvous", lambda tensor, group: log.append(f"rendezvous in {group}"))
-    monkeypatch.setattr(communicators, "_symmetric_memory", lambda: memory)
+    monkeypatch.setattr(communicators.backend, "symmetric_memory", lambda: memory)
     monkeypatch.setattr(communicators.dist, "barrier", lambda group, device_ids: log.append("barrier"))
     monkeypatch.setattr(communicators.backend, "all_gather", lambda out, packed, group: log.append("all-gather"))
     gather = communicators.symmetric_all_gather(torch.device("cuda"), "NCCL", ("0",))

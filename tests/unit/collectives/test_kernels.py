@@ -79,9 +79,10 @@ def _packed_numel(layouts):
 @given(layouts(), st.lists(dtypes, min_size=5, max_size=5), dtypes)
 def test_packing_of_shards(kernels, layouts, sources, dtype):
     shards = [_values(each.shard_shape, source) for each, source in zip(layouts, sources, strict=False)]
-    got, want = (torch.full((_packed_numel(layouts),), -1, dtype=dtype) for _ in range(2))
-    kernels.pack_shards(shards, got)
-    reference.pack_shards(shards, want)
+    flat = [shard.view(-1) for shard in shards]
+    got, want = (torch.full((1, _packed_numel(layouts)), -1, dtype=dtype) for _ in range(2))
+    kernels.pack(flat, got, [0] * len(flat))
+    reference.pack(flat, want, [0] * len(flat))
     assert torch.equal(got, want)
 
 
@@ -91,8 +92,8 @@ def test_unpacking_of_parameters(kernels, layouts, sent, dtype):
     output = _values([layouts[0].world, _packed_numel(layouts)], sent)
     dims = [each.dim for each in layouts]
     got, want = ([torch.full(_padded_shape(each), -1, dtype=dtype) for each in layouts] for _ in range(2))
-    kernels.unpack_parameters(output, got, dims)
-    reference.unpack_parameters(output, want, dims)
+    kernels.unpack(output, got, dims)
+    reference.unpack(output, want, dims)
     assert all(map(torch.equal, got, want))
 
 
@@ -100,33 +101,38 @@ def test_unpacking_of_parameters(kernels, layouts, sent, dtype):
 @given(layouts(), st.lists(dtypes, min_size=5, max_size=5), dtypes, st.sampled_from([1.0, 2.0, 0.5]))
 def test_packing_of_gradients(kernels, layouts, sources, dtype, divisor):
     grads = [_values(each.shape, source) for each, source in zip(layouts, sources, strict=False)]
-    how = ([each.dim for each in layouts], layouts[0].world, dtype, divisor)
-    assert torch.equal(kernels.pack_gradients(grads, *how), reference.pack_gradients(grads, *how))
+    dims = [each.dim for each in layouts]
+    got, want = (torch.full((layouts[0].world, _packed_numel(layouts)), -1, dtype=dtype) for _ in range(2))
+    kernels.pack(grads, got, dims, divisor)
+    reference.pack(grads, want, dims, divisor)
+    assert torch.equal(got, want)
 
 
 @examples
 @given(layouts(), dtypes, st.lists(dtypes, min_size=5, max_size=5), st.sampled_from([1.0, 4.0]))
 def test_unpacking_of_gradients(kernels, layouts, reduced, originals, divisor):
     shapes = [each.shard_shape for each in layouts]
-    packed = _values([_packed_numel(layouts)], reduced)
+    packed = _values([1, _packed_numel(layouts)], reduced)
     got = [_values(shape, dtype) for shape, dtype in zip(shapes, originals, strict=False)]
     want = [out.clone() for out in got]
-    kernels.unpack_gradients(packed, got, divisor)
-    reference.unpack_gradients(packed, want, divisor)
+    kernels.unpack(packed, got, [0] * len(got), divisor)
+    reference.unpack(packed, want, [0] * len(got), divisor)
     assert all(map(torch.equal, got, want))
 
 
 def test_a_division_is_rounded_as_torch_rounds_it(kernels):
     for dtype in (torch.float32, torch.float64):
-        how = ([torch.randn(40, dtype=dtype)], [0], 1, dtype, 3.0)
-        assert torch.equal(kernels.pack_gradients(*how), reference.pack_gradients(*how))
+        grad, (got, want) = torch.randn(40, dtype=dtype), torch.empty(2, 1, 40, dtype=dtype)
+        kernels.pack([grad], got, [0], 3.0)
+        reference.pack([grad], want, [0], 3.0)
+        assert torch.equal(got, want)
 
 
 def test_what_is_not_computed_with_moves_as_bits(kernels):
     shards = [torch.randn(24).to(torch.float8_e4m3fn), torch.randn(8).to(torch.float8_e4m3fn)]
-    got, want = (torch.empty(32 + 16, dtype=torch.float8_e4m3fn) for _ in range(2))
-    kernels.pack_shards(shards, got)
-    reference.pack_shards(shards, want)
+    got, want = (torch.empty(1, 32 + 16, dtype=torch.float8_e4m3fn) for _ in range(2))
+    kernels.pack(shards, got, [0, 0])
+    reference.pack(shards, want, [0, 0])
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
@@ -137,7 +143,7 @@ def test_one_launch_whatever_the_number_of_parameters(kernels, monkeypatch):
     for length, launches in ((lambda n: 4 * n, 1), (lambda n: 5, 1), (lambda n: 4 * n if n < 40 else 5, 2)):
         launched.clear()
         shards = [torch.ones(length(n)) for n in range(60)]
-        kernels.pack_shards(shards, torch.empty(packed_layout(tuple(map(len, shards))).numel))
+        kernels.pack(shards, torch.empty(1, packed_layout(tuple(map(len, shards))).numel), [0] * 60)
         assert len(launched) == launches
 
 
@@ -145,7 +151,7 @@ def test_an_odd_parameter_does_not_narrow_the_others_on_any_rank(kernels):
     layouts = tuple(ShardLayout(shape, 0, 64) for shape in ((5,), (128,), (512, 24)))
     packed = packed_layout(tuple(each.shard_numel for each in layouts))
     assert (packed.numels, packed.offsets, packed.numel) == ((1, 2, 192), (0, 16, 32), 224)
-    blocks = kernels._bucket_blocks(layouts)
+    blocks = kernels._blocks(layouts)
     assert [blocks.granularity(index) for index in range(3)] == [1, 2, 16]
     listed = [block for block in blocks._blocks if block[2] == 0]
     filled, _ = blocks.table((True, True, True), True, torch.device("cpu"), 0)

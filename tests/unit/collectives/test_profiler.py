@@ -151,5 +151,5 @@ def test_ranges_are_in_no_graph_even_while_a_profiler_is_on():
 
 def test_without_a_profiler_no_range_is_opened(monkeypatch):
     monkeypatch.delattr(profiler, "record_function")
-    with profiler.of_unit("all_gather", "Net.blocks.0"):
+    with profiler.of("all_gather", "Net.blocks.0"):
         pass
