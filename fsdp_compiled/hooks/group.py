@@ -247,7 +247,7 @@ class FSDPParamGroup:
         if grad is None:
             if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
                 return torch.zeros(
-                    param.layout.shape, dtype=param.spec.all_gather.dtype, device=param.placement.device
+                    param.storage.layout.shape, dtype=param.spec.all_gather.dtype, device=param.placement.device
                 )
             return accumulated
         return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))

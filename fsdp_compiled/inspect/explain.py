@@ -67,8 +67,8 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashab
         params=tuple(param.name for param in params),
         frozen=tuple(param.name for param in frozen),
         kept=tuple(param.name for param in kept),
-        total_bytes=sum(param.layout.numel * param.leaf.dtype.itemsize for param in params),
-        rank_bytes=sum(param.layout.shard_numel * param.leaf.dtype.itemsize for param in params),
+        total_bytes=sum(param.storage.layout.numel * param.leaf.dtype.itemsize for param in params),
+        rank_bytes=sum(param.storage.layout.shard_numel * param.leaf.dtype.itemsize for param in params),
         all_gather_bytes=sum(param.spec.all_gather_bytes for param in params),
         all_gather_dtypes=tuple(dict.fromkeys(param.spec.all_gather.dtype for param in params)),
         reduce_dtypes=tuple(dict.fromkeys(param.spec.reduction.dtype for param in params if param not in frozen)),
@@ -110,7 +110,8 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield "set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again"
     if not state.unit.config.reshard_after_backward:
         yield "set_reshard_after_backward(False): stays unsharded after an uncompiled backward"
-    padding = 1 - sum(p.layout.numel for p in params) / sum(p.layout.shard_numel * p.layout.world for p in params)
+    layouts = [param.storage.layout for param in params]
+    padding = 1 - sum(each.numel for each in layouts) / sum(each.shard_numel * each.world for each in layouts)
     if padding >= NOTABLE_PADDING:
         yield f"{padding:.0%} of each all-gather is padding: dimensions do not divide by {info.shard_world} ranks"
     if any(param.leaf.device.type == "meta" for param in params):

@@ -101,15 +101,15 @@ class Gradients:
         if self.is_differentiable:
             tell_unit(leaf, unit)
 
-    def follow(self, name: str, config: UnitConfig) -> bool:
-        """Make the leaves that ``config`` asks for; return whether it reduces gradients completely."""
+    def follow(self, name: str, config: UnitConfig) -> None:
+        """Make the leaves that ``config`` asks for."""
         if config is not self._config:
             self._name, self._config = name, config
             unsharded = self.is_differentiable and not config.reduce_grads
             partial = self.is_differentiable and config.reduce_grads and not config.all_reduce_grads
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
             self.partial_leaf = self.partial.prepare(self._device) if partial else None
-        return self.unsharded_leaf is None and self.partial_leaf is None
+            self.reduces = not (unsharded or partial)  # completely, in the backward that makes them
 
     def accumulate(self, padded: Tensor) -> None:
         """Add a reduced, padded gradient to the sharded parameter's and run the hooks that users put on it."""

@@ -17,7 +17,7 @@ from ..expect import unexpected
 from ..sharding.dtensor import local_of, outer_parallelism, sharded_spec
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
-from .extension import POST, PRE, InnerTensors, check_extension, inner_tensors, is_extended
+from .extension import POST, PRE, check_extension, inner_tensors, is_extended
 from .gradients import Gradients
 from .placement import ParamPlacement, Place, ShardedState, TakenOriginal, comm_spec
 from .sharded import ShardStorage, same_memory, unpadded, without_memory
@@ -51,29 +51,30 @@ class FSDPParam:
         self.original = TakenOriginal(first, self)
         self.users = [unit]  # every unit that has modules which share it
         self.outer = outer_parallelism(mesh_info, first)
-        self.layout = ShardLayout(tuple(unsharded.shape), placement.dim, mesh_info.shard_world)
+        layout = ShardLayout(tuple(unsharded.shape), placement.dim, mesh_info.shard_world)
         self.state = ShardedState.SHARDED
-        inner = inner_tensors(name, unsharded, self.layout)
-        padded = take_shard(unsharded, self.layout, mesh_info.shard_rank)
+        inner = inner_tensors(name, unsharded, layout)
+        padded = take_shard(unsharded, layout, mesh_info.shard_rank)
         if placement.offload is not None and padded.device.type != "meta":
             padded = placement.pinned(padded.cpu())
-        local = unpadded(padded, self.layout, self.layout.length(mesh_info.shard_rank))
+        local = unpadded(padded, layout, layout.length(mesh_info.shard_rank))
         sharded = DTensor(local, sharded_spec(mesh_info, first, placement.dim), requires_grad=False)
-        self._link(nn.Parameter(sharded, requires_grad=first.requires_grad), padded, inner)
+        sharded_param = nn.Parameter(sharded, requires_grad=first.requires_grad)
+        self._link(ShardStorage(sharded_param, padded, layout, inner))
         self.unit.followers.append(self)
         self.register(self.sharded_param)
 
-    def _link(self, sharded: nn.Parameter, padded: Tensor, inner: InnerTensors | None) -> None:
-        """Take ``sharded``, whose local tensor lies in ``padded``, and make the leaf that graphs read."""
-        self.sharded_param = sharded  # a DTensor
-        self.storage = ShardStorage(sharded, padded, self.layout, inner)
+    def _link(self, storage: ShardStorage) -> None:
+        """Take the sharded parameter of ``storage``, and make the leaf that graphs read."""
+        self.storage, padded = storage, storage.padded
+        self.sharded_param = storage.sharded  # a DTensor
         self.extension = self.storage.extension(self.places[0][0], self.placement)
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
         plain = padded if self.extension is None else without_memory(padded.shape, padded.dtype, padded.device)
         # The shard as graphs read it; its gradient is accumulated into sharded_param.grad. While the outermost module
         # is called it requires a gradient as the parameter does: a guard on a leaf is far cheaper than on a DTensor.
         self.leaf = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
-        self.leaf_is_current = self._leaf_is_frozen = False
+        self.leaf_is_current = False
         device = self.placement.device
         self.gradients = Gradients(self.leaf, self.storage, self.placement, self.unit)
         self.unsharded = Unsharded(device, self.outer, self.extension)
@@ -82,20 +83,20 @@ class FSDPParam:
     def follow_config(self, respec: bool) -> None:
         """Derive what depends on the unit's configuration; with ``respec`` also what depends on the name."""
         if respec:
-            spec = comm_spec(self.name, self.layout, self.leaf.dtype, self.placement, self.unit.config)
+            spec = comm_spec(self.name, self.storage.layout, self.leaf.dtype, self.placement, self.unit.config)
             if spec != vars(self).get("spec"):  # else the same object, by which buckets are found again
                 self.spec, self.spec_text = spec, spec.encode()
             if self.extension is not None:
                 self.extension.name = self.name
                 self.extension.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
-        reduces = self.gradients.follow(self.name, self.unit.config)
-        text = self.spec_text if self.extension is None and self.outer is None else None
-        self._free_specs = (None, None), (text if reduces else None, text)  # outside of calls, in one
+        self.gradients.follow(self.name, self.unit.config)
         self.follow_hold()
 
     def follow_hold(self) -> None:
         """Let traced reads be of what is registered while hooks hold the parameter."""
-        self._specs: tuple[_Specs, _Specs] = HELD_SPECS if self.is_held else self._free_specs
+        text = self.spec_text if self.extension is None and self.outer is None else None
+        free = (None, None), (text if self.gradients.reduces else None, text)  # outside of calls, in one
+        self._specs: tuple[_Specs, _Specs] = HELD_SPECS if self.is_held else free
         self.follow_call(self.unit.in_call)
 
     def follow_call(self, in_call: bool) -> None:
@@ -107,11 +108,9 @@ class FSDPParam:
         """
         if self.leaf_is_current is not in_call:
             self.leaf_is_current = in_call
-            is_frozen = in_call and not self.sharded_param.requires_grad
-            if is_frozen or self._leaf_is_frozen:
-                self._leaf_is_frozen = True  # before it is true, so that an exception between leaves no wrong False
-                self.leaf.requires_grad = self.gradients.is_differentiable and not is_frozen
-                self._leaf_is_frozen = is_frozen
+            requires_grad = self.gradients.is_differentiable and (not in_call or self.sharded_param.requires_grad)
+            if self.leaf.requires_grad is not requires_grad:
+                self.leaf.requires_grad = requires_grad
         self.plain_spec, self.plain_spec_without_grad = self._specs[in_call]
 
     @property
@@ -174,7 +173,8 @@ class FSDPParam:
             self.storage.of_dtensor = current.untyped_storage()
         else:
             unreduced = self.gradients.take_unreduced()
-            self._link(current, self.storage.adopt_memory(current, self.placement), self.storage.inner)
+            padded = self.storage.adopt_memory(current, self.placement)
+            self._link(ShardStorage(current, padded, self.storage.layout, self.storage.inner))
             self.gradients.add_unreduced(*unreduced)
         self.register(current)  # everywhere: load_state_dict(assign=True) may have parted shared places
 
@@ -191,7 +191,7 @@ class FSDPParam:
         is_extended_now = is_extended(local) and not (self.extension is not None and self.extension.is_of(local))
         if is_extended_now:
             check_extension(self.name, local, self.spec.post_forward.world)
-            self._link(self.sharded_param, self.storage.padded, self.storage.inner)
+            self._link(self.storage)
         return is_replaced or is_extended_now
 
     def start_copy(self, memo: dict[int, Any]) -> None:
@@ -215,7 +215,8 @@ class FSDPParam:
         self.state = ShardedState.SHARDED
         for user in self.users:
             user.followers.append(self)
-        self._link(self.sharded_param, self.storage.padded, deepcopy(self.storage.inner, memo))
+        inner = deepcopy(self.storage.inner, memo)
+        self._link(ShardStorage(self.sharded_param, self.storage.padded, self.storage.layout, inner))
 
     def all_gather_inputs(self) -> tuple[list[Tensor], list[CommSpec]]:
         """Return what this rank sends, and for each the spec by which it is all-gathered."""
@@ -267,7 +268,7 @@ class FSDPParam:
         if world == 1 or self.unsharded.param is None or self.extension is not None:
             raise FSDPError(f"{self.name}: expected an unsharded parameter and a smaller group, found {self.state}")
         rank = self.placement.mesh_info.shard_rank % world
-        kept = take_shard(local_of(self.unsharded.param.detach()), replace(self.layout, world=world), rank)
+        kept = take_shard(local_of(self.unsharded.param.detach()), replace(self.storage.layout, world=world), rank)
         self.to_sharded()
         self.unsharded.post_forward = (kept, self.spec.after_forward)
         self.state = ShardedState.SHARDED_POST_FORWARD
