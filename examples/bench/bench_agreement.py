@@ -3,11 +3,12 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/bench/bench_agreement.py
     python examples/bench/bench_agreement.py --clients 64
 
-The first trains a small model with agreement and without it, one step each in turn, and prints the medians of both;
-in the steady state a thread sends a hash per window. The second connects that many clients, threads of one process,
-to one TCPStore and lets them agree on a graph with as many parameters as a model of 8 billion has: seconds until all
-know the verdict, the first time and a second time. Then they compare windows of 100 collectives, one every 25 ms: CPU
-time of the training thread and of the reporting thread for a window, and requests to the store per rank.
+The first trains a small model with agreement, without its tripwire (the thread that sends a hash per window of what
+ran) and without agreement, ten steps each in turn, and prints the medians. The second connects that many clients,
+threads of one process, to one TCPStore and lets them agree on a graph with as many parameters as a model of 8 billion
+has: seconds until all know the verdict, the first time and a second time. Then they compare windows of 100
+collectives, one every 25 ms: CPU time of the training thread and of the reporting thread for a window, and requests
+to the store per rank.
 ``--json FILE`` keeps the figures.
 """
 
@@ -37,6 +38,7 @@ from fsdp_compiled.agreement.tripwire import Entry, Tripwire
 from fsdp_compiled.sharding.contract import Collective, Contract
 from fsdp_compiled.testing.llama import Config, Llama
 
+TURN = 10  # steps
 PARAMETERS = 291  # of Llama 3 8B
 
 
@@ -49,21 +51,22 @@ def steps(args: argparse.Namespace) -> dict[str, float]:
     call = full_graph(SchedulePolicy()).shard(model) if args.mode == "full" else ours_eager(model)
     optimizer = step_on_shards(torch.optim.AdamW(model.parameters()))
     tokens = torch.zeros(1, 8, dtype=torch.int64)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(2 * (args.steps + 3)):
-        enabled = number % 2 == 0
-        set_rank_agreement(enabled)
+    seconds: dict[str, list[float]] = {"with": [], "without tripwire": [], "without": []}
+    add = Tripwire.add
+    for number in range(3 * args.steps):
+        name = list(seconds)[number // TURN % 3]
+        set_rank_agreement(name != "without")
+        Tripwire.add = add if name == "with" else _add_nothing
         dist.barrier()
         start = time.perf_counter()
         call(tokens, tokens).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if number >= 6:
-            seconds[enabled].append(time.perf_counter() - start)
+        if number % TURN > 1:  # the thread may still be busy with what ran before
+            seconds[name].append(time.perf_counter() - start)
     set_rank_agreement(True)
-    medians = {
-        f"ms {name}": 1e3 * statistics.median(seconds[on]) for name, on in (("with", True), ("without", False))
-    }
+    Tripwire.add = add
+    medians = {f"ms {name}": 1e3 * statistics.median(each) for name, each in seconds.items()}
     dist.barrier()
     contract = graph_contract(str(dist.group.WORLD.group_name))
     agree(contract)
@@ -75,6 +78,10 @@ def steps(args: argparse.Namespace) -> dict[str, float]:
     medians["us of one graph"] = 1e6 * (time.perf_counter() - start) / calls
     dist.destroy_process_group()
     return medians
+
+
+def _add_nothing(wire: Tripwire, contract: Contract) -> None:
+    """In place of :meth:`Tripwire.add`: ranks compare what follows for the first time, and nothing afterwards."""
 
 
 def graph_contract(group: str) -> Contract:

@@ -35,7 +35,8 @@ _KEY = "fsdp_compiled/windows"
 _LAST = "fsdp_compiled/last"
 _PAUSE_S = 0.002  # between two reports, at least
 _PAUSE_PER_RANK_S = 1e-4  # or so much per rank of the group, which limits the load of the store's host
-_IDLE_S = 1.0  # between two polls for records while nothing runs, at most
+_POLL_S = 0.032  # from a report to a poll for records, if no window ends meanwhile; polls wake up a core that trains
+_IDLE_S = 1.0  # between two polls while nothing runs, at most
 _SETTLE_S = 5.0  # how long a rank waits for the records of the others
 _ASKED_FOR = 64  # ranks, after a failure: all would be too many for the store's host
 _KEPT_SUMS = 256  # in the store
@@ -60,6 +61,7 @@ class _Reporter:
         self.last: Entry | None = None  # on any group
         self.differing: list[Tripwire] = []
         self._told: Entry | None = None
+        self._next_s = 0.0  # when the next report may start
         self._wires: WeakSet[Tripwire] = WeakSet()  # only the thread reads and changes it
         self.queue: SimpleQueue[tuple[Tripwire, list[Entry]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="fsdp_compiled windows", daemon=True)
@@ -74,10 +76,11 @@ class _Reporter:
             pause = self._follow(pause)
 
     def _follow(self, pause: float) -> float | None:
-        """Wait for windows, report them and poll for records; return how long to wait for the next."""
+        """Wait for windows, report them and poll for records; return how long to wait for the next windows."""
         windows: dict[Tripwire, list[list[Entry]]] = {}
         with suppress(Empty):
             item = self.queue.get(timeout=pause)
+            time.sleep(max(0.0, self._next_s - time.monotonic()))
             while item is not None:
                 windows.setdefault(item[0], []).append(item[1])
                 item = self.queue.get_nowait()
@@ -89,8 +92,8 @@ class _Reporter:
                 self._wires.discard(wire)
         if windows:
             shortest = max(_PAUSE_S, *(_PAUSE_PER_RANK_S * len(wire.ranks) for wire in windows))
-            time.sleep(shortest)
-            return shortest
+            self._next_s = time.monotonic() + shortest
+            return _POLL_S
         if pause == _IDLE_S and self.last is not self._told:
             self.tell()
         return min(2 * pause, _IDLE_S)
