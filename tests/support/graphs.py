@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ def without_code(gm: fx.GraphModule, schedule: SchedulePolicy | None) -> Callabl
 
 def after_inductors_passes(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Callable[..., Any]:
     """Stand in for ``compile_fx_inner`` as ``capture(code=False)`` does: the graph runs through Inductor's passes."""
-    return sys.modules["fsdp_compiled.inspect.capture"]._without_code(gm, inputs, **kwargs)
+    return import_module("fsdp_compiled.inspect.capture")._without_code(gm, inputs, **kwargs)
 
 
 @dataclass

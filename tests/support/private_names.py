@@ -42,7 +42,8 @@ def attributes_used(paths: Iterable[Path]) -> dict[str, list[Path]]:
     ours = {name for tree in trees.values() for name in _defined(tree)}
     found: dict[str, list[Path]] = {}
     for path, tree in trees.items():
-        rooted = {chain[-1] for chain in _chains(tree) if chain[0] in dict(_imports(tree))}
+        imported = dict(_imports(tree))
+        rooted = {chain[-1] for chain in _chains(tree) if chain[0] in imported}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in ours | rooted:
                 found.setdefault(node.attr, []).append(path)
