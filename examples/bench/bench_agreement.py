@@ -175,7 +175,8 @@ def main() -> None:
         print(f"{name:20} {value:10.3f}")
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"torch": torch.__version__, **vars(args), **figures}, file, indent=1)
+            asked = {name: value for name, value in vars(args).items() if name != "json"}
+            json.dump({"torch": torch.__version__, **asked, **figures}, file, indent=1)
 
 
 if __name__ == "__main__":
