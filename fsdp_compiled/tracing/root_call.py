@@ -48,7 +48,7 @@ class TracedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        self._fsdp_state.enter_thread()  # first: nobody needs to hear of a second thread's error
+        self._fsdp_state.enter_thread()  # first: other ranks need not know of a second thread's error
         grad_mode = torch.is_grad_enabled()
         try:
             register_callbacks()

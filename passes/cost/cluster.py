@@ -138,14 +138,14 @@ class Cluster:
         """Return the time to move ``size_bytes`` to the host, or from there."""
         return 1e6 * size_bytes / (EFFICIENCY * self.host_bytes_per_s)
 
-    def all_gather_times(self, sizes: Sequence[int], lane: Lane, bucket: AllGatherBucket, beside: bool) -> Times:
+    def all_gather_times(self, sizes: Sequence[int], lane: Lane, bucket: AllGatherBucket, overlaps: bool) -> Times:
         """Return the times of one all-gather of parameters of these bytes, unsharded.
 
-        ``bucket`` tells how it is done; ``beside``: compute runs on a GPU, and copies on a side stream.
+        ``bucket`` tells how it is done; ``overlaps``: copies run on a side stream of a GPU.
         """
         size, world = sum(sizes), lane.world
         us, pack_us, unpack_us = lane.link.collective_us(size, world), 0.0, 0.0
-        if bucket.spec.device and beside:
+        if bucket.spec.device and overlaps:
             us += self.host_us(size // world)
         if bucket.into_place:
             us += (len(sizes) - 1) * self.piece_us
@@ -153,7 +153,7 @@ class Cluster:
             unpack_us = self.packing_us(size)
         if not bucket.inputs_persist or (not bucket.into_place and len(sizes) > 1 and world > 1):
             pack_us = self.packing_us(size // world)
-        if not beside:
+        if not overlaps:
             return Times((us,), pack_us, unpack_us)
         if bucket.inputs_persist:
             return Times((us + pack_us + unpack_us,))

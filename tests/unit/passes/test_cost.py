@@ -38,19 +38,23 @@ def test_an_all_gather_and_the_copies_around_it():
     us = LINK.collective_us(4000, 4)
     pack, unpack, from_host = cluster.copy_us(1000), cluster.copy_us(4000), 1000 / (0.7 * 1e9) * 1e6
 
-    def times(sizes, beside=False, device="", **how):
+    def times(sizes, overlaps=False, device="", **how):
         bucket = AllGatherBucket(AllGatherSpec(Group("g", 4), torch.uint8, device=device), (), **how)
-        return cluster.all_gather_times(sizes, Lane(LINK, 4), bucket, beside)
+        return cluster.all_gather_times(sizes, Lane(LINK, 4), bucket, overlaps)
 
     assert times([4000], into_place=True) == ((us,), 0.0, 0.0)
     assert times([4000]) == ((us,), 0.0, unpack)  # sharded along another dimension than the first
     assert times([3000, 1000]) == ((us,), pack, unpack)
     assert times([3000, 1000], into_place=True) == ((us + 5.0,), 0.0, 0.0)
-    assert times([3000, 1000], beside=True) == ((pytest.approx(us + pack + unpack),), 0.0, 0.0)
-    assert times([3000, 1000], beside=True, inputs_persist=False) == ((us + unpack,), pack, 0.0)
+    assert times([3000, 1000], overlaps=True) == ((pytest.approx(us + pack + unpack),), 0.0, 0.0)
+    assert times([3000, 1000], overlaps=True, inputs_persist=False) == ((us + unpack,), pack, 0.0)
     assert times([3000, 1000], into_place=True, inputs_persist=False) == ((us + 5.0,), pack, 0.0)
-    assert times([4000], beside=True, device="cuda", into_place=True) == ((pytest.approx(us + from_host),), 0.0, 0.0)
-    assert times([4000], device="cuda", into_place=True) == ((us,), 0.0, 0.0)  # where compute runs beside the shards
+    assert times([4000], overlaps=True, device="cuda", into_place=True) == (
+        (pytest.approx(us + from_host),),
+        0.0,
+        0.0,
+    )
+    assert times([4000], device="cuda", into_place=True) == ((us,), 0.0, 0.0)  # on the device of compute
 
 
 def test_what_can_be_gathered_into_place():
