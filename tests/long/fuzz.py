@@ -28,8 +28,8 @@ from tests.support.drawn import CASES, parse
 from tests.support.drawn_lengths import RANKS, Compared
 from tests.support.drawn_regions import calls, check_calls, check_program, programs
 from tests.support.drawn_training import train_drawn
-from tests.unit.passes.test_bucket import PASSES_POLICIES, chains, check_graph
-from tests.unit.passes.test_schedule import PREFETCHES, ROOMS, check_schedule, loads
+from tests.unit.passes.test_buckets import PASSES_POLICIES, chains, check_graph
+from tests.unit.passes.test_placing import PREFETCHES, ROOMS, check_schedule, loads
 
 WORLD = 2
 SETTING = Setting(group_timeout=timedelta(seconds=30), test_timeout_s=150)
