@@ -187,7 +187,7 @@ def backward_task() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call ``callback`` if the backward under way ends well, which nothing public does."""
+    """Have the autograd engine call ``callback`` if the running backward ends well, which nothing public does."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 

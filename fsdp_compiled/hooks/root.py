@@ -1,4 +1,4 @@
-"""What the units of one model share: communication under way, the step's phase, and the tree of their modules."""
+"""What the units of one model share: pending communication, the step's phase, and the tree of their modules."""
 
 from __future__ import annotations
 

@@ -28,19 +28,27 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     """
     if node.op != "call_function" or is_view(node):
         return 0.0
-    packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(packet)
+    formula = flop_registry.get(packet_of(node))
     if formula is None:
         return 1e6 * _bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
     traffic = sum(map(_bytes, [node, *node.all_input_nodes]))
-    is_attention = any(word in str(packet) for word in ("attention", "attn"))
-    stand_in = _with_equal_heads(node) if is_attention else _stand_in
+    stand_in = _with_equal_heads(node) if is_attention(node) else _stand_in
     args, kwargs = map_aggregate(node.args, stand_in), map_aggregate(node.kwargs, stand_in)
     flops = formula(*args, **kwargs, out_val=stand_in(node))
     is_16bit = any(tensor.element_size() <= 2 for tensor in tensors_of(node))
     peak = cluster.flops_16bit if is_16bit else cluster.flops_32bit
     seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
     return max(seconds * 1e6, cluster.kernel_us)
+
+
+def packet_of(node: fx.Node) -> Any:
+    """Return the operator that a node calls, whatever its overload; None for other functions."""
+    return getattr(node.target, "overloadpacket", None)
+
+
+def is_attention(node: fx.Node) -> bool:
+    """Tell by its operator's name whether a node is an attention, or the backward of one."""
+    return node.op == "call_function" and any(word in str(node.target) for word in ("attention", "attn"))
 
 
 def _bytes(node: fx.Node) -> int:

@@ -15,14 +15,13 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..cost import EFFICIENCY, Cluster
-from ..cost.compute import is_view, tensors_of
+from ..cost.compute import is_attention, is_view, packet_of, tensors_of
 from . import nodes
 
 SEQUENCE = 4096  # nominal length of a sequence, in tokens, unless there are fewer tokens
 PARAMETER = "fsdp_compiled_parameter"  # key in the meta of a parameter's value: its :class:`Weight`
 # Times the FLOPs of forward. *Source:* torch.utils.flop_counter: five products, not two.
 _BACKWARD_OF_ATTENTION = 2.5
-_ATTENTION = ("attention", "attn")
 _SIZES = (int, torch.SymInt)
 _CASTS = ("aten._to_copy", "prims.convert_element_type")
 
@@ -145,15 +144,11 @@ def _makers(gradients: _Weights) -> _Weights:
             if node.op != "call_function" or node in makers:
                 continue
             region = nodes.region_of(nodes.source_of(node) if nodes.is_getitem(node) else node)
-            if region is None and (_packet(node) is torch.ops.aten.add or len(node.all_input_nodes) == 1):
+            if region is None and (packet_of(node) is torch.ops.aten.add or len(node.all_input_nodes) == 1):
                 stack += node.all_input_nodes
             else:
                 makers[node] = weight
     return makers
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "overloadpacket", None)
 
 
 def _product_of_bias(node: fx.Node, read: _Weights) -> fx.Node | None:
@@ -161,7 +156,7 @@ def _product_of_bias(node: fx.Node, read: _Weights) -> fx.Node | None:
 
     Inductor decomposes ``addmm`` of one token so. For more tokens ``addmm`` is one anchor, which reads the bias too.
     """
-    if _packet(node) is not torch.ops.aten.add:
+    if packet_of(node) is not torch.ops.aten.add:
         return None
     parameters = [read[source] for source in node.all_input_nodes if source in read]
     if not parameters or not all(each.is_vector for each in parameters):
@@ -169,7 +164,7 @@ def _product_of_bias(node: fx.Node, read: _Weights) -> fx.Node | None:
     is_summed = False
     while len(inputs := [source for source in node.all_input_nodes if source not in read]) == 1:
         (node,) = inputs
-        packet = _packet(node)
+        packet = packet_of(node)
         if packet is torch.ops.aten.mul and not read.keys().isdisjoint(node.all_input_nodes):
             return node if is_summed else None
         is_number = packet is torch.ops.aten.mul and len(node.all_input_nodes) == 1
@@ -177,10 +172,6 @@ def _product_of_bias(node: fx.Node, read: _Weights) -> fx.Node | None:
             return None
         is_summed |= packet is torch.ops.aten.sum
     return None
-
-
-def _is_attention(node: fx.Node) -> bool:
-    return node.op == "call_function" and any(word in str(node.target) for word in _ATTENTION)
 
 
 def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[fx.Node, Weight | Read]]:
@@ -195,7 +186,7 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
         weights = [read[source] for source in node.all_input_nodes if source in read]
         if node not in made and _product_of_bias(node, read) is not None:
             continue
-        if weights or node in made or _is_attention(node):
+        if weights or node in made or is_attention(node):
             yield node, max(weights, default=made.get(node, Weight(0, 0)))
 
 
@@ -223,11 +214,11 @@ def _product_us(node: fx.Node, weight: Weight, cluster: Cluster, tokens: int) ->
     """
     itemsize = min((tensor.element_size() for tensor in tensors_of(node)), default=4)
     traffic, flops = 2 * tokens * weight.width, 0.0
-    if _is_attention(node):
+    if is_attention(node):
         width = _width_of_attention(node)
         factor = _BACKWARD_OF_ATTENTION if "backward" in str(node.target) else 1.0
         flops, traffic = factor * 4 * tokens * min(tokens, SEQUENCE) * width, int(factor * 4 * tokens * width)
-    elif not weight.is_vector and (_packet(node) in flop_registry or _packet(node) is torch.ops.aten.mul):
+    elif not weight.is_vector and (packet_of(node) in flop_registry or packet_of(node) is torch.ops.aten.mul):
         # a product with a dimension of 1 is elementwise
         flops = 2.0 * weight.numel * tokens * _products(node)
         traffic = weight.numel + tokens * (weight.width + weight.numel // max(weight.width, 1))
