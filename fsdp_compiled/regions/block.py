@@ -69,7 +69,7 @@ class RegionModule:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         unsharded = _unsharded_together(region.params)
         if call is None:
-            return _region(self, region, *unsharded, *args, **kwargs)
+            return _region(self, Region, *unsharded, *args, **kwargs)
         output = _region(self, region.names + call, *unsharded, *args, **kwargs)
         comptime(_guard)
         return output
@@ -107,11 +107,11 @@ def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
     return [next(together) if param.extension is None else reads.unsharded_local(param) for param in params]
 
 
-def _body(module: Any, which: str | Region, *operands: Any, **kwargs: Any) -> Any:
+def _body(module: Any, which: str | type, *operands: Any, **kwargs: Any) -> Any:
     """Run the module's own forward, whose reads of parameters give the first ``operands``.
 
     Torch reuses a trace of an equal ``which``: under which names each operand is read, and what the call is like. It
-    cannot compare a Region, so the trace of a block that is called with one is not reused.
+    does not compare classes, so the trace of a block that is called with one is not reused.
     """
     comptime(_enter_body)
     return module._fsdp_body(*operands[len(module._fsdp_region.params) :], **kwargs)

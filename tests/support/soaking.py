@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled.agreement import tripwire
 from tests.support.measures import sample
 from tests.support.training import batches, full_params, my_part, square_loss
 
@@ -161,6 +163,7 @@ def _assert_equal(clean: nn.Module, failing: nn.Module, number: int) -> None:
         assert torch.equal(got, expected[name]), f"{name}: differs after {number} steps, some of which had failed"
 
 
+@mock.patch.object(tripwire, "_KEPT_ENTRIES", 64)  # so that it forgets as much as it notes before the first sample
 def train_many(mode: str, models: int, seconds: float, path: str, rank: int) -> None:
     """Train one model after another of one class, each dropped before the next, and write samples.
 
