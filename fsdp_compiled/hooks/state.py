@@ -67,7 +67,10 @@ class FSDPState(TorchNames):
         self.regroup()
         watch_optimizers(self.params)
         for module in self.modules:
-            module.register_forward_pre_hook(self.pre_forward.hook, prepend=True, with_kwargs=True)
+            module.register_forward_pre_hook(self.pre_forward.hook, with_kwargs=True)
+            hooks = module._forward_pre_hooks
+            for earlier in list(hooks)[:-1]:  # behind ours, also for torch 2.11's Dynamo, which overlooks ``prepend``
+                hooks[earlier] = hooks.pop(earlier)
             module.register_forward_hook(self.post_forward.hook)
 
     # ---- configuration ----

@@ -116,6 +116,19 @@ def mark_parameters(graph: fx.Graph) -> None:
         node.meta[PARAMETER] = weight
 
 
+def thin_products(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield what a joint graph computes of parameters with a dimension of 1 as Inductor decomposes their products.
+
+    Whether it does depends on the size of the batch. The partitioner computes no product again in backward, but may
+    do so with a mul and a sum, and backward would read the parameter on some ranks alone.
+    """
+    thin = ((node, shape) for node, shape in nodes.unsharded_of(graph) if len(shape) > 1 and 1 in shape)
+    values = _with_derived(graph, _weights(thin))
+    for node in graph.nodes:
+        if packet_of(node) is torch.ops.aten.mul and not values.keys().isdisjoint(node.all_input_nodes):
+            yield from (node, *(user for user in node.users if packet_of(user) is torch.ops.aten.sum))
+
+
 Read = tuple[Mapping[int, Weight], Mapping[int, Weight]]  # of a region: parameters by operand, gradients by result
 _Weights = dict[fx.Node, Weight]
 
@@ -187,7 +200,11 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
         if node not in made and _product_of_bias(node, read) is not None:
             continue
         if weights or node in made or is_attention(node):
-            yield node, max(weights, default=made.get(node, Weight(0, 0)))
+            yield node, max(weights, key=_of_product, default=made.get(node, Weight(0, 0)))
+
+
+def _of_product(weight: Weight) -> tuple[int, int]:
+    return weight.numel, -weight.width  # a matrix before the bias that a product adds, which one of [k, 1] is as long as
 
 
 def _anchor_us(node: fx.Node, read: Weight | Read, cluster: Cluster, tokens: int, known: dict[Any, float]) -> float:

@@ -12,11 +12,14 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 import fsdp_compiled
 
 _FOLDERS = tuple(str(Path(module.__file__).parent) + os.sep for module in (fsdp_compiled, torch))
 _PASSES = str(Path(fsdp_compiled.__file__).parents[1] / "passes") + os.sep
+# If one of these is interrupted, torch's stack of hooks stays as it was meant for the block, whoever calls it.
+_NOT_UNDONE = (saved_tensors_hooks.__enter__.__code__, saved_tensors_hooks.__exit__.__code__)
 
 
 @dataclass
@@ -47,8 +50,9 @@ class RaiseAt:
 
     def _event(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if not code.co_filename.startswith((*_FOLDERS, _PASSES)) or code.co_name == "__del__":
-            return None  # what a finaliser raises is printed and forgotten
+        is_reached = code.co_filename.startswith((*_FOLDERS, _PASSES)) and code not in _NOT_UNDONE
+        if not is_reached or code.co_name == "__del__":  # what a finaliser raises is printed and forgotten
+            return None
         if event in ("call", "line" if self.lines else "c_return"):
             self.count += 1
             if self.count == self.number:

@@ -105,7 +105,7 @@ class Dense(nn.Module):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width, bias=width > 2), nn.ReLU()) for _ in range(2))
         self.out = nn.Linear(width, out)
 
     def forward(self, x, targets):
@@ -115,7 +115,7 @@ class Dense(nn.Module):
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("width, out", [(12, 12), (24, 1)])
+@pytest.mark.parametrize("width, out", [(12, 12), (24, 1), (1, 1), (2, 1), (1, 2)])
 def test_one_row_starts_what_eight_rows_start(monkeypatch, world, width, out):
     def rows(_, length):
         return torch.randn(length, width), torch.zeros(length, out)
