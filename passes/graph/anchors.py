@@ -204,7 +204,7 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
 
 
 def _of_product(weight: Weight) -> tuple[int, int]:
-    return weight.numel, -weight.width  # a matrix before the bias that a product adds, which one of [k, 1] is as long as
+    return weight.numel, -weight.width  # the matrix, and not the bias that it adds, though one of [k, 1] is no longer
 
 
 def _anchor_us(node: fx.Node, read: Weight | Read, cluster: Cluster, tokens: int, known: dict[Any, float]) -> float:

@@ -105,7 +105,8 @@ class Dense(nn.Module):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width, bias=width > 2), nn.ReLU()) for _ in range(2))
+        maps = [nn.Linear(width, width, bias=width > 2) for _ in range(2)]
+        self.blocks = nn.ModuleList(nn.Sequential(each, nn.ReLU()) for each in maps)
         self.out = nn.Linear(width, out)
 
     def forward(self, x, targets):
