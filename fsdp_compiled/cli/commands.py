@@ -25,8 +25,6 @@ SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
 _SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
 WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
-_DESCRIPTION = "Inspect what fsdp_compiled does with a model, or check whether this machine can run it."
-
 _INSPECT = """\
 Compile a sharded model and print its schedule: every collective of every graph, when it is launched and waited
 for, how long it takes by estimate and how much of that is hidden behind compute.
@@ -62,8 +60,6 @@ note for what works but is worth knowing, or with problem for what fails or hang
 
 exit status: 0, or 1 if there is any problem."""
 
-_MORE = "fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 for problems that ``doctor`` found, 2 for wrong usage.
@@ -71,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: without the program's name; None takes the process's.
     """
-    args = make_parser().parse_args(argv)
+    args = _parser().parse_args(argv)
     try:
         return _inspect(args) if args.command == "inspect" else _doctor()
     except UsageError as error:
@@ -136,11 +132,9 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
 
 def _mistake_in_schedule(error: BaseException | None) -> str | None:
     """Return what a pass says, while a graph compiles, about a schedule that the graph cannot keep."""
-    while error is not None:
-        if isinstance(error, ValueError) and str(error).startswith("SchedulePolicy."):
-            return str(error)
+    while error is not None and not (isinstance(error, ValueError) and str(error).startswith("SchedulePolicy.")):
         error = error.__cause__ or error.__context__
-    return None
+    return str(error) if error else None
 
 
 def _say(line: str) -> None:
@@ -152,8 +146,8 @@ def _doctor() -> int:
     width = max(len(found.subject) for found in findings)
     for level, subject, text in findings:
         head = f"{level:<7}  {subject:<{width}}  "
-        lines = textwrap.wrap(text, WIDTH - len(head), break_on_hyphens=False)
-        print(head + f"\n{' ' * len(head)}".join(lines))
+        rest = " " * len(head)
+        print(textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=rest, break_on_hyphens=False))
     problems = sum(found.level == "problem" for found in findings)
     print(f"\n{problems or 'no'} problem{'' if problems == 1 else 's'}")
     return 1 if problems else 0
@@ -170,20 +164,17 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands; ``command`` of what it returns is the one that was given."""
-    parser = _Parser(prog="fsdp-compiled", description=_DESCRIPTION, epilog=_MORE)
-    add = parser.add_subparsers(dest="command", required=True, metavar="COMMAND").add_parser
+def _parser() -> argparse.ArgumentParser:
+    about = "Inspect what fsdp_compiled does with a model, or check whether this machine can run it."
+    more = "fsdp-compiled is short for python -m fsdp_compiled. More on a command: fsdp-compiled inspect --help"
+    parser = _Parser(prog="fsdp-compiled", description=about, epilog=more)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     about = "compile a model and print its schedule"
-    inspect = add("inspect", help=about, description=_INSPECT, epilog=_INSPECT_EXAMPLES)
+    inspect = commands.add_parser("inspect", help=about, description=_INSPECT, epilog=_INSPECT_EXAMPLES)
     inspect.usage = "%(prog)s MODULE:BUILD [options]"
-    _add_options(inspect)
-    add("doctor", help="check what on this machine fails or slows training down", description=_DOCTOR)
-    return parser
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    about = "check what on this machine fails or slows training down"
+    commands.add_parser("doctor", help=about, description=_DOCTOR)
+    add = inspect.add_argument
     add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
     add("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
     add("--rank", type=int, metavar="N", help="this process's rank in it (0)")
@@ -191,7 +182,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     about = f"also save the capture as {_SUFFIXES}"
     add("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=about)
     about = "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
-    add = parser.add_argument_group("schedule", about).add_argument
+    add = inspect.add_argument_group("schedule", about).add_argument
     about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"
     add("--bucket", type=_or(byte_size, "auto", "unit", "none"), metavar="auto|unit|none|BYTES", help=about)
     add("--prefetch", type=_or(_count, "auto"), metavar="auto|N", help="all-gathers launched ahead of use")
@@ -203,6 +194,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--verify", action="store_true", help="check after every pass that the graph keeps the rules")
     about = f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)"
     add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
+    return parser
 
 
 def byte_size(text: str) -> int:

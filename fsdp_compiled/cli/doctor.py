@@ -64,16 +64,18 @@ def diagnose() -> list[Finding]:
         *judge_gpus(gpus, built_for.type if built_for is not None and has_streams(built_for) else None),
         judge_backends(backends, bool(gpus)),
         judge_threads(torch.get_num_threads(), cpus, omp_threads, ranks or None),
-        *(_read_slot(slot, ours) for slot, ours in passes.slots(passes.SchedulePolicy()).items()),
+        *(
+            judge_slot(slot, inductor.beside_users_passes(slot, ours), inductor.installed(slot) is not None)
+            for slot, ours in passes.slots(passes.SchedulePolicy()).items()
+        ),
         *judge_settings(read_settings()),
         Finding("ok" if matplotlib else "note", "matplotlib", matplotlib or NO_MATPLOTLIB),
     ]
 
 
 def _gpu(device: torch.device) -> Gpu:
-    module = torch.get_device_module(device)
-    memory_bytes = module.get_device_properties(device).total_memory
-    return Gpu(module.get_device_name(device), memory_bytes, cost.detect(device).name)
+    found = torch.get_device_module(device).get_device_properties(device)
+    return Gpu(found.name, found.total_memory, cost.detect(device).name)
 
 
 def _version(package: str) -> str | None:
@@ -81,10 +83,9 @@ def _version(package: str) -> str | None:
 
 
 def _triton_version() -> str | None:
-    try:  # its package has different names
+    with suppress(ImportError):  # its package has different names
         return import_module("triton").__version__
-    except ImportError:
-        return None
+    return None
 
 
 def read_settings() -> dict[str, Any]:
@@ -111,7 +112,6 @@ def judge_torch(version: str) -> Finding:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return (2, 13) for ``2.13.0+cpu``."""
     return tuple(int(part) for part in version.split(".")[:2])
 
 
@@ -123,10 +123,10 @@ def judge_triton(version: str | None, has_gpus: bool) -> Finding:
 
 def judge_compiler(path: str | None, has_python_headers: bool) -> Finding:
     """Judge whether Inductor can compile for the CPU, and Triton its launchers."""
+    if path and has_python_headers:
+        return Finding("ok", "C++ compiler", f"{path}; Inductor needs one")
     missing = [] if path else ["a C++ compiler (install g++, or name one in CXX)"]
     missing += [] if has_python_headers else ["Python.h (install Python's development headers)"]
-    if not missing:
-        return Finding("ok", "C++ compiler", f"{path}; Inductor needs one")
     return Finding("problem", "C++ compiler", f"Inductor compiles nothing without {' and '.join(missing)}")
 
 
@@ -167,10 +167,6 @@ def judge_threads(threads: int, cpus: int, omp_threads: str | None, ranks: int |
     elif not ranks and not omp_threads and threads > 1:
         advice = "; several ranks here would compete: torchrun sets 1, else set it to processors / ranks"
     return Finding("note" if advice else "ok", "threads", text + advice)
-
-
-def _read_slot(slot: str, ours: inductor.Pipeline) -> Finding:
-    return judge_slot(slot, inductor.beside_users_passes(slot, ours), inductor.installed(slot) is not None)
 
 
 def judge_slot(slot: str, value: Any, is_installed: bool = True) -> Finding:

@@ -136,16 +136,16 @@ class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
     def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool) -> None:
-        slot, chosen = "post_grad_custom_pre_pass", options(policy, own)
+        self.graphs = list[CapturedGraph]()
+        self._policy, self._code = policy, code
+        self._scheduled: fx.Graph | None = None
+        self._config = {**options(policy, own), **more, "force_disable_caches": True}  # on a hit no pass would run
+        slot = "post_grad_custom_pre_pass"
         pipeline = slots(policy, more=own)[slot]
         self._passes = tuple(map(name_of, pipeline.passes))
         ran: tuple[Pass, ...] = (*pipeline.passes, self._observe)
         observed = replace(pipeline, passes=ran, slot="schedule" if code else "schedule only")
-        self.graphs = list[CapturedGraph]()
-        self._policy, self._code = policy, code
-        self._scheduled: fx.Graph | None = None
-        self._config = {**chosen, **more} | {slot: beside_users_passes(slot, observed)}
-        self._config["force_disable_caches"] = True  # on a hit no pass would run
+        self._config[slot] = beside_users_passes(slot, observed)
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
         return compile_fx(module, inputs, inner_compile=self._compile, config_patches=self._config)

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import accumulate, chain, pairwise, takewhile
+from itertools import chain, pairwise, takewhile
 
 from torch import fx
 
@@ -51,41 +51,33 @@ class Scheduled:
     def requests(self) -> Iterator[Request]:
         return chain.from_iterable(self.plan.buckets)
 
-    def spans(self) -> tuple[ComputeSpan, ...]:
-        ends = [*(position for position, _, _ in self.timeline.compute[1:]), len(self.compute)]
-        runs = zip(self.timeline.compute, ends, strict=False)
-        return tuple(span for (first, start_us, _), end in runs for span in self._spans(first, end, start_us))
-
-    def _spans(self, first: int, end: int, start_us: float) -> Iterator[ComputeSpan]:
-        """Yield what runs from ``first`` to before ``end``, apart where a region is called."""
-        inside = [node for together in self.compute[first:end] for node in together]
-        calls = [at for at, node in enumerate(inside) if nodes.region_of(node) is not None]
-        for at, until in pairwise(sorted({0, len(inside), *calls, *(call + 1 for call in calls)})):
-            end_us = start_us + sum(self.us[node] for node in inside[at:until])
-            block = _block_of(inside[at]) if at in calls else ""
-            yield ComputeSpan(inside[at].name, until - at, start_us, end_us, block)
-            start_us = end_us
-
-    def memory(self) -> tuple[MemoryStep, ...]:
-        """Return the curve of bytes in flight; each position counts from when the compute before it is done."""
-        clock = [0.0, *accumulate(self.load.compute_us)]
+    def spans(self) -> Iterator[ComputeSpan]:
+        """Yield what runs between two actions, apart where a region is called."""
         firsts = [position for position, _, _ in self.timeline.compute]
-        steps = [MemoryStep(0.0, self.in_flight[0])]
+        for (first, now_us, _), end in zip(self.timeline.compute, [*firsts[1:], len(self.compute)], strict=False):
+            inside = [node for together in self.compute[first:end] for node in together]
+            calls = [at for at, node in enumerate(inside) if nodes.region_of(node) is not None]
+            for at, until in pairwise(sorted({0, len(inside), *calls, *(call + 1 for call in calls)})):
+                start_us, now_us = now_us, now_us + sum(self.us[node] for node in inside[at:until])
+                block = _block_of(inside[at]) if at in calls else ""
+                yield ComputeSpan(inside[at].name, until - at, start_us, now_us, block)
+
+    def memory(self) -> Iterator[MemoryStep]:
+        """Yield the curve of bytes in flight; each position counts from when the compute before it is done."""
+        clock, firsts = self.load.clock, [position for position, _, _ in self.timeline.compute]
+        yield MemoryStep(0.0, self.in_flight[0])
         for position, (before, size) in enumerate(pairwise(self.in_flight), start=1):
             if size != before:
                 first, start_us, _ = self.timeline.compute[bisect_left(firsts, position) - 1]
-                steps.append(MemoryStep(start_us + (clock[position] - clock[first]), size))
-        return tuple(steps)
+                yield MemoryStep(start_us + (clock[position] - clock[first]), size)
 
-    def regions(self) -> tuple[Region, ...]:
+    def regions(self) -> Iterator[Region]:
         calls = defaultdict[str, list[fx.Node]](list)
         for node in self.us:
             if nodes.region_of(node) is not None:
                 calls[str(node.args[1])].append(node)
-        return tuple(
-            Region(name, nodes.region_module_of(each[0]), tuple(map(_block_of, each)), self.us[each[0]])
-            for name, each in calls.items()
-        )
+        for name, each in calls.items():
+            yield Region(name, nodes.region_module_of(each[0]), tuple(map(_block_of, each)), self.us[each[0]])
 
 
 def _compute_of(graph: fx.Graph, positions: int) -> list[list[fx.Node]]:
@@ -119,13 +111,13 @@ def captured_graph(
         module=module,
         before=before,
         collectives=_collectives(read, module.graph),
-        compute=read.spans(),
-        memory=read.memory(),
+        compute=tuple(read.spans()),
+        memory=tuple(read.memory()),
         peak_unsharded_bytes=max(read.in_flight),
         bound_bytes=read.plan.bound_bytes,
         kept_bytes=sum(request.kept_bytes for request in read.requests),
         code="",
-        regions=read.regions(),
+        regions=tuple(read.regions()),
     )
 
 

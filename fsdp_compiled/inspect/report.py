@@ -6,7 +6,6 @@ import copy
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 
 import torch
@@ -37,8 +36,7 @@ _SHOWN_BY_TORCH = ("module", "before", "code")  # fields of a graph that torch's
 class Capture(CapturedModel):
     """The compiled graphs of a model, and the estimated cost of their collectives. ``print`` shows a table."""
 
-    def __str__(self) -> str:
-        return capture_text(self)
+    __str__ = capture_text
 
     @property
     def headline(self) -> str:
@@ -79,8 +77,7 @@ class Capture(CapturedModel):
 class Explanation(ExplainedModel):
     """What :func:`explain` found. ``print`` shows a table with the reasons below it."""
 
-    def __str__(self) -> str:
-        return explanation_text(self)
+    __str__ = explanation_text
 
 
 def write_artifacts(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, folder: Path, compile_id: str) -> None:
@@ -88,11 +85,22 @@ def write_artifacts(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, fo
 
     The link leads to a page below ``folder``, where torch writes its trace, since tlparse shows artifacts as text.
     """
-    capture = _captured(graph, policy, kind)
-    (found,) = capture.graphs
+    read = Scheduled(graph, policy)
+    found = captured_graph(read, kind, fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)))
+    params = {request.param.name: request.param for request in read.requests}
+    capture = Capture(
+        model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),
+        parameters=sum(param.layout(1).numel for param in params.values()),
+        world=max((collective.world for collective in found.collectives), default=1),
+        torch_version=torch.__version__,
+        cluster=nodes.cluster_of(graph, policy.cluster),
+        schedule=policy,
+        graph_breaks=(),
+        graphs=(found,),
+    )
     name = f"fsdp_compiled_{kind}"
-    data = {field.name: getattr(found, field.name) for field in fields(found) if field.name not in _SHOWN_BY_TORCH}
-    data = {"model": capture.model, "world": capture.world, "schedule": policy, **data}
+    data = {"model": capture.model, "world": capture.world, "schedule": policy}
+    data |= {field: value for field, value in vars(found).items() if field not in _SHOWN_BY_TORCH}
     trace_artifact("artifact", as_json(data), name=name, encoding="json")
     trace_artifact("artifact", str(capture), name=name, encoding="string")
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -104,19 +112,3 @@ def write_artifacts(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, fo
         logging.getLogger("fsdp_compiled").warning("%s: the page of a schedule was not written: %s", pages, error)
         return
     trace_artifact("link", name=f"{name}.html", url=page.as_uri())
-
-
-def _captured(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind) -> Capture:
-    read = Scheduled(graph, policy)
-    found = captured_graph(read, kind, fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)))
-    params = {request.param.name: request.param for request in read.requests}
-    return Capture(
-        model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),
-        parameters=sum(param.layout(1).numel for param in params.values()),
-        world=max((collective.world for collective in found.collectives), default=1),
-        torch_version=torch.__version__,
-        cluster=nodes.cluster_of(graph, policy.cluster),
-        schedule=policy,
-        graph_breaks=(),
-        graphs=(found,),
-    )

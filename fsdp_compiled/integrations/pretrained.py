@@ -42,9 +42,12 @@ def shard_pretrained(
             blocks with known classes.
         Others: see :func:`fully_shard`.
     """
-    if plan is not None:
-        _check(model, plan)
-    chosen = plan if plan is not None else _own_plan(model)
+    for entry, style in (plan or {}).items():
+        if style not in RESHARD:
+            raise unexpected(f"plan[{entry!r}]", f"one of {list(RESHARD)}", repr(style))
+        if not any(_matches(entry, name) for name, _ in model.named_modules()):
+            raise unexpected(f"plan[{entry!r}]", f"the name of a module of {type(model).__name__}", "none")
+    chosen = _own_plan(model) if plan is None else plan
     for module, reshard in list(_planned(model, chosen)) or _blocks(model):
         fully_shard(module, **{"reshard_after_forward": reshard, **fully_shard_kwargs})
     fully_shard(model, **fully_shard_kwargs)
@@ -60,14 +63,6 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
     return {}
 
 
-def _check(model: nn.Module, plan: Mapping[str, str]) -> None:
-    for entry, style in plan.items():
-        if style not in RESHARD:
-            raise unexpected(f"plan[{entry!r}]", f"one of {list(RESHARD)}", repr(style))
-        if not any(_matches(entry, name) for name, _ in model.named_modules()):
-            raise unexpected(f"plan[{entry!r}]", f"the name of a module of {type(model).__name__}", "none")
-
-
 def _matches(entry: str, name: str) -> bool:
     return re.fullmatch(re.escape(entry).replace(r"\*", r"\d+"), name) is not None
 
@@ -75,18 +70,17 @@ def _matches(entry: str, name: str) -> bool:
 def _planned(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[nn.Module, bool | None]]:
     """Yield the modules that the plan names, inner ones first; a model's own plan may name some that it lacks."""
     for name, module in reversed(dict(model.named_modules()).items()):
-        styles = [style for entry, style in plan.items() if name and _matches(entry, name)]
-        if styles:
+        if styles := [style for entry, style in plan.items() if name and _matches(entry, name)]:
             yield module, RESHARD[styles[0]]
 
 
-def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, bool | None]]:
+def _blocks(model: nn.Module) -> list[tuple[nn.Module, None]]:
     classes = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     found = [module for module in model.modules() if type(module).__name__ in classes]
     if not found:
         do = 'give a plan, for example {"model.layers.*": "free_full_weight"}'
         raise unexpected(type(model).__name__, "a model with an fsdp_plan or _no_split_modules", "neither", do)
-    yield from ((module, None) for module in reversed(found))
+    return [(module, None) for module in reversed(found)]
 
 
 def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device | str | None = None) -> nn.Module:
@@ -110,8 +104,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     """
     from safetensors import safe_open
 
-    adapter = _adapter(model, Path(folder))
-    files = _files(Path(folder)) if adapter is None else _keys(Path(folder) / ADAPTER)
+    active: Any = getattr(model, "active_adapter", None)  # of a PEFT model
+    adapter = active if isinstance(active, str) and (Path(folder) / ADAPTER).is_file() else None
+    files = _files(Path(folder), SINGLE if adapter is None else ADAPTER)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         if adapter is not None:
             raise ValueError(f"{folder}: has adapters alone, and the model is on meta; load what they adapt before")
@@ -128,26 +123,17 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     return model
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    if (folder / INDEX).is_file():
-        weights = json.loads((folder / INDEX).read_text())["weight_map"]
-        return {name: folder / file for name, file in weights.items()}
-    if not (folder / SINGLE).is_file():
-        raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}, found neither")
-    return _keys(folder / SINGLE)
-
-
-def _keys(path: Path) -> dict[str, Path]:
+def _files(folder: Path, single: str) -> dict[str, Path]:
+    """Return where each tensor is; what an index names comes before the single file of a whole model."""
     from safetensors import safe_open
 
-    with safe_open(str(path), framework="pt") as file:
-        return dict.fromkeys(file.keys(), path)
-
-
-def _adapter(model: nn.Module, folder: Path) -> str | None:
-    """Return the name of a PEFT model's active adapter if its file is in the folder."""
-    name: Any = getattr(model, "active_adapter", None)
-    return name if isinstance(name, str) and (folder / ADAPTER).is_file() else None
+    if single == SINGLE and (folder / INDEX).is_file():
+        weights = json.loads((folder / INDEX).read_text())["weight_map"]
+        return {name: folder / file for name, file in weights.items()}
+    if not (folder / single).is_file():
+        raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}, found neither")
+    with safe_open(str(folder / single), framework="pt") as file:
+        return dict.fromkeys(file.keys(), folder / single)
 
 
 def _adapted(model: nn.Module, adapter: str) -> Iterable[tuple[list[str], Tensor]]:
@@ -164,14 +150,13 @@ def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
     model.to_empty(device=next(meshes).device_type if device is None else device)
     initializers = [module._init_weights for module in model.modules() if hasattr(module, "_init_weights")]
     for name, module in model.named_modules():
-        if module._non_persistent_buffers_set and not initializers:
-            buffers = f"the non-persistent buffers {sorted(module._non_persistent_buffers_set)}"
+        if not (buffers := sorted(module._non_persistent_buffers_set)):
+            continue
+        if not initializers:
+            expected = f"a model with _init_weights, which computes the non-persistent buffers {buffers}"
             do = "make the model on the CPU rather than on meta"
-            raise unexpected(
-                name, f"a model with _init_weights, which computes {buffers}", "none", do, NotImplementedError
-            )
-        if module._non_persistent_buffers_set:
-            initializers[0](module)  # type: ignore[operator]
+            raise unexpected(name, expected, "none", do, NotImplementedError)
+        initializers[0](module)  # type: ignore[operator]
 
 
 def _tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -38,7 +37,6 @@ class ShardedTrainer:
 
     args: Any
     model: Any
-    model_wrapped: Any
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
@@ -63,12 +61,11 @@ class ShardedTrainer:
         self.accelerator.no_sync = _no_sync
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        whole = state_dict
-        if whole is None:
+        if state_dict is None:
             adapters = hasattr(self.model, "peft_config")
             options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=adapters)
-            whole = get_model_state_dict(self.model, options=options)
-        super()._save(output_dir, state_dict=whole)  # type: ignore[misc]
+            state_dict = get_model_state_dict(self.model, options=options)
+        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state = get_optimizer_state_dict(self.model, _inner(self.optimizer))
@@ -86,7 +83,7 @@ class ShardedTrainer:
         if checkpoint is None:
             return
         folder = Path(checkpoint) / OPTIMIZER
-        if not os.path.isdir(folder):
+        if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: expected the optimizer of a ShardedTrainer, found none")
         optimizer = _inner(self.optimizer)
         state = {"optimizer": get_optimizer_state_dict(self.model, optimizer)}
@@ -97,8 +94,7 @@ class ShardedTrainer:
 
 def _inner(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that accelerate's is around."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 @contextmanager

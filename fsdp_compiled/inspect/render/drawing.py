@@ -76,11 +76,9 @@ def _compute(graph: CapturedGraph) -> list[Mark]:
         marks.append(mark._replace(label=span.block))
     for number, collective in sorted(enumerate(graph.collectives), key=lambda item: item[1].end_us):
         name, verdict = f"waits for #{number}", collective.verdict
+        title = f"stall: {name} {figures.words(collective.kind)}"
         for at in _free(marks, max(collective.end_us - collective.exposed_us, 0.0), collective.end_us):
-            stall = _mark(
-                "stall", name, at, f"stall: {name} {figures.words(collective.kind)}", verdict, verdict=verdict
-            )
-            insort(marks, stall, key=attrgetter("start_us"))
+            insort(marks, _mark("stall", name, at, title, verdict, verdict=verdict), key=attrgetter("start_us"))
     free = _free(marks, 0.0, graph.total_us)
     return marks + [_mark("copy", "packs or unpacks", at, "packs or unpacks a bucket") for at in free]
 

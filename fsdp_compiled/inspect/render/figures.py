@@ -51,9 +51,7 @@ def indices(numbers: Iterable[int]) -> str:
 
 
 def ticks(end: float, most: int) -> list[float]:
-    """Return at most ``most + 1`` round numbers from 0 to ``end``: multiples of 1, 2 or 5 times a power of ten."""
-    if end <= 0:
-        return [0.0]
+    """Return at most ``most + 1`` round numbers from 0 to ``end`` > 0: multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** floor(log10(end / most))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= end / most)
     return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]
@@ -112,23 +110,16 @@ def about(capture: CapturedModel) -> str:
 
 def schedule(policy: SchedulePolicy) -> dict[str, str]:
     """Return the fields of a policy, without the cluster, which :func:`about` names."""
-    in_flight, kept = policy.in_flight_bytes, policy.keep_unsharded_bytes
-    found = {
-        "bucket": policy.bucket,
-        "prefetch": str(policy.prefetch),
-        "in flight": in_flight,
-        "keep unsharded": kept,
-    }
+    found: dict[str, str | int] = {"bucket": policy.bucket, "prefetch": str(policy.prefetch)}
+    found |= {"in flight": policy.in_flight_bytes, "keep unsharded": policy.keep_unsharded_bytes}
     return {label: value if isinstance(value, str) else size(value) for label, value in found.items()}
 
 
 def titled(graphs: Sequence[CapturedGraph]) -> list[tuple[str, CapturedGraph]]:
     """Return each graph with a name: its kind, numbered from 1 where there are several of a kind."""
-    kinds, found = [graph.kind for graph in graphs], []
-    for end, graph in enumerate(graphs, start=1):
-        number = f" {kinds[:end].count(graph.kind)}" if kinds.count(graph.kind) > 1 else ""
-        found.append((f"{graph.kind}{number}", graph))
-    return found
+    kinds = [graph.kind for graph in graphs]
+    numbers = (f" {kinds[:end].count(kind)}" if kinds.count(kind) > 1 else "" for end, kind in enumerate(kinds, 1))
+    return [(f"{graph.kind}{number}", graph) for graph, number in zip(graphs, numbers, strict=True)]
 
 
 def graph_facts(graph: CapturedGraph) -> dict[str, str]:
@@ -156,8 +147,8 @@ def headline(capture: CapturedModel) -> str:
     takes = "take" if " and " in what else "takes"
     step_us, exposed_us, share = _sums(capture)
     waits = f"of which compute waits {duration(exposed_us)} ({share}) for collectives"
-    little = exposed_us <= LITTLE * step_us
-    trial = f"nothing: {share} of the step is too little to gain" if little else _costliest(capture).trial
+    is_little = exposed_us <= LITTLE * step_us
+    trial = f"nothing: {share} of the step is too little to gain" if is_little else _costliest(capture).trial
     return f"{what} {takes} {duration(step_us)} by estimate, {waits}. To try: {trial}."
 
 
