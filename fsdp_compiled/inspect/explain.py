@@ -91,7 +91,7 @@ def _why(state: FSDPState) -> str:
 
 
 def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Sequence[FSDPParam]) -> Iterator[str]:
-    params = state.params
+    config, params = state.unit.config, state.params
     info = params[0].placement.mesh_info
     if len(state.modules) > 1:
         yield f"list of {len(state.modules)} modules, all-gathered before the first of them runs"
@@ -105,25 +105,6 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield "sharded over one rank: its all-gather sends nothing"
     if info.replicate_world > 1 and len(frozen) < len(params):
         yield f"gradients are reduced over {info.shard_world} shards, then over {info.replicate_world} replicas"
-    yield from _options(state, unit)
-    if not state.unit.config.reduce_grads:
-        yield "set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again"
-    if not state.unit.config.reshard_after_backward:
-        yield "set_reshard_after_backward(False): stays unsharded after an uncompiled backward"
-    layouts = [param.storage.layout for param in params]
-    padding = 1 - sum(each.numel for each in layouts) / sum(each.shard_numel * each.world for each in layouts)
-    if padding >= NOTABLE_PADDING:
-        yield f"{padding:.0%} of each all-gather is padding: dimensions do not divide by {info.shard_world} ranks"
-    if any(param.leaf.device.type == "meta" for param in params):
-        yield "on the meta device: call to_empty and initialise the parameters before running the model"
-    if kept:
-        size = figures.size(sum(param.spec.all_gather_bytes for param in kept))
-        yield f"in one full graph, keep_unsharded_bytes keeps {_within(kept, unit)} ({size})"
-
-
-def _options(state: FSDPState, unit: str) -> Iterator[str]:
-    """What the user asked of this unit beyond plain sharding."""
-    config, params = state.unit.config, state.params
     if any(param.spec.post_forward.world > 1 for param in params):
         yield f"kept from forward sharded over {config.post_forward_size} ranks, where backward all-gathers it"
     if shared := [param for param in params if len(param.users) > 1]:
@@ -146,6 +127,19 @@ def _options(state: FSDPState, unit: str) -> Iterator[str]:
         yield "set_all_reduce_hook: the user's function sees reduced gradients"
     if config.reduce_grads and not config.all_reduce_grads:
         yield "set_requires_all_reduce(False): gradients stay reduced over the shards only, until it is on again"
+    if not config.reduce_grads:
+        yield "set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again"
+    if not config.reshard_after_backward:
+        yield "set_reshard_after_backward(False): stays unsharded after an uncompiled backward"
+    layouts = [param.storage.layout for param in params]
+    padding = 1 - sum(each.numel for each in layouts) / sum(each.shard_numel * each.world for each in layouts)
+    if padding >= NOTABLE_PADDING:
+        yield f"{padding:.0%} of each all-gather is padding: dimensions do not divide by {info.shard_world} ranks"
+    if any(param.leaf.device.type == "meta" for param in params):
+        yield "on the meta device: call to_empty and initialise the parameters before running the model"
+    if kept:
+        size = figures.size(sum(param.spec.all_gather_bytes for param in kept))
+        yield f"in one full graph, keep_unsharded_bytes keeps {_within(kept, unit)} ({size})"
 
 
 def _within(params: Sequence[FSDPParam], unit: str) -> str:

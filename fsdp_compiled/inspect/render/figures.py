@@ -51,7 +51,7 @@ def indices(numbers: Iterable[int]) -> str:
 
 
 def ticks(end: float, most: int) -> list[float]:
-    """Return at most ``most + 1`` round numbers from 0 to ``end`` > 0: multiples of 1, 2 or 5 times a power of ten."""
+    """Return at most ``most + 1`` numbers from 0 to ``end``, over 0: multiples of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** floor(log10(end / most))
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= end / most)
     return [index * step for index in range(int(end / step * (1 + 1e-9)) + 1)]

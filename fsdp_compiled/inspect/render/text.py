@@ -115,8 +115,7 @@ def _reasons(explanation: ExplainedModel) -> Iterator[str]:
         for text in (unit.why, *unit.notes):
             said[text].append(unit.name)
     for text, names in said.items():
-        is_every = len(names) == len(explanation.units) > 1
-        who = "every unit" if is_every else figures.abbreviate(names)
+        who = "every unit" if len(names) == len(explanation.units) > 1 else figures.abbreviate(names)
         yield from _wrapped(f"{who}: {text}")
     if explanation.outside:
         who = figures.listed("parameter", explanation.outside)
