@@ -163,6 +163,6 @@ class _Recorder:
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
         kind = "backward" if kwargs.get("is_backward") else kind
-        found = captured_graph(read, kind, after, before)
-        self.graphs.append(replace(found, code=getattr(compiled, "source_code", "") or "", passes=self._passes))
+        found, code = captured_graph(read, kind, after), getattr(compiled, "source_code", "") or ""
+        self.graphs.append(replace(found, before=before, code=code, passes=self._passes))
         return compiled

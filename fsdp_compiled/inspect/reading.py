@@ -102,14 +102,12 @@ def _estimates_us(cluster: Cluster) -> Callable[[fx.Node], float]:
     return of_node
 
 
-def captured_graph(
-    read: Scheduled, kind: GraphKind, module: fx.GraphModule, before: fx.GraphModule | None = None
-) -> CapturedGraph:
+def captured_graph(read: Scheduled, kind: GraphKind, module: fx.GraphModule) -> CapturedGraph:
     """Return the record of a scheduled graph, of which ``module`` holds what is compiled."""
     return CapturedGraph(
         kind=kind,
         module=module,
-        before=before,
+        before=None,
         collectives=_collectives(read, module.graph),
         compute=tuple(read.spans()),
         memory=tuple(read.memory()),

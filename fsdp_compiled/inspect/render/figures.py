@@ -98,7 +98,6 @@ def listed(noun: str, names: Sequence[str]) -> str:
 
 
 def in_line(values: Mapping[str, str]) -> str:
-    """Return labels, each before its value, with commas between."""
     return ", ".join(f"{label} {value}" for label, value in values.items())
 
 
@@ -174,10 +173,8 @@ def side_by_side(captures: Sequence[CapturedModel]) -> tuple[list[str], list[dic
         for capture in captures
     ]
     differing = [key for key in conditions[0] if len({each[key] for each in conditions}) > 1]
-    names = [
-        in_line({key: each[key] for key in differing}) or f"capture {number}"
-        for number, each in enumerate(conditions, start=1)
-    ]
+    told = [in_line({key: each[key] for key in differing}) for each in conditions]
+    names = [name or f"capture {number}" for number, name in enumerate(told, start=1)]
     facts = [_facts(capture) for capture in captures]
     return names, [{"figure": label} | {n: f[label] for n, f in zip(names, facts, strict=True)} for label in facts[0]]
 
@@ -203,7 +200,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_exposed(collective: Collective) -> bool:
-    """Tell whether compute waits for it long enough to show."""
     return collective.exposed_us >= SHORTEST_US
 
 
