@@ -35,9 +35,8 @@ def find(target: str) -> Callable[[], Any]:
     module = _from_file(Path(name)) if name.endswith(".py") else _from_path(name)
     found = getattr(module, attribute, None)
     if not callable(found):
-        own = [
-            each.__name__ for each in vars(module).values() if isfunction(each) and each.__module__ == module.__name__
-        ]
+        functions = filter(isfunction, vars(module).values())
+        own = [function.__name__ for function in functions if function.__module__ == module.__name__]
         advice = f"it defines {', '.join(own) or 'none'}"
         raise UsageError(f"{name}: expected a function {attribute!r}, found none; {advice}")
     try:
@@ -68,8 +67,8 @@ def _from_path(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the module exists, but a module that it imports does not
-        text = f"{name}: found no module {error.name!r} in {Path.cwd()} nor among installed ones"
-        raise UsageError(text) from error
+        place = f"in {Path.cwd()} nor among installed ones"
+        raise UsageError(f"{name}: found no module {error.name!r} {place}") from error
 
 
 def build(target: str, function: Callable[[], Any]) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:

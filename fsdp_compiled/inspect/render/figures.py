@@ -146,8 +146,8 @@ def headline(capture: CapturedModel) -> str:
     takes = "take" if " and " in what else "takes"
     step_us, exposed_us, share = _sums(capture)
     waits = f"of which compute waits {duration(exposed_us)} ({share}) for collectives"
-    is_little = exposed_us <= LITTLE * step_us
-    trial = f"nothing: {share} of the step is too little to gain" if is_little else _costliest(capture).trial
+    little = exposed_us <= LITTLE * step_us
+    trial = f"nothing: {share} of the step is too little to gain" if little else _costliest(capture).trial
     return f"{what} {takes} {duration(step_us)} by estimate, {waits}. To try: {trial}."
 
 
