@@ -30,6 +30,7 @@ OWNERS = {
     "_get_backend": GROUP,
     "_i_will_not_complain_if_bc_breaks_InstructionTranslator": "torch._dynamo.comptime.ComptimeContext",
     "_initialize": "torch._dynamo.OptimizedModule",
+    "_forward_pre_hooks": MODULE,
     "_modules": MODULE,
     "_non_persistent_buffers_set": MODULE,
     "_orig_mod": "torch._dynamo.OptimizedModule",
