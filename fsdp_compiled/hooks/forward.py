@@ -14,11 +14,13 @@ from ..tracing.dynamo import skipped
 
 
 class EagerHooks(Protocol):
-    """What the hooks ask of ``FSDPState``, whose file imports this one."""
+    """What hooks and identities call of ``FSDPState``, whose file imports this one."""
 
     def enter_forward(self, module: nn.Module) -> None: ...
     def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
     def watch_output(self, module: nn.Module, output: Any) -> Any: ...
+    def pre_backward(self) -> None: ...
+    def post_backward(self) -> None: ...
 
 
 # Dynamo guards all that a traced hook reads, in every step, and by a comparison in Python if two hooks read one
@@ -58,9 +60,6 @@ class PostForward:
         if not torch.compiler.is_compiling():
             output = self.state.watch_output(module, output)
         return output if self.dtype is None else cast_floating(output, self.dtype)
-
-
-# ---- tensors inside inputs and outputs ----
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -97,8 +98,6 @@ class FSDPParamGroup:
             self._buckets[key] = (specs, bucket, contract_of(bucket))  # specs are kept, so that their ids stay theirs
         return self._buckets[key][1:]
 
-    # ---- unshard and reshard ----
-
     @without_grad
     def launch_unshard(self) -> None:
         """Start the group's all-gathers unless it is unsharded or they are under way."""
@@ -128,8 +127,7 @@ class FSDPParamGroup:
         ]
 
     def _all_gather_bucket(self, specs: Sequence[CommSpec]) -> AllGatherBucket:
-        device = self.params[0].placement.device
-        return all_gather_bucket(specs[0].all_gather, [spec.param for spec in specs], device)
+        return all_gather_bucket(specs[0].all_gather, [spec.param for spec in specs], self.params[0].placement.device)
 
     @without_grad
     def wait_unshard(self) -> None:
@@ -170,22 +168,18 @@ class FSDPParamGroup:
             for param in self.params:
                 param.to_sharded_post_forward()
 
-    # ---- reduce ----
-
     @property
     def has_gradients(self) -> bool:
         """Whether unsharded gradients wait to be reduced."""
-        return any(
-            param.unsharded.grad is not None or param.gradients.unsharded.grad is not None for param in self.params
-        )
+        grads = ((param.unsharded.grad, param.gradients.unsharded.grad) for param in self.params)
+        return any(grad is not None for grad in chain.from_iterable(grads))
 
     @without_grad
     def launch_reduce(self) -> None:
         """Start reducing the gradients that backward left, or accumulate them while sync is off."""
         if not self.unit.config.reduce_grads:
             for param in self.params:
-                grad = param.unsharded.take_grad()
-                if grad is not None:
+                if (grad := param.unsharded.take_grad()) is not None:
                     param.gradients.unsharded.add(grad)
             return
         ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
@@ -244,13 +238,12 @@ class FSDPParamGroup:
 
     def _total_gradient(self, param: FSDPParam) -> Tensor | None:
         grad, accumulated = param.unsharded.take_grad(), param.gradients.unsharded.take()
-        if grad is None:
-            if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
-                return torch.zeros(
-                    param.storage.layout.shape, dtype=param.spec.all_gather.dtype, device=param.placement.device
-                )
-            return accumulated
-        return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))
+        if grad is not None:
+            return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))
+        if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
+            shape, dtype = param.storage.layout.shape, param.spec.all_gather.dtype
+            return torch.zeros(shape, dtype=dtype, device=param.placement.device)
+        return accumulated
 
 
 def _complete_bucket(specs: Sequence[CommSpec]) -> ReductionBucket:
