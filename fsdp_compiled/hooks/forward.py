@@ -29,15 +29,12 @@ class EagerHooks(Protocol):
 
 @dataclass(eq=False)
 class PreForward:
-    """The hook before forward."""
-
     state: EagerHooks
     device: torch.device | None  # where inputs are moved
     dtype: torch.dtype | None  # to which they are cast
 
     @skipped
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments for forward."""
         if not torch.compiler.is_compiling():
             self.state.enter_forward(module)
         if self.dtype is not None or self.device is not None:
@@ -49,14 +46,11 @@ class PreForward:
 
 @dataclass(eq=False)
 class PostForward:
-    """The hook after forward."""
-
     state: EagerHooks
     dtype: torch.dtype | None  # to which outputs are cast
 
     @skipped
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return what the module returns."""
         if not torch.compiler.is_compiling():
             output = self.state.watch_output(module, output)
         return output if self.dtype is None else cast_floating(output, self.dtype)
@@ -110,10 +104,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Return ``value`` with its floating-point tensors in ``dtype`` and all its tensors on ``device``.
-
-    None for ``dtype`` or ``device`` leaves that as it is.
-    """
+    """Return ``value``, its floating-point tensors in ``dtype`` and all on ``device``; None leaves that as it is."""
 
     def change(tensor: Tensor) -> Tensor:
         if device is not None and tensor.device != device:

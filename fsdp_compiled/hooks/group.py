@@ -52,14 +52,11 @@ class _AllGather:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Gradients that are being reduced."""
-
     params: list[FSDPParam]
     pending: Pending[list[Tensor]]
     is_partial: bool = False  # over the shard group only
 
     def accumulate(self, results: Sequence[Tensor]) -> None:
-        """Add the results to the sharded parameters' gradients, or to the partial ones."""
         for param, grad in zip(self.params, results, strict=True):
             if self.is_partial:
                 param.gradients.partial.add(grad.clone())
@@ -83,12 +80,9 @@ class FSDPParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the unsharded parameters are registered."""
         return self.params[0].state is ShardedState.UNSHARDED
 
-    def _bucket(
-        self, make: Callable[[Sequence[CommSpec]], Bucket], specs: Sequence[CommSpec]
-    ) -> tuple[Bucket, Contract]:
+    def _bucket(self, make: Callable[[list[CommSpec]], Bucket], specs: list[CommSpec]) -> tuple[Bucket, Contract]:
         """Return ``make(specs)`` and its contract, made once for these very specs: hashing records is slow."""
         key = (make, *map(id, specs))
         if key not in self._buckets:
@@ -170,7 +164,6 @@ class FSDPParamGroup:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether unsharded gradients wait to be reduced."""
         grads = ((param.unsharded.grad, param.gradients.unsharded.grad) for param in self.params)
         return any(grad is not None for grad in chain.from_iterable(grads))
 
@@ -230,7 +223,6 @@ class FSDPParamGroup:
 
     @without_grad
     def drop_reduce(self) -> None:
-        """Wait for the reductions under way and drop their results."""
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
             reduction.pending.wait()

@@ -179,10 +179,7 @@ class FSDPStateContext:
 
 
 class ModuleTree:
-    """What lies below an outermost unit, to notice in every step whether the user has changed it since.
-
-    It is compared in every step, so it compares what is there with what was there, and knows no reasons.
-    """
+    """What lies below an outermost unit, to notice in every step whether the user has changed it since."""
 
     def __init__(self, roots: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:
         self._params = params

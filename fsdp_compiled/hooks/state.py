@@ -82,7 +82,6 @@ class FSDPState(TorchNames):
 
     @property
     def is_used_elsewhere(self) -> bool:
-        """Whether another thread called the model last."""
         return self._context is not None and self._context.step.is_used_elsewhere
 
     def regroup(self) -> None:

@@ -113,14 +113,12 @@ class FSDPParam:
         return self.unit.hooked or (len(self.users) > 1 and any(user.hooked for user in self.users))
 
     def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` wherever the parameter is used."""
         for module, name in self.places:
             module._parameters[name] = param
             if type(module).__setattr__ is not nn.Module.__setattr__:
                 setattr(module, name, param)  # which may want to see it
 
     def share(self, places: Iterable[Place], user: Unit) -> None:
-        """Let modules of another unit share it."""
         self.places = (*self.places, *places)
         self.users.append(user)
         user.followers.append(self)
@@ -150,10 +148,7 @@ class FSDPParam:
             raise unexpected(self.name, expected, got, "redistribute it first")
 
     def relink(self) -> None:
-        """Adopt what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
-
-        Raises as :meth:`check_replacement`.
-        """
+        """Adopt what replaced the parameter or its storage, as ``to`` does, if :meth:`check_replacement` lets it."""
         module, name = self.places[0]
         current = module._parameters[name]
         if self.state is ShardedState.UNSHARDED or current is None:

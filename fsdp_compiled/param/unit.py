@@ -55,20 +55,17 @@ class Unit:
     followers: list[Follower] = field(default_factory=list, repr=False)  # parameters, also of units that share theirs
 
     def configure(self, **changes: Any) -> None:
-        """Replace fields of :class:`UnitConfig`."""
         self.config = replace(self.config, **changes)
         for param in self.followers:
             param.follow_config(respec=not _SYNC.issuperset(changes))
 
     def hold(self, hooked: bool) -> None:
-        """Note whether eager hooks hold the unsharded parameters."""
         if self.hooked is not hooked:
             self.hooked = hooked
             for param in self.followers:
                 param.follow_hold()
 
     def call(self, in_call: bool) -> None:
-        """Note whether the outermost module is being called."""
         self.in_call = in_call
         for param in self.followers:
             param.follow_call(in_call)
