@@ -120,8 +120,7 @@ class PreBackward(_Identity):
 
     @staticmethod
     def jvp(ctx: Any, owner: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = PreBackward.apply(ctx.owner, *tangents)  # a loss may be of the tangents alone
-        return outputs
+        return PreBackward.apply(ctx.owner, *tangents)  # a loss may be of the tangents alone
 
 
 class PostBackward(_Identity):

@@ -175,29 +175,28 @@ class FSDPParamGroup:
                 if (grad := param.unsharded.take_grad()) is not None:
                     param.gradients.unsharded.add(grad)
             return
-        ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
+        ready = {param: grad for param in self.params if (grad := self._total_gradient(param)) is not None}
         if not ready:
             return
-        params, grads = [param for param, _ in ready], [grad for _, grad in ready]
         is_partial = not self.unit.config.all_reduce_grads
         make = _partial_bucket if is_partial else _complete_bucket
-        bucket, contract = self._bucket(make, [param.spec for param in params])
+        bucket, contract = self._bucket(make, [param.spec for param in ready])
         agree(contract)
-        earlier = [] if is_partial else [param.gradients.partial.take() for param in params]
-        self._reductions.append(_Reduction(params, launch_reduction(grads, bucket, earlier), is_partial))
+        earlier = [] if is_partial else [param.gradients.partial.take() for param in ready]
+        pending = launch_reduction(list(ready.values()), bucket, earlier)
+        self._reductions.append(_Reduction(list(ready), pending, is_partial))
 
     @without_grad
     def launch_replica_reduce(self) -> None:
         """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
         if not self.unit.config.all_reduce_grads:
             return
-        parts = [(param, part) for param in self.params if (part := param.gradients.partial.take()) is not None]
+        parts = {param: part for param in self.params if (part := param.gradients.partial.take()) is not None}
         if not parts:
             return
-        params, grads = [param for param, _ in parts], [part for _, part in parts]
-        bucket, contract = self._bucket(_complete_bucket, [param.spec for param in params])
+        bucket, contract = self._bucket(_complete_bucket, [param.spec for param in parts])
         agree(contract.by_group[bucket.spec.replicas.name])
-        self._reductions.append(_Reduction(params, launch_replica_reduction(grads, bucket)))
+        self._reductions.append(_Reduction(list(parts), launch_replica_reduction(list(parts.values()), bucket)))
 
     @without_grad
     def wait_reduce(self) -> None:

@@ -111,9 +111,7 @@ class Gradients:
 
     def accumulate(self, padded: Tensor) -> None:
         """Add a reduced, padded gradient to the sharded parameter's and run the hooks that users put on it."""
-        local, sharded = self._storage.unpadded(padded), self._sharded
-        if local.device != self._leaf.device:
-            local = local.to(self._leaf.device)
+        local, sharded = self._storage.unpadded(padded).to(self._leaf.device), self._sharded
         if sharded._backward_hooks:
             local = after_user_hooks(sharded, self._name, self._storage.new_dtensor(local))
         if sharded.grad is None:

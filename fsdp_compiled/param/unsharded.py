@@ -40,8 +40,8 @@ class Unsharded:
         """
         if self._outputs is None:
             layouts = [spec.layout for spec in largest]
-            sizes = [(spec.layout.padded_numel, spec.all_gather.dtype) for spec in largest]
-            made = [torch.empty(numel, dtype=dtype, device=self._device) for numel, dtype in sizes]
+            forms = [(spec.layout.padded_numel, spec.all_gather.dtype) for spec in largest]
+            made = [torch.empty(numel, dtype=dtype, device=self._device) for numel, dtype in forms]
             self._views = [flat[: each.numel].view(each.shape) for flat, each in zip(made, layouts, strict=True)]
             self._nbytes = {output: output.untyped_storage().nbytes() for output in made}
             if self._extension is None:
