@@ -197,7 +197,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
         if max_input_buffers < 1:
             raise unexpected("max_input_buffers", "at least 1", max_input_buffers)
         for state in _states(self, recurse):
-            state.set_max_reducing(max_input_buffers)
+            state.max_reducing = max_input_buffers
+            if (context := state._context) is not None:
+                context.comm.max_reducing = max(each.max_reducing for each in context.states)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reduce-scatters a process group of their own, or take it away; call it on every rank.
@@ -206,7 +208,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
         parameters are only replicated.
         """
         for state in _states(self, recurse, enable=enable):
-            state.set_separate_reduce_group(enable)
+            for param in state.params:
+                if param.placement.mesh_info.shard_mesh_dim is None:
+                    raise unexpected(param.name, "a sharded parameter", "one that is only replicated")
+            state.unit.configure(separate_reduce_group=enable)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
         """All-gather this unit's parameters by ``comm``, in graphs too."""
@@ -299,7 +304,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before forward")
         if is_in_backward():
             raise RuntimeError("finalize_backward: expected no backward under way; call it afterwards")
-        if context.step.finalizing is not None:
+        if context.finalizing is not None:
             raise RuntimeError(
                 "finalize_backward: wait for the handle of the last finalization first; if an exception came instead "
                 "of it, call reset_iter_state()"

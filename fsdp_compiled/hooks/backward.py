@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from contextlib import nullcontext
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..collectives import profiler
-from .forward import map_tensors, tensors_in
+from .forward import EagerHooks, map_tensors, tensors_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class Owner(Protocol):
-    """What the hooks ask of ``FSDPState``."""
-
-    def pre_backward(self) -> None: ...
-    def post_backward(self) -> None: ...
 
 
 def in_functorch() -> bool:
@@ -35,9 +29,7 @@ def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not in_functorch():
-            return function(*args, **kwargs)
-        with torch._C._DisableFuncTorch():
+        with torch._C._DisableFuncTorch() if in_functorch() else nullcontext():
             return function(*args, **kwargs)
 
     return run
@@ -72,7 +64,7 @@ def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def before_backward(owner: Owner, output: Any) -> Any:
+def before_backward(owner: EagerHooks, output: Any) -> Any:
     """Call ``owner.pre_backward`` when the first gradient of a tensor in ``output`` arrives."""
     tensors = tensors_in(output)
     if in_functorch() or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
@@ -83,12 +75,12 @@ def before_backward(owner: Owner, output: Any) -> Any:
     return output
 
 
-def after_backward(owner: Owner, inputs: Any) -> Any:
+def after_backward(owner: EagerHooks, inputs: Any) -> Any:
     """Call ``owner.post_backward`` once the gradients of all tensors in ``inputs`` have been computed."""
     return _wrapped(PostBackward, owner, inputs)
 
 
-def _wrapped(function: type[_Identity], owner: Owner, value: Any) -> Any:
+def _wrapped(function: type[_Identity], owner: EagerHooks, value: Any) -> Any:
     watched = [tensor for tensor in tensors_in(value) if _is_watched(tensor)]
     if not watched:
         return value
@@ -105,7 +97,7 @@ class _Identity(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(owner: Owner, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(owner: EagerHooks, *inputs: Tensor) -> tuple[Tensor, ...]:
         return inputs
 
     @staticmethod
@@ -128,8 +120,7 @@ class PreBackward(_Identity):
 
     @staticmethod
     def jvp(ctx: Any, owner: None, *tangents: Tensor) -> tuple[Tensor, ...]:
-        outputs: tuple[Tensor, ...] = PreBackward.apply(ctx.owner, *tangents)  # a loss may be of the tangents alone
-        return outputs
+        return PreBackward.apply(ctx.owner, *tangents)  # a loss may be of the tangents alone
 
 
 class PostBackward(_Identity):

@@ -14,11 +14,13 @@ from ..tracing.dynamo import skipped
 
 
 class EagerHooks(Protocol):
-    """What the hooks ask of ``FSDPState``, whose file imports this one."""
+    """What hooks and identities call of ``FSDPState``, whose file imports this one."""
 
     def enter_forward(self, module: nn.Module) -> None: ...
     def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
     def watch_output(self, module: nn.Module, output: Any) -> Any: ...
+    def pre_backward(self) -> None: ...
+    def post_backward(self) -> None: ...
 
 
 # Dynamo guards all that a traced hook reads, in every step, and by a comparison in Python if two hooks read one
@@ -27,15 +29,12 @@ class EagerHooks(Protocol):
 
 @dataclass(eq=False)
 class PreForward:
-    """The hook before forward."""
-
     state: EagerHooks
     device: torch.device | None  # where inputs are moved
     dtype: torch.dtype | None  # to which they are cast
 
     @skipped
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments for forward."""
         if not torch.compiler.is_compiling():
             self.state.enter_forward(module)
         if self.dtype is not None or self.device is not None:
@@ -47,20 +46,14 @@ class PreForward:
 
 @dataclass(eq=False)
 class PostForward:
-    """The hook after forward."""
-
     state: EagerHooks
     dtype: torch.dtype | None  # to which outputs are cast
 
     @skipped
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return what the module returns."""
         if not torch.compiler.is_compiling():
             output = self.state.watch_output(module, output)
         return output if self.dtype is None else cast_floating(output, self.dtype)
-
-
-# ---- tensors inside inputs and outputs ----
 
 
 def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
@@ -111,10 +104,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Return ``value`` with its floating-point tensors in ``dtype`` and all its tensors on ``device``.
-
-    None for ``dtype`` or ``device`` leaves that as it is.
-    """
+    """Return ``value``, its floating-point tensors in ``dtype`` and all on ``device``; None leaves that as it is."""
 
     def change(tensor: Tensor) -> Tensor:
         if device is not None and tensor.device != device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -51,14 +52,11 @@ class _AllGather:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """Gradients that are being reduced."""
-
     params: list[FSDPParam]
     pending: Pending[list[Tensor]]
     is_partial: bool = False  # over the shard group only
 
     def accumulate(self, results: Sequence[Tensor]) -> None:
-        """Add the results to the sharded parameters' gradients, or to the partial ones."""
         for param, grad in zip(self.params, results, strict=True):
             if self.is_partial:
                 param.gradients.partial.add(grad.clone())
@@ -82,12 +80,9 @@ class FSDPParamGroup:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the unsharded parameters are registered."""
         return self.params[0].state is ShardedState.UNSHARDED
 
-    def _bucket(
-        self, make: Callable[[Sequence[CommSpec]], Bucket], specs: Sequence[CommSpec]
-    ) -> tuple[Bucket, Contract]:
+    def _bucket(self, make: Callable[[list[CommSpec]], Bucket], specs: list[CommSpec]) -> tuple[Bucket, Contract]:
         """Return ``make(specs)`` and its contract, made once for these very specs: hashing records is slow."""
         key = (make, *map(id, specs))
         if key not in self._buckets:
@@ -96,8 +91,6 @@ class FSDPParamGroup:
             bucket = make(specs)
             self._buckets[key] = (specs, bucket, contract_of(bucket))  # specs are kept, so that their ids stay theirs
         return self._buckets[key][1:]
-
-    # ---- unshard and reshard ----
 
     @without_grad
     def launch_unshard(self) -> None:
@@ -128,8 +121,7 @@ class FSDPParamGroup:
         ]
 
     def _all_gather_bucket(self, specs: Sequence[CommSpec]) -> AllGatherBucket:
-        device = self.params[0].placement.device
-        return all_gather_bucket(specs[0].all_gather, [spec.param for spec in specs], device)
+        return all_gather_bucket(specs[0].all_gather, [spec.param for spec in specs], self.params[0].placement.device)
 
     @without_grad
     def wait_unshard(self) -> None:
@@ -170,47 +162,41 @@ class FSDPParamGroup:
             for param in self.params:
                 param.to_sharded_post_forward()
 
-    # ---- reduce ----
-
     @property
     def has_gradients(self) -> bool:
-        """Whether unsharded gradients wait to be reduced."""
-        return any(
-            param.unsharded.grad is not None or param.gradients.unsharded.grad is not None for param in self.params
-        )
+        grads = ((param.unsharded.grad, param.gradients.unsharded.grad) for param in self.params)
+        return any(grad is not None for grad in chain.from_iterable(grads))
 
     @without_grad
     def launch_reduce(self) -> None:
         """Start reducing the gradients that backward left, or accumulate them while sync is off."""
         if not self.unit.config.reduce_grads:
             for param in self.params:
-                grad = param.unsharded.take_grad()
-                if grad is not None:
+                if (grad := param.unsharded.take_grad()) is not None:
                     param.gradients.unsharded.add(grad)
             return
-        ready = [(param, grad) for param in self.params if (grad := self._total_gradient(param)) is not None]
+        ready = {param: grad for param in self.params if (grad := self._total_gradient(param)) is not None}
         if not ready:
             return
-        params, grads = [param for param, _ in ready], [grad for _, grad in ready]
         is_partial = not self.unit.config.all_reduce_grads
         make = _partial_bucket if is_partial else _complete_bucket
-        bucket, contract = self._bucket(make, [param.spec for param in params])
+        bucket, contract = self._bucket(make, [param.spec for param in ready])
         agree(contract)
-        earlier = [] if is_partial else [param.gradients.partial.take() for param in params]
-        self._reductions.append(_Reduction(params, launch_reduction(grads, bucket, earlier), is_partial))
+        earlier = [] if is_partial else [param.gradients.partial.take() for param in ready]
+        pending = launch_reduction(list(ready.values()), bucket, earlier)
+        self._reductions.append(_Reduction(list(ready), pending, is_partial))
 
     @without_grad
     def launch_replica_reduce(self) -> None:
         """Start reducing over replicas what earlier backwards have reduced over the shard group only."""
         if not self.unit.config.all_reduce_grads:
             return
-        parts = [(param, part) for param in self.params if (part := param.gradients.partial.take()) is not None]
+        parts = {param: part for param in self.params if (part := param.gradients.partial.take()) is not None}
         if not parts:
             return
-        params, grads = [param for param, _ in parts], [part for _, part in parts]
-        bucket, contract = self._bucket(_complete_bucket, [param.spec for param in params])
+        bucket, contract = self._bucket(_complete_bucket, [param.spec for param in parts])
         agree(contract.by_group[bucket.spec.replicas.name])
-        self._reductions.append(_Reduction(params, launch_replica_reduction(grads, bucket)))
+        self._reductions.append(_Reduction(list(parts), launch_replica_reduction(list(parts.values()), bucket)))
 
     @without_grad
     def wait_reduce(self) -> None:
@@ -236,7 +222,6 @@ class FSDPParamGroup:
 
     @without_grad
     def drop_reduce(self) -> None:
-        """Wait for the reductions under way and drop their results."""
         reductions, self._reductions = self._reductions, []
         for reduction in reductions:
             reduction.pending.wait()
@@ -244,13 +229,12 @@ class FSDPParamGroup:
 
     def _total_gradient(self, param: FSDPParam) -> Tensor | None:
         grad, accumulated = param.unsharded.take_grad(), param.gradients.unsharded.take()
-        if grad is None:
-            if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
-                return torch.zeros(
-                    param.storage.layout.shape, dtype=param.spec.all_gather.dtype, device=param.placement.device
-                )
-            return accumulated
-        return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))
+        if grad is not None:
+            return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))
+        if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
+            shape, dtype = param.storage.layout.shape, param.spec.all_gather.dtype
+            return torch.zeros(shape, dtype=dtype, device=param.placement.device)
+        return accumulated
 
 
 def _complete_bucket(specs: Sequence[CommSpec]) -> ReductionBucket:

@@ -36,7 +36,6 @@ def hook_steps() -> RemovableHandle:
 
 
 def unhook_steps() -> None:
-    """End that."""
     hook_steps().remove()
     hook_steps.cache_clear()
 
@@ -50,16 +49,14 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         note(sharded.device_mesh, "step", ", after an optimizer's step")
     if _checked.get(optimizer) == len(held):
         return
-    stale = dict(_stale_parameters())
+    stale = {
+        id(tensor): (param.name, what)
+        for param in _params
+        for what, tensor in (("before fully_shard", param.original()), ("unsharded", param.unsharded.param))
+        if tensor is not None
+    }
     for name, what in (stale[id(param)] for param in held if id(param) in stale):
         expected = f"{type(optimizer).__name__} to hold the sharded parameter"
         do = "make the optimizer after fully_shard, of a model that is not unsharded"
         raise unexpected(name, expected, f"it as it was {what}, which no step would train", do, RuntimeError)
     _checked[optimizer] = len(held)
-
-
-def _stale_parameters() -> Iterable[tuple[int, tuple[str, str]]]:
-    for param in _params:
-        for what, tensor in (("before fully_shard", param.original()), ("unsharded", param.unsharded.param)):
-            if tensor is not None:
-                yield id(tensor), (param.name, what)

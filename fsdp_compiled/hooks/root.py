@@ -29,20 +29,16 @@ class FSDPCommContext:
 
     def start_reduce(self, state: UnitState) -> None:
         """Launch a unit's reductions, after finishing the oldest of too many before it."""
-        while len(self.reducing) >= self.max_reducing:
-            self._finish_oldest()
+        self.finish_reduce(self.max_reducing - 1)
         for group in state.groups:
             group.launch_reduce()
         self.reducing.append(state)
 
-    def finish_reduce(self) -> None:
-        """Wait for the reductions under way and accumulate their gradients."""
-        while self.reducing:
-            self._finish_oldest()
-
-    def _finish_oldest(self) -> None:
-        for group in self.reducing.popleft().groups:
-            group.wait_reduce()
+    def finish_reduce(self, left: int = 0) -> None:
+        """Wait for the oldest reductions and accumulate their gradients, until those of ``left`` units are left."""
+        while len(self.reducing) > left:
+            for group in self.reducing.popleft().groups:
+                group.wait_reduce()
 
 
 _TorchHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", object)  # since torch 2.15
@@ -56,16 +52,14 @@ class GradientReductionHandle(_TorchHandle):
 
     def wait(self) -> None:
         """Accumulate the gradients; a second call does nothing. RuntimeError if a reset has dropped them."""
-        context = self._context
-        if context is None:
+        if (context := self._context) is None:
             return
-        if context.step.finalizing is not self:
+        if context.finalizing is not self:
             self._context = None
             where, got = "GradientReductionHandle.wait", "one that a reset has dropped"
             raise unexpected(where, "a reduction under way", got, "run the step again", RuntimeError)
         context.finish_reductions()
-        context.step.end_finalizing()
-        self._context = None
+        context.finalizing = self._context = None
 
 
 @dataclass(eq=False)
@@ -79,6 +73,8 @@ class FSDPStateContext:
     is_last_backward: bool = True  # each backward waits for all reductions, or leaves them to a later one
     finalizes_manually: bool = False  # it leaves that to finalize in any case
     post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
+    finalizing: GradientReductionHandle | None = None  # of a finalization that was started and not waited for
+    is_checked: bool = False  # the parameters were checked since the last backward; traced calls do not check them
 
     @property
     def all_states(self) -> Sequence[UnitState]:
@@ -94,7 +90,7 @@ class FSDPStateContext:
         """Check that the user has put nothing in the parameters' place since the last call of the outermost unit."""
         self.step.enter_thread(self.states)
         self.tree.check_untouched()
-        self.step.note_check()
+        self.is_checked = True
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
@@ -116,7 +112,7 @@ class FSDPStateContext:
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
         """
         self._accumulate_compiled()
-        if not self.step.is_checked:
+        if not self.is_checked:
             self.states[0].check_parameters()
         self._start_reductions()
         if self._ends_with_backward:
@@ -126,6 +122,7 @@ class FSDPStateContext:
                 group.wait_on_host()
         for state in self.states:
             state.end_step()
+        self.is_checked = False
         self.step.end_backward(self.states)
 
     @without_grad
@@ -141,9 +138,8 @@ class FSDPStateContext:
         for state in self.states:
             if state.unit.config.reshard_after_backward:  # which pipelining sets between the last backward and this
                 state.reshard()
-        handle = GradientReductionHandle(self)
-        self.step.begin_finalizing(handle)
-        return handle
+        self.finalizing = GradientReductionHandle(self)
+        return self.finalizing
 
     def _start_reductions(self) -> None:
         for state in reversed(self.states):
@@ -173,6 +169,7 @@ class FSDPStateContext:
         self.comm.reducing.clear()
         for state in self.states:
             state.reset(drop_accumulated)
+        self.finalizing, self.is_checked = None, False
         self.step = Step()
 
     def recover(self, begins_step: bool = False) -> None:
@@ -182,10 +179,7 @@ class FSDPStateContext:
 
 
 class ModuleTree:
-    """What lies below an outermost unit, to notice in every step whether the user has changed it since.
-
-    It is compared in every step, so it compares what is there with what was there, and knows no reasons.
-    """
+    """What lies below an outermost unit, to notice in every step whether the user has changed it since."""
 
     def __init__(self, roots: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:
         self._params = params

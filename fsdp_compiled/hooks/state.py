@@ -82,7 +82,6 @@ class FSDPState(TorchNames):
 
     @property
     def is_used_elsewhere(self) -> bool:
-        """Whether another thread called the model last."""
         return self._context is not None and self._context.step.is_used_elsewhere
 
     def regroup(self) -> None:
@@ -107,41 +106,24 @@ class FSDPState(TorchNames):
         """Give the units below their full names, if this is not their outermost one yet."""
         names = names_below(self.modules)
         for below in states_below(self.modules):
-            if below is not self and below.outermost is not self:
-                first = {param: param.places[0] for param in below.params}
-                params = {param: f"{names[module]}.{name}" for param, (module, name) in first.items()}
-                for module in below.modules:
-                    rebase(module, drop=TracedCall)
-                below._adopt(self, names[below.modules[0]], params)
-
-    def _adopt(self, outer: FSDPState, name: str, param_names: dict[FSDPParam, str]) -> None:
-        """Take the names that an outer ``fully_shard`` gives; this unit is no root from now on."""
-        self.pre_forward.device = None
-        self._context = None
-        for param, param_name in param_names.items():
-            param.name = param_name
-        reshard = self.unit.config.reshards_by_default or self.unit.config.reshard_after_forward
-        self.unit.configure(name=f"{outer.unit.config.name}.{name}", reshard_after_forward=reshard)
-        self.outermost = outer  # at last: by it, an adoption that an exception cut off is taken up again
+            if below is self or below.outermost is self:
+                continue
+            for module in below.modules:
+                rebase(module, drop=TracedCall)
+            below.pre_forward.device, below._context = None, None
+            for param in below.params:
+                module, attribute = param.places[0]
+                param.name = f"{names[module]}.{attribute}"
+            config, name = below.unit.config, f"{self.unit.config.name}.{names[below.modules[0]]}"
+            reshard = config.reshards_by_default or config.reshard_after_forward
+            below.unit.configure(name=name, reshard_after_forward=reshard)
+            below.outermost = self  # at last: by it, an adoption that an exception cut off is taken up again
 
     def set_reduction(self, **changes: bool) -> None:
         """Change how far backward reduces gradients: ``reduce_grads``, ``all_reduce_grads``."""
         if self._context is not None:
             self._context.recover()
         self.unit.configure(**changes)
-
-    def set_max_reducing(self, count: int) -> None:
-        """Let reductions of ``count`` units be under way at a time."""
-        self.max_reducing = count
-        if self._context is not None:
-            self._context.comm.max_reducing = max(state.max_reducing for state in self._context.states)
-
-    def set_separate_reduce_group(self, enable: bool) -> None:
-        """Give reduce-scatters process groups of their own, or take them away; every rank must call it."""
-        for param in self.params:
-            if param.placement.mesh_info.shard_mesh_dim is None:
-                raise unexpected(param.name, "a sharded parameter", "one that is only replicated")
-        self.unit.configure(separate_reduce_group=enable)
 
     # ---- unshard and reshard ----
 
@@ -249,13 +231,10 @@ class FSDPState(TorchNames):
             if self.unit.config.unshard_in_backward:
                 self.unshard()
                 self.unit.hold(True)
-            self._prefetch_backward(context)
-
-    def _prefetch_backward(self, context: FSDPStateContext) -> None:
-        states: Sequence[UnitState] | None = self.backward_prefetch
-        for state in context.step.before(self) if states is None else states:
-            if state.unit.config.unshard_in_backward:
-                state.launch_unshard()
+            ahead: Sequence[UnitState] | None = self.backward_prefetch
+            for state in context.step.before(self) if ahead is None else ahead:
+                if state.unit.config.unshard_in_backward:
+                    state.launch_unshard()
 
     @hook("post_backward")
     def post_backward(self) -> None:
@@ -269,12 +248,10 @@ class FSDPState(TorchNames):
     @property
     def has_gradients(self) -> bool:
         """Whether gradients wait to be reduced, or zeros take part in their place."""
-        if not self.unit.config.reduce_grads:
-            return False
-        is_idle = self.unit.training_state is TrainingState.IDLE
-        if is_idle and self.unit.config.reduce_unused and not self.unit.has_compiled_gradients:
-            return True
-        return any(group.has_gradients for group in self.groups)
+        unit, config = self.unit, self.unit.config
+        is_unused = unit.training_state is TrainingState.IDLE and not unit.has_compiled_gradients
+        takes_zeros = config.reduce_unused and is_unused
+        return config.reduce_grads and (takes_zeros or any(group.has_gradients for group in self.groups))
 
     def end_step(self) -> None:
         """Return to idle; an all-gather prefetched for a unit that backward did not reach is dropped."""
@@ -297,7 +274,8 @@ class FSDPState(TorchNames):
             param.unsharded.take_grad()
             param.leaf.grad = None
             if drop_accumulated:
-                param.gradients.take_unreduced()
+                param.gradients.unsharded.take()
+                param.gradients.partial.take()
         self.unit.reset()
         self.reshard()
 

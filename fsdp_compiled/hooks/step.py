@@ -18,7 +18,7 @@ from ..agreement.peers import at_end_of_backward, backward_task
 from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
-from .backward import Owner
+from .forward import EagerHooks
 from .group import FSDPParamGroup
 
 
@@ -48,7 +48,6 @@ class UnitInStep(Unit):
 
     @property
     def is_recomputing(self) -> bool:
-        """Whether a forward that runs now is a recomputation."""
         return self.training_state is TrainingState.PRE_BACKWARD
 
     def begin_forward(self, modules: Iterable[nn.Module]) -> None:
@@ -79,7 +78,6 @@ class UnitInStep(Unit):
         self.training_state = TrainingState.POST_BACKWARD
 
     def note_compiled_gradients(self) -> None:
-        """Note that a compiled backward has left a gradient of the unit."""
         self.has_compiled_gradients = True
 
     def end_step(self) -> None:
@@ -96,7 +94,7 @@ class UnitInStep(Unit):
             param.follow_hold()
 
 
-class UnitState(Owner, Protocol):
+class UnitState(EagerHooks, Protocol):
     """What the hooks' other files ask of ``FSDPState``, whose file imports them."""
 
     unit: UnitInStep
@@ -125,7 +123,6 @@ def is_in_backward() -> bool:
 
 
 def _second_thread(root: UnitState) -> Exception:
-    """Return the error for threads that use one model at a time."""
     do = "use a model for each thread or a lock around its step, and reset_iter_state() if the other one failed"
     expected = "one thread at a time in the model's forward or backward"
     return unexpected(root.unit.config.name, expected, "a second", do, RuntimeError)
@@ -136,11 +133,9 @@ class Step:
     """The phase of the steps of one model. After an exception a new one takes its place."""
 
     in_call: bool = False  # the outermost module is called, or an eager backward runs: leaves copy requires_grad
-    is_checked: bool = False  # the parameters were checked since the last backward; traced calls do not check them
     in_backward: bool = False  # until the callback that the autograd engine calls when this backward ends
     calls_in_backward: bool = False  # this backward has set in_call, and its end unsets it
     is_resetting: bool = False  # a reset is under way, or was when an exception came
-    finalizing: object | None = None  # the handle of a finalization that was started and not waited for
     thread: int | None = None  # that began the last forward
     backward_thread: int | None = None  # that began the last backward
     begun: list[UnitState] = field(default_factory=list)  # units in the order in which this forward began theirs
@@ -148,8 +143,6 @@ class Step:
     ahead: UnitState | None = None  # the unit that is all-gathered ahead by that order and has not been used
     # Units whose forward ended in this step and whose backward has not begun.
     post_forward_order: list[UnitState] = field(default_factory=list)
-
-    # ---- calls ----
 
     def call(self, states: Iterable[UnitState], in_call: bool) -> None:
         """Begin or end a call of the outermost module."""
@@ -169,12 +162,6 @@ class Step:
     def is_used_elsewhere(self) -> bool:
         """Whether another thread called the model last."""
         return self.thread not in (None, get_ident())
-
-    def note_check(self) -> None:
-        """Note that the parameters were checked."""
-        self.is_checked = True
-
-    # ---- forward ----
 
     def begin_forward(self, ends_step: bool) -> None:
         """Begin the forward of a step, or of one more micro-batch if the last backward has not ended the step."""
@@ -202,8 +189,6 @@ class Step:
         if ahead is not None and not ahead.unit.hooked:
             ahead.drop_unshard()
 
-    # ---- backward ----
-
     def before(self, state: UnitState) -> list[UnitState]:
         """Return the unit that came before ``state`` in forward, if any; those after it have had their backward."""
         order = self.post_forward_order
@@ -229,25 +214,14 @@ class Step:
             self.calls_in_backward = True
 
     def end_backward(self, states: Iterable[UnitState]) -> None:
-        """End the backward under way."""
         if self.calls_in_backward:
             self.calls_in_backward = False
             self.call(states, False)
-        self.in_backward = self.is_checked = False
-
-    def begin_finalizing(self, handle: object) -> None:
-        """Note that the reductions which backwards have left were started."""
-        self.finalizing = handle
-
-    def end_finalizing(self) -> None:
-        """Note that they have ended, as the step has."""
-        self.finalizing = None
+        self.in_backward = False
 
     def end_reductions(self) -> None:
         """Note that all gradients of the step are reduced."""
         self.post_forward_order.clear()
-
-    # ---- exceptions ----
 
     def begin_reset(self) -> None:
         """Note that a reset is under way, which an exception may cut off, too."""

@@ -133,7 +133,6 @@ class AllGatherExtension:
         raise unexpected(self.name, f"{type(self.shard).__name__}.{method} to return {expected}", got)
 
     def launch(self) -> tuple[list[Tensor], list[CommSpec]]:
-        """Return what this rank sends and by which specs."""
         sent, self.metadata = self.split()
         plain, spec = list(map(_plain, sent)), CommSpec.decode(self.input_spec_text)
         return plain, [spec.for_input(each.shape, each.dtype) for each in plain]

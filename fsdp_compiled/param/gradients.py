@@ -65,19 +65,17 @@ class AccumulatedGrad:
 
     @property
     def grad(self) -> Tensor | None:
-        """The sum, or None."""
         return None if self.leaf is None else self.leaf.grad
 
     def add(self, grad: Tensor) -> None:
-        """Add a gradient."""
         leaf, grad = self.prepare(grad.device), grad.to(self._dtype)
         leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
 
     def take(self) -> Tensor | None:
         """Return the sum and forget it."""
-        if self.leaf is None:
-            return None
-        grad, self.leaf.grad = self.leaf.grad, None
+        grad = self.grad
+        if self.leaf is not None:
+            self.leaf.grad = None
         return grad
 
 
@@ -113,9 +111,7 @@ class Gradients:
 
     def accumulate(self, padded: Tensor) -> None:
         """Add a reduced, padded gradient to the sharded parameter's and run the hooks that users put on it."""
-        local, sharded = self._storage.unpadded(padded), self._sharded
-        if local.device != self._leaf.device:
-            local = local.to(self._leaf.device)
+        local, sharded = self._storage.unpadded(padded).to(self._leaf.device), self._sharded
         if sharded._backward_hooks:
             local = after_user_hooks(sharded, self._name, self._storage.new_dtensor(local))
         if sharded.grad is None:
@@ -137,12 +133,8 @@ class Gradients:
             shape = self._storage.layout.shard_shape
             self.accumulate(torch.zeros(shape, dtype=self._leaf.dtype, device=self._leaf.device))
 
-    def take_unreduced(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return what is accumulated, (unsharded, partial), and forget it."""
-        return self.unsharded.take(), self.partial.take()
-
-    def add_unreduced(self, unsharded: Tensor | None, partial: Tensor | None) -> None:
-        """Add what another parameter's :meth:`take_unreduced` has returned."""
-        for accumulated, grad in ((self.unsharded, unsharded), (self.partial, partial)):
-            if grad is not None:
+    def take_unreduced(self, earlier: Gradients) -> None:
+        """Take the sums of the parameter's earlier gradients, which lose them."""
+        for accumulated, sums in ((self.unsharded, earlier.unsharded), (self.partial, earlier.partial)):
+            if (grad := sums.take()) is not None:
                 accumulated.add(grad.to(self._device))

@@ -32,12 +32,7 @@ _Specs = tuple[str | None, str | None]  # plain_spec, plain_spec_without_grad
 class FSDPParam:
     """One original parameter from the moment it is sharded.
 
-    Args:
-        places: where it is registered.
-        placement: how it is sharded.
-        unit: that shards it.
-        name: full name, relative to the outermost sharded module known so far.
-        first: the original parameter; only read, and not kept.
+    ``name`` is full, relative to the outermost sharded module known so far. ``first``, the original, is not kept.
     """
 
     plain_spec: str | None
@@ -75,9 +70,8 @@ class FSDPParam:
         # is called it requires a gradient as the parameter does: a guard on a leaf is far cheaper than on a DTensor.
         self.leaf = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
         self.leaf_is_current = False
-        device = self.placement.device
         self.gradients = Gradients(self.leaf, self.storage, self.placement, self.unit)
-        self.unsharded = Unsharded(device, self.outer, self.extension)
+        self.unsharded = Unsharded(self.placement.device, self.outer, self.extension)
         self.follow_config(respec=True)
 
     def follow_config(self, respec: bool) -> None:
@@ -119,14 +113,12 @@ class FSDPParam:
         return self.unit.hooked or (len(self.users) > 1 and any(user.hooked for user in self.users))
 
     def register(self, param: nn.Parameter) -> None:
-        """Register ``param`` wherever the parameter is used."""
         for module, name in self.places:
             module._parameters[name] = param
             if type(module).__setattr__ is not nn.Module.__setattr__:
                 setattr(module, name, param)  # which may want to see it
 
     def share(self, places: Iterable[Place], user: Unit) -> None:
-        """Let modules of another unit share it."""
         self.places = (*self.places, *places)
         self.users.append(user)
         user.followers.append(self)
@@ -156,10 +148,7 @@ class FSDPParam:
             raise unexpected(self.name, expected, got, "redistribute it first")
 
     def relink(self) -> None:
-        """Adopt what replaced the sharded parameter or its storage: ``to``, ``to_empty``, ``assign=True``.
-
-        Raises as :meth:`check_replacement`.
-        """
+        """Adopt what replaced the parameter or its storage, as ``to`` does, if :meth:`check_replacement` lets it."""
         module, name = self.places[0]
         current = module._parameters[name]
         if self.state is ShardedState.UNSHARDED or current is None:
@@ -172,10 +161,10 @@ class FSDPParam:
         if current is self.sharded_param and same_memory(local_of(current), self.storage.local):
             self.storage.of_dtensor = current.untyped_storage()
         else:
-            unreduced = self.gradients.take_unreduced()
+            earlier = self.gradients
             padded = self.storage.adopt_memory(current, self.placement)
             self._link(ShardStorage(current, padded, self.storage.layout, self.storage.inner))
-            self.gradients.add_unreduced(*unreduced)
+            self.gradients.take_unreduced(earlier)
         self.register(current)  # everywhere: load_state_dict(assign=True) may have parted shared places
 
     def adopt_replacement(self) -> bool:
@@ -282,14 +271,12 @@ class Registered:
     """
 
     def __init__(self, params: Sequence[FSDPParam]) -> None:
-        places = [
-            (module._parameters, name, param.sharded_param) for param in params for module, name in param.places
-        ]
-        self._dicts = [registered for registered, *_ in places]
-        self._names = [name for _, name, _ in places]
-        self._expected = [sharded for *_, sharded in places]
+        places = [(place, param.sharded_param) for param in params for place in param.places]
+        self._dicts = [module._parameters for (module, _), _ in places]
+        self._names = [name for (_, name), _ in places]
+        self._expected = [sharded for _, sharded in places]
         # Each is the same object for as long as it is kept. That of a DTensor has no memory.
-        self._storages = [sharded.untyped_storage() for *_, sharded in places]
+        self._storages = [sharded.untyped_storage() for sharded in self._expected]
 
     def still(self) -> bool:
         """Tell whether the same parameters are registered, over the same storages."""

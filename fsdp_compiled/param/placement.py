@@ -44,8 +44,6 @@ class TakenOriginal(weakref.ref[nn.Parameter]):
 
 @dataclass(frozen=True)
 class ParamPlacement:
-    """How a parameter is to be sharded."""
-
     mesh_info: DataParallelMeshInfo
     dim: int  # the sharded dimension
     mp_policy: MixedPrecisionPolicy

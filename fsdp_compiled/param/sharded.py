@@ -18,17 +18,15 @@ from .placement import ParamPlacement
 class ShardStorage:
     """The memory of one sharded parameter, with padding."""
 
-    def __init__(
-        self, sharded: nn.Parameter, padded: Tensor, layout: ShardLayout, inner: InnerTensors | None
-    ) -> None:
-        self.sharded, self.layout = sharded, layout
+    def __init__(self, param: nn.Parameter, padded: Tensor, layout: ShardLayout, inner: InnerTensors | None) -> None:
+        self.sharded, self.layout = param, layout
         self.inner = inner  # of a wrapper subclass without an all-gather of its own
         self.padded = padded if inner is None else inner.extend(padded.detach())  # not the user's tensor
-        self.local = local_of(sharded)  # it lies in ``padded``
+        self.local = local_of(param)  # it lies in ``padded``
         if not self.local.numel() and padded.numel():
             # accelerate finds an optimizer's parameters again by this address, which is 0 for every empty tensor.
             self.local.data_ptr = padded.data_ptr  # type: ignore[method-assign]
-        self.of_dtensor = sharded.untyped_storage()  # without memory; another one after ``sharded.data = ...``
+        self.of_dtensor = param.untyped_storage()  # without memory; another one after ``sharded.data = ...``
 
     def unpadded(self, padded: Tensor) -> Tensor:
         """Return the part of a padded shard, or of its gradient, that is not padding."""

@@ -44,10 +44,6 @@ class Follower(Protocol):
     def follow_call(self, in_call: bool) -> None: ...
 
 
-def _ignore() -> None:
-    pass
-
-
 @dataclass(eq=False)
 class Unit:
     """One unit, as its parameters see it."""
@@ -55,24 +51,21 @@ class Unit:
     config: UnitConfig  # the user's; read it here, since it is replaced
     hooked: bool = False  # eager hooks hold the unit unsharded, for the module call or backward under way
     in_call: bool = False  # a call of the outermost module, or an eager backward, is under way
-    on_compiled_gradient: Callable[[], None] = field(default=_ignore, repr=False)  # called for each one that is left
+    on_compiled_gradient: Callable[[], None] = field(default=lambda: None, repr=False)  # called for each that is left
     followers: list[Follower] = field(default_factory=list, repr=False)  # parameters, also of units that share theirs
 
     def configure(self, **changes: Any) -> None:
-        """Replace fields of :class:`UnitConfig`."""
         self.config = replace(self.config, **changes)
         for param in self.followers:
             param.follow_config(respec=not _SYNC.issuperset(changes))
 
     def hold(self, hooked: bool) -> None:
-        """Note whether eager hooks hold the unsharded parameters."""
         if self.hooked is not hooked:
             self.hooked = hooked
             for param in self.followers:
                 param.follow_hold()
 
     def call(self, in_call: bool) -> None:
-        """Note whether the outermost module is being called."""
         self.in_call = in_call
         for param in self.followers:
             param.follow_call(in_call)

@@ -39,11 +39,9 @@ class Unsharded:
         Writing to them does not count as a modification, because it restores the values that autograd saved.
         """
         if self._outputs is None:
-            made = [
-                torch.empty(spec.layout.padded_numel, dtype=spec.all_gather.dtype, device=self._device)
-                for spec in largest
-            ]
             layouts = [spec.layout for spec in largest]
+            forms = [(spec.layout.padded_numel, spec.all_gather.dtype) for spec in largest]
+            made = [torch.empty(numel, dtype=dtype, device=self._device) for numel, dtype in forms]
             self._views = [flat[: each.numel].view(each.shape) for flat, each in zip(made, layouts, strict=True)]
             self._nbytes = {output: output.untyped_storage().nbytes() for output in made}
             if self._extension is None:

@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -33,7 +34,6 @@ _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_loc
 
 
 def process_group(name: str) -> dist.ProcessGroup:
-    """Return the process group of this name."""
     return _resolve_process_group(GroupName(name))
 
 
@@ -50,7 +50,6 @@ def dtensor_like(like: Tensor, local: Tensor) -> DTensor:
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
-    """Let the local tensor of a DTensor be ``local``."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
 
 
@@ -159,26 +158,16 @@ def _flattened_spec(info: DataParallelMeshInfo, spec: DTensorSpec, dim: int, met
 
 def _strided(dim: int, spec: DTensorSpec, mesh_dims: Iterable[int]) -> Placement:
     """Return the placement of data parallelism whose chunks lie inside those that other mesh dimensions cut."""
-    factor = 1
-    for index in mesh_dims:
-        placement = spec.placements[index]
-        if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
-            factor *= spec.mesh.size(index)
+    placed = ((index, spec.placements[index]) for index in mesh_dims)
+    cutting = [index for index, each in placed if isinstance(each, (Shard, _StridedShard)) and each.dim == dim]
+    factor = prod(map(spec.mesh.size, cutting))
     return Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
 
 
 def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> DataParallelMeshInfo:
-    """Return the roles of the dimensions of ``mesh`` as ``fully_shard`` takes them.
+    """Return the roles of the dimensions of ``mesh`` as ``fully_shard`` takes them; it documents errors, too.
 
-    Args:
-        mesh: 1-D, sharding; or 2-D with names, (replicate, shard). None makes a 1-D mesh over the default
-            process group, which is initialised if need be.
-        dims: which dimensions of a mesh of any number of named dimensions are data parallel.
-
-    Raises:
-        TypeError: not a DeviceMesh, or not DataParallelMeshDims.
-        ValueError: other than one or two dimensions, a 2-D mesh without dimension names, or a name in ``dims``
-            that the mesh does not have.
+    Without a mesh it is 1-D, over the default process group, which is initialised if need be.
     """
     if mesh is None and dims is None:
         if not dist.is_initialized():

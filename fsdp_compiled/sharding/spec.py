@@ -54,7 +54,6 @@ _hints = cache(get_type_hints)
 
 
 def word(dtype: torch.dtype) -> str:
-    """Return a dtype's name."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -75,20 +74,18 @@ class Scaling:
     post_divide: float = 1.0
 
 
-def scaling_for(
-    dtype: torch.dtype, world: int, divide_factor: float | None = None, sum_only: bool = False
-) -> Scaling:
+def scaling_for(dtype: torch.dtype, world: int, factor: float | None = None, sum_only: bool = False) -> Scaling:
     """Return how gradients in ``dtype`` are reduced over ``world`` ranks: to the mean, or the sum over a divisor.
 
     fp32 and bf16 have the exponent range to be averaged by the collective itself. fp16 may overflow in the sum
     and underflow when divided first, so it is divided by about the square root of the divisor on either side.
 
-    ``world`` counts replicas too; ``divide_factor``, if given, divides the sum in its place. ``sum_only`` asks for no
+    ``world`` counts replicas too; ``factor``, if given, divides the sum in its place. ``sum_only`` asks for no
     averaging collective.
 
     *Source:* the pre / post split is the one of Horovod and of PyTorch DDP's fp16 hooks.
     """
-    divisor = world if divide_factor is None else divide_factor
+    divisor = world if factor is None else factor
     if world == 1:
         return Scaling(divisor, "sum", 1.0)
     if dtype.to_real() in (torch.float32, torch.bfloat16, torch.float64):
@@ -143,8 +140,6 @@ class Spec:
 
 @dataclass(frozen=True)
 class AllGatherSpec(Spec):
-    """An all-gather."""
-
     group: Group  # of the ranks that hold the shards
     dtype: torch.dtype  # of the all-gather input and of the unsharded parameter
     comm: str = ""  # name of the user's :class:`AllGather`; "" for the process group's own
@@ -215,10 +210,7 @@ class CommSpec(Text):
         return self.layout.padded_bytes(self.all_gather.dtype)
 
     def for_input(self, shape: Sequence[int], dtype: torch.dtype) -> CommSpec:
-        """Return the spec for an all-gather input of this shape and dtype, sharded along dimension 0.
-
-        The same one for the same input; itself if its shape is known.
-        """
+        """Return the spec for an input, sharded along dimension 0, always the same; itself if its shape is known."""
         return self if self.param.shape is not None else _for_input(self, tuple(shape), dtype)
 
     def over_shards_only(self) -> CommSpec:
@@ -262,7 +254,6 @@ class Bucket(Text):
         return sum(self.sizes)
 
     def device_of(self, inputs: Sequence[torch.Tensor]) -> torch.device:
-        """Return the device of compute."""
         return inputs[0].device
 
     @property
