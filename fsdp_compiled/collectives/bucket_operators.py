@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import agree
+from ..agreement.ledger import agree
 from ..errors import FSDPError
 from ..passes import kinds
 from ..passes.graph import nodes
