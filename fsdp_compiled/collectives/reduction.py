@@ -91,8 +91,7 @@ def _launch_stage(
 
     def end(started: Started) -> Result:
         output, work = started
-        if work is not None:
-            backend.wait(work, packed.device)
+        backend.wait(work, packed.device)
         return finish(output)
 
     waiting = partial(profiler.of, f"{stage}_wait", bucket)
@@ -122,12 +121,7 @@ def _all_reduce(packed: Tensor, bucket: ReductionBucket) -> Started:
 
 
 def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
-    """Return the padded sharded gradients from reduced, packed ones: hook, divide, cast, unpack, to the host.
-
-    Args:
-        packed: 1-D; the hook may change it.
-        bucket: what it holds.
-    """
+    """Return the padded sharded gradients from reduced, packed ones, 1-D: hook, divide, cast, unpack, to the host."""
     to_host, divisor = bucket.spec.to_host, bucket.spec.scaling.post_divide
     dtypes = {param.dtype for param in bucket.params}
     with profiler.of("gradient_copy_out", bucket):
@@ -156,8 +150,6 @@ def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: Redu
     copies.pack(parts, carried)
     return packed.add_(carried)
 
-
-# ---- the kind ----
 
 _START: dict[str, Callable[[Tensor, ReductionBucket], Started]] = {
     "reduce_scatter": _reduce_scatter,

@@ -71,12 +71,10 @@ def streams_of(device: torch.device) -> AcceleratorStreams | None:
     if not has_streams(device):
         return None
     index = torch.get_device_module(device).current_device() if device.index is None else device.index
-    return _streams_of(device.type, index)
+    return _streams_of(torch.device(device.type, index))
 
 
-@cache
-def _streams_of(kind: str, index: int) -> AcceleratorStreams:
-    return AcceleratorStreams(torch.device(kind, index))
+_streams_of = cache(AcceleratorStreams)
 
 
 @dataclass(eq=False)
