@@ -87,9 +87,8 @@ def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started
     else:
         packed = output.view(spec.group.world, numel)[group.rank()]
         copies.pack(shards, packed)
-    if custom is not None:
-        return _Started(custom(output, packed, group, async_op=True), output, [packed])
-    return _Started(backend.all_gather(output, packed, group), output, [packed])
+    gather = backend.all_gather if custom is None else partial(custom, async_op=True)
+    return _Started(gather(output, packed, group), output, [packed])
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:

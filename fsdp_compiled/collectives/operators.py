@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..passes.graph import nodes
@@ -169,8 +168,8 @@ def _unshard_all_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any
 
 
 def _take_shard(unsharded: Tensor, dim: int, world: int, group: str) -> Tensor:
-    rank = dist.get_group_rank(process_group(group), dist.get_rank())
-    return reference.take_shard(unsharded, ShardLayout(tuple(unsharded.shape), dim, world), rank)
+    layout = ShardLayout(tuple(unsharded.shape), dim, world)
+    return reference.take_shard(unsharded, layout, process_group(group).rank())
 
 
 def _take_shard_fake(unsharded: Tensor, dim: int, world: int, group: str) -> Tensor:

@@ -181,8 +181,7 @@ def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
     spec, size, lanes = requests[0].spec, sum(request.bytes for request in requests), requests[0].lanes
     assert isinstance(spec, ReductionSpec)
     scattered = size // spec.shards.world
-    collectives = lanes[:-1] if spec.to_host else lanes
-    first, *others = collectives
+    first, *others = lanes[:-1] if spec.to_host else lanes
     passes = 2 if spec.shards.world == 1 else 1  # over replicas alone: an all-reduce goes around twice
     stages_us = [first.link.collective_us(size, first.world, True, passes)]
     stages_us += [lane.link.collective_us(scattered, lane.world, True, passes=2) for lane in others]

@@ -70,9 +70,8 @@ def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor:
 
 def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
     """Return the unsharded parameters, padded, each in new memory of its own; see :func:`unpack`."""
-    pieces = packed_layout(tuple(layout.shard_numel for layout in layouts)).pieces(
-        output, torch.ops.aten.split_with_sizes_copy
-    )
+    place = packed_layout(tuple(layout.shard_numel for layout in layouts))
+    pieces = place.pieces(output, torch.ops.aten.split_with_sizes_copy)
     return [
         piece.resize_as_(layout.like_padded)
         if layout.dim == 0
