@@ -91,7 +91,8 @@ def _launch_stage(
 
     def end(started: Started) -> Result:
         output, work = started
-        backend.wait(work, packed.device)
+        if work is not None:
+            backend.wait(work, packed.device)
         return finish(output)
 
     waiting = partial(profiler.of, f"{stage}_wait", bucket)

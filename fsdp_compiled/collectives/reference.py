@@ -34,7 +34,7 @@ def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
     """Copy tensors into a packed buffer, ``[world, packed numel]``, cast to its dtype, then divided.
 
     They are unsharded, of any dtypes; what one lacks of a multiple of ``world`` along its sharded dimension, which is
-    in ``dims``, becomes zeros.
+    in ``dims``, becomes zeros. A divisor of 1 is none.
     """
     world = packed.shape[0]
     pairs = list(zip(tensors, dims, strict=True))

@@ -52,7 +52,10 @@ def check_composable(modules: Sequence[nn.Module]) -> None:
 
 
 def note_unit(module: nn.Module, unit: Unit, state: object = None) -> None:
-    """Let PyTorch's ``fully_shard`` refuse a module of ``unit``, and its composable functions see ``state``."""
+    """Let PyTorch's ``fully_shard`` refuse a module with parameters of ``unit``.
+
+    If it was given to ours, its composable functions see that from ``state`` too.
+    """
     registry = module.__dict__.setdefault(REGISTRY_KEY, _Registry(unit))
     if state is not None:
         registry["fully_shard"] = RegistryItem()
