@@ -1,6 +1,6 @@
 """Fully sharded data parallel training that lives inside the compiled graph."""
 
-from .agreement import set_rank_agreement
+from .agreement.ledger import set_rank_agreement
 from .api import compile, fully_shard, fully_shard_with_compiled_compute, options, register_fsdp_forward_method
 from .collectives import AllGather, Comm, ReduceScatter
 from .errors import FSDPError, RankFailureError, RankMismatchError

@@ -6,7 +6,8 @@ name ``torch.distributed.fsdp.fully_shard`` until they are ended. It must not kn
 
 from __future__ import annotations
 
-from . import agreement, passes
+from . import passes
+from .agreement import ledger, peers
 from .hooks import optimizers
 from .passes import log
 from .regions import block
@@ -16,7 +17,7 @@ from .tracing import root_call
 INSTALLED = (
     (log.register, log.unregister),  # the logger's name in torch's logging
     (root_call.watch_compiles, root_call.ignore_compiles),  # callbacks of Dynamo around compilations
-    (agreement.register_callbacks, agreement.restore_excepthook),  # sys.excepthook
+    (ledger.register_callbacks, peers.restore_excepthook),  # sys.excepthook
     (optimizers.hook_steps, optimizers.unhook_steps),  # a hook before the steps of optimizers
     (block.derive_schemas_once, block.derive_schemas_always),  # invoke_subgraph.gen_schema remembers
 )

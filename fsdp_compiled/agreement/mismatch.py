@@ -94,9 +94,7 @@ def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
     pairs = zip(ours.params, theirs.params, strict=False)
     alike = next((n for n, pair in enumerate(pairs) if pair[0] != pair[1]), None)
     if alike is None:
-        return [
-            f"{each.kind} of {len(each.params)} parameters, the first {each.params[0]}" for each in (ours, theirs)
-        ]
+        return [f"{one.kind} of {len(one.params)} parameters, the first {one.params[0]}" for one in (ours, theirs)]
     return [_name(each, each.params[alike:]) for each in (ours, theirs)]
 
 

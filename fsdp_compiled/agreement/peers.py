@@ -79,10 +79,7 @@ def value(store: Store, key: str) -> str:
 
 
 def register_callbacks() -> None:
-    """Tell other ranks from now on that this one fails, or that its process ends.
-
-    Called by ``fully_shard``, and whenever a model's forward begins.
-    """
+    """Tell other ranks from now on that this one fails or ends; called again whenever a model's forward begins."""
     if getattr(sys.excepthook, "func", None) is not _report_uncaught:
         sys.excepthook = partial(_report_uncaught, sys.excepthook)
     group = dist.group.WORLD
@@ -98,9 +95,6 @@ def restore_excepthook() -> None:
     """Let the interpreter print uncaught errors as before :func:`register_callbacks`, if nobody has come between."""
     if getattr(sys.excepthook, "func", None) is _report_uncaught:
         (sys.excepthook,) = sys.excepthook.args  # type: ignore[attr-defined]
-
-
-# ---- compiling ----
 
 
 def _begin_beats(_: Any = None) -> None:
@@ -131,9 +125,6 @@ def beats(rank: int) -> int:
     """Return how often a rank, by its number in the default group, has said that it compiles."""
     here = current()
     return 0 if here is None else here.store.add(f"{_BEATS}/{rank}", 0)
-
-
-# ---- failing ----
 
 
 def _report_uncaught(before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
@@ -210,9 +201,6 @@ def failure(awaited: Iterable[int] | None = None) -> str:
             ended = (f"the process of rank {rank} has ended" for rank, each in processes if _has_ended(each))
             return next(filter(None, chain(reports, ended)), "")
     return ""
-
-
-# ---- ending ----
 
 
 def _process() -> str:

@@ -1,29 +1,19 @@
 """The one collective stack, which hooks and graph operators call: recipes, copies, streams, communicators."""
 
-from .all_gather import all_gather_bucket, launch_all_gather
-from .bucket_operators import define_kind
-from .communicators import AllGather, Comm, Hook, ReduceScatter, register
-from .operators import reduce_grad, unshard, unshard_all, with_gradient
-from .reduction import launch_reduction, launch_replica_reduction
-from .reference import padded_shard, take_shard
-from .streams import Pending
-
-__all__ = [
-    "AllGather",
-    "Comm",
-    "Hook",
-    "Pending",
-    "ReduceScatter",
-    "all_gather_bucket",
-    "define_kind",
-    "launch_all_gather",
-    "launch_reduction",
-    "launch_replica_reduction",
-    "padded_shard",
-    "reduce_grad",
-    "register",
-    "take_shard",
-    "unshard",
-    "unshard_all",
-    "with_gradient",
-]
+from .all_gather import all_gather_bucket as all_gather_bucket
+from .all_gather import launch_all_gather as launch_all_gather
+from .bucket_operators import define_kind as define_kind
+from .communicators import AllGather as AllGather
+from .communicators import Comm as Comm
+from .communicators import Hook as Hook
+from .communicators import ReduceScatter as ReduceScatter
+from .communicators import register as register
+from .operators import reduce_grad as reduce_grad
+from .operators import unshard as unshard
+from .operators import unshard_all as unshard_all
+from .operators import with_gradient as with_gradient
+from .reduction import launch_reduction as launch_reduction
+from .reduction import launch_replica_reduction as launch_replica_reduction
+from .reference import padded_shard as padded_shard
+from .reference import take_shard as take_shard
+from .streams import Pending as Pending

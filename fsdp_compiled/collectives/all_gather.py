@@ -23,7 +23,6 @@ from .communicators import AllGather, registered
 from .streams import Pending
 
 ALL_GATHERS = "all-gathers"  # the side stream
-Allocate = Callable[[], Sequence[Tensor]]
 
 
 class _Started(NamedTuple):
@@ -35,7 +34,7 @@ class _Started(NamedTuple):
 
 
 def launch_all_gather(
-    shards: Sequence[Tensor], bucket: AllGatherBucket, allocate: Allocate | None = None
+    shards: Sequence[Tensor], bucket: AllGatherBucket, allocate: Callable[[], Sequence[Tensor]] | None = None
 ) -> Pending[Sequence[Tensor]]:
     """Start the all-gather of a bucket.
 
@@ -49,18 +48,16 @@ def launch_all_gather(
     Returns:
         Work that ends in those tensors; new ones have ``padded_shape``.
     """
-    device, world = bucket.device_of(shards), bucket.spec.group.world
-
-    def new_parameters() -> list[Tensor]:
-        return [torch.empty(each.padded_shape, dtype=bucket.spec.dtype, device=device) for each in bucket.layouts]
-
+    device, world, dtype = bucket.device_of(shards), bucket.spec.group.world, bucket.spec.dtype
     with profiler.of("all_gather", bucket):
         if not bucket.inputs_persist:
-            packed = torch.empty(bucket.packed.numel, dtype=bucket.spec.dtype, device=device)
+            packed = torch.empty(bucket.packed.numel, dtype=dtype, device=device)
             copies.pack([shard.to(device) for shard in shards], packed)
             shards = bucket.packed.pieces(packed)
-        is_filled_now = bucket.into_place or world == 1 or streams.streams_of(device) is not None
-        outs = (allocate or new_parameters)() if is_filled_now else ()
+        outs: Sequence[Tensor] = ()
+        if bucket.into_place or world == 1 or streams.streams_of(device) is not None:  # which fill them now
+            new = (torch.empty(each.padded_shape, dtype=dtype, device=device) for each in bucket.layouts)
+            outs = allocate() if allocate else list(new)
 
         def begin() -> _Started:
             sent = [shard.to(device, non_blocking=True) for shard in shards] if bucket.spec.device else shards
@@ -90,9 +87,8 @@ def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started
     else:
         packed = output.view(spec.group.world, numel)[group.rank()]
         copies.pack(shards, packed)
-    if custom is not None:
-        return _Started(custom(output, packed, group, async_op=True), output, [packed])
-    return _Started(backend.all_gather(output, packed, group), output, [packed])
+    gather = backend.all_gather if custom is None else partial(custom, async_op=True)
+    return _Started(gather(output, packed, group), output, [packed])
 
 
 def _flat(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -122,9 +118,6 @@ def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> 
     padded = [out.view(layout.padded_shape) for out, layout in zip(outs, bucket.layouts, strict=True)]
     copies.unpack(output, padded, [layout.dim for layout in bucket.layouts])
     return outs
-
-
-# ---- the kind ----
 
 
 def all_gather_bucket(

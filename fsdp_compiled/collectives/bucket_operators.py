@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement import agree
+from ..agreement.ledger import agree
 from ..errors import FSDPError
 from ..passes import kinds
 from ..passes.graph import nodes
@@ -45,7 +45,7 @@ def differentiate(name: str, backward: Callable[..., Any], setup_context: Callab
 def define_kind(kind: Kind) -> None:
     """Let graphs hold collectives of ``kind``: define its operators. The process keeps them for good."""
     _define_stages(kind)
-    define(nodes.OPAQUE_SCHEMA.format(kind.opaque), partial(_opaque, kind), partial(_opaque_fake, kind))
+    define(nodes.OPAQUE_SCHEMA.format(kind.opaque), partial(_opaque, kind), partial(opaque_fake, kind))
 
 
 def run_alone(kind: Kind, tensor: Tensor, bucket: Bucket) -> Tensor:
@@ -69,7 +69,8 @@ def _opaque(kind: Kind, tensor: Tensor, text: str) -> Tensor:
     return run_alone(kind, tensor, kind.bucket_of_one(text, tensor))
 
 
-def _opaque_fake(kind: Kind, tensor: Tensor, text: str) -> Tensor:
+def opaque_fake(kind: Kind, tensor: Tensor, text: str) -> Tensor:
+    """Return the result of :func:`run_alone` on fake tensors."""
     (result,) = kind.results(tensor, kind.bucket_of_one(text, tensor))
     return result
 
@@ -89,11 +90,8 @@ def _take(handle: Tensor) -> Any:
 
 
 def _launch(kind: Kind, stage: str, inputs: Sequence[Tensor], text: str, contract: str = "") -> Tensor:
-    """Start a stage on tensors, or on what the handle of the stage before carries.
-
-    The first launch of a graph agrees with the other ranks on all collectives of the graph.
-    """
-    if contract:
+    """Start a stage on tensors, or on what the handle of the stage before carries."""
+    if contract:  # the first launch of a graph has that of all collectives of the graph
         agree(Contract.unpack(contract))
     bucket = kind.bucket.decode(text)
     given = inputs if stage == bucket.stages[0] else _take(inputs[0])

@@ -85,9 +85,6 @@ class Hook:
         around.wait_stream(self._stream)
 
 
-# ---- by name ----
-
-
 class _Registered(WeakValueDictionary[str, "Comm | Hook"]):
     """Objects by name. No name is given twice: a graph that was compiled for an object now gone finds nothing."""
 
@@ -114,14 +111,10 @@ def registered(name: str, kind: type) -> Any:
     return found
 
 
-# ---- ready-made ----
-
-
 class ProcessGroupMemory(Comm):
     """Buffers that a process group's backend allocates, as NCCL does from memory registered with the network.
 
-    Raises:
-        RuntimeError: the group's backend for ``device`` allocates no tensors.
+    RuntimeError if the group's backend for ``device`` allocates no tensors.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -161,13 +154,10 @@ class SymmetricAllGather(AllGather):
     of the last one on the same stream.
 
     Args:
-        device: where compute runs.
+        device: where compute runs; RuntimeError if it is no GPU.
         name: of symmetric memory's backend. By "NCCL", NCCL's symmetric kernels gather; with the process group's
             ``config.cta_policy`` (or ``NCCL_CTA_POLICY=2``) at zero, NCCL uses the copy engines inside a node, which
             takes no compute units. By "CUDA", every rank copies its part into the others' buffers by copy engines.
-
-    Raises:
-        RuntimeError: ``device`` is no GPU.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
@@ -188,10 +178,8 @@ class SymmetricAllGather(AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        if self._name == "NCCL":
-            return self._by_nccl(output_tensor, input_tensor, group)
-        self._by_copies(output_tensor, input_tensor, group)
-        return None
+        run = self._by_nccl if self._name == "NCCL" else self._by_copies
+        return run(output_tensor, input_tensor, group)
 
     def _by_nccl(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work:
         place = (group.group_name, output.data_ptr())

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..passes.graph import nodes
@@ -22,7 +22,7 @@ from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from . import reference
 from .all_gather import ALL_GATHER, all_gather_bucket
-from .bucket_operators import define, differentiate, run_alone
+from .bucket_operators import define, differentiate, opaque_fake, run_alone
 from .reduction import REDUCTION
 
 _SHARD, _UNSHARDED, _PARTIAL = range(3)  # what a gradient goes to: see the first three arguments of unshard
@@ -129,11 +129,6 @@ def _reduce_grad(grad: Tensor, text: str) -> Tensor:
     return run_alone(REDUCTION, grad, replace(bucket, inputs_persist=True))  # type: ignore[type-var]
 
 
-def _reduce_grad_fake(grad: Tensor, text: str) -> Tensor:
-    (result,) = REDUCTION.results(grad, REDUCTION.bucket_of_one(text, grad))
-    return result
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, unsharded_grad, partial_grad, ctx.spec = inputs
     ctx.keeps_unsharded, ctx.keeps_partial = unsharded_grad is not None, partial_grad is not None
@@ -173,8 +168,8 @@ def _unshard_all_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any
 
 
 def _take_shard(unsharded: Tensor, dim: int, world: int, group: str) -> Tensor:
-    rank = dist.get_group_rank(process_group(group), dist.get_rank())
-    return reference.take_shard(unsharded, ShardLayout(tuple(unsharded.shape), dim, world), rank)
+    layout = ShardLayout(tuple(unsharded.shape), dim, world)
+    return reference.take_shard(unsharded, layout, process_group(group).rank())
 
 
 def _take_shard_fake(unsharded: Tensor, dim: int, world: int, group: str) -> Tensor:
@@ -183,18 +178,14 @@ def _take_shard_fake(unsharded: Tensor, dim: int, world: int, group: str) -> Ten
 
 define(nodes.UNSHARD_SCHEMA, _alone(_unshard), _alone(_unshard_fake))
 define(nodes.UNSHARD_ALL_SCHEMA, _for_each(_unshard), _for_each(_unshard_fake))
-define(nodes.REDUCE_ALL_SCHEMA, _for_each(_reduce_grad), _for_each(_reduce_grad_fake))
-define(nodes.REDUCE_GRAD_SCHEMA, _reduce_grad, _reduce_grad_fake)
+define(nodes.REDUCE_ALL_SCHEMA, _for_each(_reduce_grad), _for_each(partial(opaque_fake, REDUCTION)))
+define(nodes.REDUCE_GRAD_SCHEMA, _reduce_grad, partial(opaque_fake, REDUCTION))
 define(nodes.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
-define(
-    nodes.WITH_GRADIENT_SCHEMA,
-    lambda unsharded, *_: unsharded.clone(),
-    lambda unsharded, *_: torch.empty_like(unsharded),
-)
+define(nodes.WITH_GRADIENT_SCHEMA, lambda value, *_: value.clone(), lambda value, *_: torch.empty_like(value))
 differentiate("unshard", _unshard_backward, _save_for_backward)
 differentiate("unshard_all", _unshard_all_backward, _save_all_for_backward)
 differentiate(
     "with_gradient",
-    lambda ctx, grad: (None, *_unshard_backward(ctx, grad)),
+    _WithGradient.backward,
     lambda ctx, inputs, output: _save_for_backward(ctx, inputs[1:], output),
 )

@@ -16,8 +16,6 @@ from torch.autograd.profiler import record_function
 from ..sharding.spec import Bucket
 from .backend import profiler_is_on
 
-NAMED = 3  # units whose names a range shows; of more, the first and the last
-
 
 def of(what: str, where: Bucket | str) -> AbstractContextManager[Any]:
     """Return the range ``FSDP::what (units)`` of a bucket's units, or of the unit of a name, if a profiler is on."""
@@ -30,5 +28,5 @@ def of(what: str, where: Bucket | str) -> AbstractContextManager[Any]:
 def _name(what: str, units: Sequence[str]) -> str:
     """Return the name with those of the units: of the outermost its class, of others their path in it."""
     names = [unit.partition(".")[2] or unit for unit in units]
-    shown = ", ".join(names) if len(names) <= NAMED else f"{names[0]} to {names[-1]}, {len(names)} units"
+    shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}, {len(names)} units"
     return f"FSDP::{what} ({shown})"

@@ -122,12 +122,7 @@ def _all_reduce(packed: Tensor, bucket: ReductionBucket) -> Started:
 
 
 def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
-    """Return the padded sharded gradients from reduced, packed ones: hook, divide, cast, unpack, to the host.
-
-    Args:
-        packed: 1-D; the hook may change it.
-        bucket: what it holds.
-    """
+    """Return the padded sharded gradients from reduced, packed ones, 1-D: hook, divide, cast, unpack, to the host."""
     to_host, divisor = bucket.spec.to_host, bucket.spec.scaling.post_divide
     dtypes = {param.dtype for param in bucket.params}
     with profiler.of("gradient_copy_out", bucket):
@@ -156,8 +151,6 @@ def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: Redu
     copies.pack(parts, carried)
     return packed.add_(carried)
 
-
-# ---- the kind ----
 
 _START: dict[str, Callable[[Tensor, ReductionBucket], Started]] = {
     "reduce_scatter": _reduce_scatter,
@@ -189,8 +182,7 @@ def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
     spec, size, lanes = requests[0].spec, sum(request.bytes for request in requests), requests[0].lanes
     assert isinstance(spec, ReductionSpec)
     scattered = size // spec.shards.world
-    collectives = lanes[:-1] if spec.to_host else lanes
-    first, *others = collectives
+    first, *others = lanes[:-1] if spec.to_host else lanes
     passes = 2 if spec.shards.world == 1 else 1  # over replicas alone: an all-reduce goes around twice
     stages_us = [first.link.collective_us(size, first.world, True, passes)]
     stages_us += [lane.link.collective_us(scattered, lane.world, True, passes=2) for lane in others]

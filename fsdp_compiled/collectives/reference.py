@@ -31,13 +31,10 @@ def padded_shard(local: Tensor, layout: ShardLayout) -> Tensor:
 
 
 def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor: float = 1.0) -> None:
-    """Copy tensors into a packed buffer, cast to its dtype, then divided.
+    """Copy tensors into a packed buffer, ``[world, packed numel]``, cast to its dtype, then divided.
 
-    Args:
-        tensors: unsharded, any dtypes; what one lacks of a multiple of ``world`` along its dimension becomes zeros.
-        packed: ``[world, packed numel]``; overwritten.
-        dims: the sharded dimension of each.
-        divisor: 1 for none.
+    They are unsharded, of any dtypes; what one lacks of a multiple of ``world`` along its sharded dimension, which is
+    in ``dims``, becomes zeros. A divisor of 1 is none.
     """
     world = packed.shape[0]
     pairs = list(zip(tensors, dims, strict=True))
@@ -60,13 +57,9 @@ def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
 
 
 def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor: float = 1.0) -> None:
-    """Copy a packed buffer into tensors: divided, then cast to their dtypes.
+    """Copy a packed buffer, ``[world, packed numel]``, into tensors: divided, then cast to their dtypes.
 
-    Args:
-        packed: ``[world, packed numel]``, every rank's padded shards.
-        outs: contiguous, padded to a multiple of ``world`` along the sharded dimension; overwritten.
-        dims: the sharded dimension of each.
-        divisor: 1 for none.
+    ``outs`` are contiguous and padded to a multiple of ``world`` along their ``dims``, and are overwritten.
     """
     world = packed.shape[0]
     packed = packed if divisor == 1.0 else packed / divisor
@@ -77,9 +70,8 @@ def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor:
 
 def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
     """Return the unsharded parameters, padded, each in new memory of its own; see :func:`unpack`."""
-    pieces = packed_layout(tuple(layout.shard_numel for layout in layouts)).pieces(
-        output, torch.ops.aten.split_with_sizes_copy
-    )
+    place = packed_layout(tuple(layout.shard_numel for layout in layouts))
+    pieces = place.pieces(output, torch.ops.aten.split_with_sizes_copy)
     return [
         piece.resize_as_(layout.like_padded)
         if layout.dim == 0

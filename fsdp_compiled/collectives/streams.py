@@ -27,11 +27,7 @@ Following = TypeVar("Following")
 
 
 class AcceleratorStreams:
-    """The side streams of one device, by the module that PyTorch has for its kind: CUDA's, XPU's, NPU's.
-
-    Args:
-        device: with an index.
-    """
+    """The side streams of a device with an index, by PyTorch's module for its kind: CUDA's, XPU's, NPU's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -71,12 +67,10 @@ def streams_of(device: torch.device) -> AcceleratorStreams | None:
     if not has_streams(device):
         return None
     index = torch.get_device_module(device).current_device() if device.index is None else device.index
-    return _streams_of(device.type, index)
+    return _streams_of(torch.device(device.type, index))
 
 
-@cache
-def _streams_of(kind: str, index: int) -> AcceleratorStreams:
-    return AcceleratorStreams(torch.device(kind, index))
+_streams_of = cache(AcceleratorStreams)
 
 
 @dataclass(eq=False)
@@ -121,9 +115,7 @@ class Pending(Generic[Result]):
 
     def then(self, name: str, device: torch.device, work: Callable[[Result], Following]) -> Pending[Following]:
         """Continue with the result on the side stream ``name``; without streams, when compute waits."""
-        return launch(
-            name, device, lambda: self, lambda pending: work(pending.wait()), held=(self.finish, self._held)
-        )
+        return launch(name, device, lambda: self, lambda begun: work(begun.wait()), held=(self.finish, self._held))
 
 
 def launch(

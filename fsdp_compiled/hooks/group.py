@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ..agreement import agree
+from ..agreement.ledger import agree
 from ..collectives import Pending, all_gather_bucket, launch_all_gather, launch_reduction, launch_replica_reduction
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState

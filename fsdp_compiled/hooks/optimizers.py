@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..agreement import note
+from ..agreement.ledger import note
 from ..expect import unexpected
 from ..param.param import FSDPParam
 

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..agreement import note, number_in
+from ..agreement.ledger import note, number_in
 from ..collectives import Comm, Hook, streams
 from ..expect import unexpected
 from ..param.param import FSDPParam

@@ -70,9 +70,6 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
         raise unexpected(name, "a contiguous parameter", got, "replace it by nn.Parameter(param.contiguous())")
 
 
-# ---- placements ----
-
-
 def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
     """Raise ValueError unless the unit of ``taken`` shards it as the unit that shares it would."""
     original = taken.original()

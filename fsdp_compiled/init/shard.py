@@ -11,7 +11,7 @@ from ..hooks.state import FSDPState
 from ..hooks.step import UnitInStep
 from ..module import FSDPModule
 from ..param.param import FSDPParam
-from ..param.placement import ParamPlacement, Place
+from ..param.placement import ParamPlacement
 from ..param.unit import UnitConfig
 from ..torch_fsdp.registry import note_unit
 from ..tracing.root_call import TracedCall
@@ -47,19 +47,17 @@ def shard(
     state = FSDPState(modules, params, default, unit)
     for module, name in found.ignored:
         state.ignored.setdefault(module, set()).add(name)
-    _install(modules, state, found.shared)
+    _install(modules, state, found)
     state.adopt_units_below()
 
 
-def _install(
-    modules: Sequence[nn.Module], state: FSDPState, shared: list[tuple[str, FSDPParam, list[Place]]]
-) -> None:
+def _install(modules: Sequence[nn.Module], state: FSDPState, found: FoundParameters) -> None:
     """Give the unit's modules their properties, their state and the methods of FSDPModule."""
     owned: dict[nn.Module, dict[str, FSDPParam]] = {}
     for param in state.params:
         for module, name in param.places:
             owned.setdefault(module, {})[name] = param
-    for _, param, places in shared:
+    for _, param, places in found.shared:
         (owner,) = [unit for unit in param.places[0][0].__dict__["_fsdp_units"] if param in unit.params]
         state.share(owner, param, places)
         for module, name in places:

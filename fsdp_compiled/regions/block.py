@@ -181,8 +181,6 @@ def _guard(context: Any) -> None:
         raise ReuseRefusedError("no trace fits the block")
 
 
-# ---- what a region does to its operands ----
-
 _operator: Any = torch.ops.higher_order.invoke_subgraph
 _derive = _operator.gen_schema
 
@@ -213,8 +211,6 @@ def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
         known[key] = subgraph, _derive(subgraph, identifier, *operands)
     return known[key][1]
 
-
-# ---- regions that torch cannot compile ----
 
 # Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")

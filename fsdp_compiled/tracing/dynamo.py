@@ -55,9 +55,6 @@ def known_internals(what: str) -> Iterator[None]:
         ) from error
 
 
-# ---- what is compiled, frames and code ----
-
-
 def module_inside(module: Any) -> Any:
     """Return the module that ``torch.compile`` wrapped as ``module``, or anything else as it is."""
     return module._orig_mod if isinstance(module, OptimizedModule) else module
@@ -111,9 +108,6 @@ def with_room_for_callees(function: F) -> F:
     if gives_chunks_back():
         function.__code__ = function.__code__.replace(co_stacksize=_SLOTS)
     return function
-
-
-# ---- the trace under way ----
 
 
 def of_trace(kind: Callable[[], T]) -> T:

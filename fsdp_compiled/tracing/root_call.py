@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from .. import agreement
-from ..agreement import register_callbacks, report_failure
+from ..agreement import peers
+from ..agreement.ledger import register_callbacks
 from ..passes import log
 from .dynamo import callback_handler, is_skipped, skipped, with_code_of_its_own, with_room_for_callees
 from .sharded_module import MixinOrder, UnitState
@@ -17,7 +17,7 @@ from .sharded_module import MixinOrder, UnitState
 
 def watch_compiles() -> None:
     """Log compilations and let other ranks hear of them; again when a forward begins, as torch's reset forgets it."""
-    for begin, end in (log.callbacks, agreement.callbacks):
+    for begin, end in (log.callbacks, peers.callbacks):
         if begin not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(begin)
             callback_handler.register_end_callback(end)
@@ -25,7 +25,7 @@ def watch_compiles() -> None:
 
 def ignore_compiles() -> None:
     """End that."""
-    for begin, end in (log.callbacks, agreement.callbacks):
+    for begin, end in (log.callbacks, peers.callbacks):
         if begin in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(begin)
             callback_handler.remove_end_callback(end)
@@ -55,13 +55,13 @@ class TracedCall:
             watch_compiles()
             self._fsdp_state.begin_call()
         except BaseException as error:
-            report_failure(error)
+            peers.report_failure(error)
             raise
         try:
             return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
         except BaseException as error:
             torch.set_grad_enabled(grad_mode)  # an interrupt of torch's own code may have left another
-            report_failure(error)
+            peers.report_failure(error)
             self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise
         finally:

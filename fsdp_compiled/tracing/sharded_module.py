@@ -182,8 +182,7 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> Non
 
 
 def _user_class(module: nn.Module) -> type:
-    cls: type = type(module).__dict__.get("_fsdp_user_class", type(module))
-    return cls
+    return type(module).__dict__.get("_fsdp_user_class", type(module))
 
 
 def rebase(
