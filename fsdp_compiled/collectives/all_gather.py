@@ -127,20 +127,23 @@ def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> 
 # ---- the kind ----
 
 
-def all_gather_bucket(
-    spec: AllGatherSpec, params: Sequence[ParamSpec], device: torch.device, cluster: Cluster | None = None
-) -> AllGatherBucket:
+def all_gather_bucket(spec: AllGatherSpec, params: Sequence[ParamSpec], device: torch.device) -> AllGatherBucket:
     """Return the bucket of these parameters, gathered each into its own memory where that is faster.
 
-    Only dimension 0 can be, and an empty parameter only alone. Compute runs on ``device``; without a ``cluster``, one
-    stands for all devices of a type, because ranks on unequal machines must decide alike.
+    Compute runs on ``device``; one cluster stands for all devices of a type, because ranks on unequal machines must
+    decide alike.
     """
-    bucket = AllGatherBucket(spec, tuple(params))
+    bucket, cluster = AllGatherBucket(spec, tuple(params)), CLUSTERS["CPU" if device.type == "cpu" else "H100"]
+    return replace(bucket, into_place=_gathers_into_place(spec, params, bucket.sizes, cluster))
+
+
+def _gathers_into_place(
+    spec: AllGatherSpec, params: Sequence[ParamSpec], sizes: Sequence[int], cluster: Cluster
+) -> bool:
+    """Only dimension 0 can be gathered into place, and an empty parameter only alone; ``sizes``: the bucket's."""
     if spec.group.world == 1 or spec.comm or any(param.dim for param in params):
-        return bucket
-    cluster = cluster or CLUSTERS["CPU" if device.type == "cpu" else "H100"]
-    is_faster = (len(params) == 1 or all(bucket.sizes)) and cluster.saves_by_gathering_into_place(bucket.sizes)
-    return replace(bucket, into_place=is_faster)
+        return False
+    return (len(params) == 1 or all(sizes)) and cluster.saves_by_gathering_into_place(sizes)
 
 
 def _bucket_of_one(text: str, shard: Tensor) -> AllGatherBucket:
@@ -149,8 +152,10 @@ def _bucket_of_one(text: str, shard: Tensor) -> AllGatherBucket:
 
 
 def _bucket_of(requests: Sequence[Request], cluster: Cluster) -> AllGatherBucket:
-    bucket = all_gather_bucket(requests[0].spec, [r.param for r in requests], requests[0].device, cluster)  # type: ignore[arg-type]
-    return replace(bucket, inputs_persist=all(request.inputs_persist for request in requests))
+    spec, params, sizes = requests[0].spec, tuple(r.param for r in requests), [r.bytes for r in requests]
+    assert isinstance(spec, AllGatherSpec)
+    into_place = _gathers_into_place(spec, params, sizes, cluster)
+    return AllGatherBucket(spec, params, into_place, all(r.inputs_persist for r in requests))
 
 
 def _times(requests: Sequence[Request], cluster: Cluster) -> Times:

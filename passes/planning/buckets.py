@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from math import inf
 
 from ..kinds import Kind, Request
@@ -156,8 +156,7 @@ class _Search:
         """Return ``buckets``, cut to fit, with their schedule."""
         buckets, load = self._cut_to_fit(buckets)
         actions = place(load, self.bound_bytes, self.prefetch)
-        peak_bytes = max(bytes_in_flight(load, actions))
-        return _Scored(buckets, actions, simulate(load, actions).total_us, peak_bytes)
+        return _Scored(buckets, actions, simulate(load, actions).total_us, max(bytes_in_flight(load, actions)))
 
     def _candidates(self, kind: Kind, requests: Sequence[Request]) -> list[Buckets]:
         """Return different buckets of a kind's requests."""
@@ -166,11 +165,8 @@ class _Search:
         caps = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
         caps |= {bound >> halvings for halvings in range(_HALVINGS + 1)}
         # by the caps of the first buckets and the later ones; one above the total is as good as the total
-        sizes = {
-            tuple(min(cap >> k, total) for k in range(ramp + 1)): (cap, ramp)
-            for cap in sorted(caps)
-            for ramp in _RAMPS
-        }
+        pairs = product(sorted(caps), _RAMPS)
+        sizes = {tuple(min(cap >> k, total) for k in range(ramp + 1)): (cap, ramp) for cap, ramp in pairs}
         found = [_by_unit(requests), *(fill(requests, cap, ramp) for cap, ramp in sizes.values())]
         if any(request.kept_bytes for request in requests):
             found += [fill(requests, cap, apart=False) for cap in sorted({min(cap, total) for cap in caps})]
@@ -198,19 +194,18 @@ def _best(scored: Sequence[_Scored]) -> _Scored:
 
 def _halved(bucket: Members, task: Task, crowded: Sequence[int]) -> Buckets:
     first, last = task.alive
-    is_crowded = bisect_left(crowded, first) < bisect_right(crowded, last)
-    half = len(bucket) // 2 if is_crowded else 0
+    half = len(bucket) // 2 if bisect_left(crowded, first) < bisect_right(crowded, last) else 0
     return tuple(piece for piece in (bucket[:half], bucket[half:]) if piece)
 
 
 def _too_little(requests: Requests, load: Load, bound: int) -> str:
     in_use = least_bytes(load)
-    at = in_use.index(max(in_use))
-    alive = [
-        (r.bytes - r.kept_bytes, r.param.name) for r in requests.each if r.made is None and r.needed <= at <= r.last
-    ]
-    grads = [r for r in requests.each if r.made is not None and max(r.made, 0) <= at < r.ready]
-    alive += [(r.bytes, f"gradient of {r.param.name}") for r in grads]
+    at, alive = in_use.index(max(in_use)), []
+    for r in requests.each:
+        if r.made is None and r.needed <= at <= r.last:
+            alive.append((r.bytes - r.kept_bytes, r.param.name))
+        elif r.made is not None and max(r.made, 0) <= at < r.ready:
+            alive.append((r.bytes, f"gradient of {r.param.name}"))
     names = ", ".join(f"{name} ({size} bytes)" for size, name in sorted(alive, reverse=True) if size)
     return (
         f"SchedulePolicy.in_flight_bytes: expected at least {in_use[at]} for this graph, got {bound}; "

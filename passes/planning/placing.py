@@ -43,15 +43,14 @@ def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dic
     ahead = 1 if prefetch is None else prefetch
     launches, floor = dict[int, int](), 0
     for rank, (index, task) in enumerate(order):
-        floor = max(floor, min(task.ready, task.needed))
+        floor, task_us = max(floor, min(task.ready, task.needed)), sum(stage.us for stage in task.stages)
         target = order[rank - ahead][1].needed if rank >= ahead else 0
         position = needed = task.needed
         while position > floor:
-            busy_us = task.us + backlog[needed] - backlog[position]
+            busy_us = task_us + backlog[needed] - backlog[position]
             hides = clock[needed] - clock[position] >= busy_us * alone
-            if position <= target and (prefetch is not None or hides):
-                break
-            if used[position - 1] + task.output_bytes > bound_bytes:
+            is_early = position <= target and (prefetch is not None or hides)
+            if is_early or used[position - 1] + task.output_bytes > bound_bytes:
                 break
             position -= 1
             used[position] += task.output_bytes
@@ -109,7 +108,10 @@ class _Sweep:
                     self._advance(position, index)
             self._take(position, sum(made_at[position]))
             for index in used_at[position]:
-                self._use(position, index)
+                for stage in range(len(load.tasks[index].stages)):
+                    if stage:
+                        self._act(position, "launch", index, stage)
+                    self._act(position, "wait", index, stage)
         for index in list(self.first):
             self._advance(end, index)
         while self.later:  # stage by stage, so that the host waits last of all
@@ -126,13 +128,6 @@ class _Sweep:
             self.first[index] = None
             self._act(position, "launch", index)
         self.ready.clear()
-
-    def _use(self, position: int, index: int) -> None:
-        """Wait for a task that was started ahead, stage by stage."""
-        for stage in range(len(self.load.tasks[index].stages)):
-            if stage:
-                self._act(position, "launch", index, stage)
-            self._act(position, "wait", index, stage)
 
     def _take(self, position: int, size: int) -> None:
         """Count ``size`` bytes as in flight, after waiting for inputs that make room where the bound has none."""
