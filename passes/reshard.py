@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -71,7 +72,7 @@ class Reshard:
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
         for node in thin_products(graph):
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-        unshards = [node for node in graph.nodes if nodes.is_unshard(node)]
+        unshards = list(filter(nodes.is_unshard, graph.nodes))
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
         kept = kept_by(self.policy, specs, nodes.cluster_of(graph, self.policy.cluster))
         for node in unshards:
@@ -106,7 +107,9 @@ def _keep_over_smaller_group(node: fx.Node) -> None:
     if any(nodes.is_take_shard(user) for user in node.users):
         return
     behind, spec = node.next, nodes.spec_of(node)
-    shard = emit.insert_take_shard(behind, node, spec)
+    group = spec.post_forward
+    cut = torch.ops.fsdp_compiled.take_shard.default  # for the smaller group, to this rank's padded piece
+    shard = emit.insert(behind, cut, node, spec.param.dim, group.world, group.name)
     again = emit.insert_unshard(behind, shard, spec.after_forward)
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not shard)
     _tag(shard, keep=True)

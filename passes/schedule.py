@@ -47,7 +47,7 @@ class Schedule:
 
     def __call__(self, graph: fx.Graph) -> None:
         asked: dict[fx.Node, Bucket] = {}
-        for node in [node for node in graph.nodes if nodes.opaque_kind(node) is not None]:
+        for node in list(filter(nodes.opaque_kind, graph.nodes)):
             bucket = nodes.asked_of(node)
             if bucket.spec.local_steps(bucket.params[0]) is not None:
                 do_locally(node)

@@ -133,8 +133,6 @@ class _Scored:
 
 @dataclass(frozen=True)
 class _Search:
-    """The candidates of one graph."""
-
     requests: Requests
     bound_bytes: int
     prefetch: int | None
@@ -159,7 +157,6 @@ class _Search:
         return _Scored(buckets, actions, simulate(load, actions).total_us, max(bytes_in_flight(load, actions)))
 
     def _candidates(self, kind: Kind, requests: Sequence[Request]) -> list[Buckets]:
-        """Return different buckets of a kind's requests."""
         bound, fill = self.bound_bytes, _filled if kind.is_ahead else _filled_from_the_end
         total, largest = sum(request.bytes for request in requests), max(request.bytes for request in requests)
         caps = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
@@ -193,7 +190,10 @@ def _best(scored: Sequence[_Scored]) -> _Scored:
 
 
 def _halved(bucket: Members, task: Task, crowded: Sequence[int]) -> Buckets:
-    first, last = task.alive
+    if task.is_ahead:  # even the latest schedule holds the memory from the first of these positions to the last
+        first, last = task.needed, task.last
+    else:
+        first, last = max(min(made for made, _ in task.inputs), 0), task.ready - 1
     half = len(bucket) // 2 if bisect_left(crowded, first) < bisect_right(crowded, last) else 0
     return tuple(piece for piece in (bucket[:half], bucket[half:]) if piece)
 

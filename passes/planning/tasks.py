@@ -48,12 +48,6 @@ class Task:
     def input_bytes(self) -> int:
         return sum(size for _, size in self.inputs)
 
-    @property
-    def alive(self) -> tuple[int, int]:
-        """The first and the last position at which even the latest schedule holds the memory."""
-        ahead = self.needed, self.last
-        return ahead if self.is_ahead else (max(min(made for made, _ in self.inputs), 0), self.ready - 1)
-
 
 def _task_of(cluster: Cluster, bucket: Members) -> Task:
     first, times = bucket[0], bucket[0].kind.times(bucket, cluster)
