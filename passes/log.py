@@ -88,12 +88,8 @@ class _Progress:
         """Called by torch when it has compiled."""
         self._leave()
         if self._began:
-            why = (
-                ""
-                if self._scheduled
-                else "; no graph was scheduled: it has no collectives or came from a compile cache"
-            )
-            _say("compilation took %.1f s%s", time.perf_counter() - self._began, why)
+            why = "; no graph was scheduled: it has no collectives or came from a compile cache"
+            _say("compilation took %.1f s%s", time.perf_counter() - self._began, "" if self._scheduled else why)
         self._began = 0.0
 
     @contextmanager

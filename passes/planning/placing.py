@@ -23,7 +23,6 @@ def place(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Act
     earlier where its memory is needed or a stage has to follow.
 
     Args:
-        load: what to place.
         bound_bytes: on the bytes in flight at every position; at least ``max(least_bytes(load))``.
         prefetch: how many tasks may be launched before the first of them is needed; None: until they hide their time
             behind compute, at least one.
@@ -33,13 +32,15 @@ def place(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Act
 
 def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dict[int, int]:
     """Return where each task that is started ahead is launched, by index, in launch order."""
-    clock, used = load.clock, _with_others_in_flight(load)
+    clock, alone = load.clock, 1 - load.compute_blocked_fraction
+    # the least bytes at each position, but that inputs of other tasks count until these are complete by estimate
+    done = (bisect_left(clock, clock[t.ready] + t.stages[0].us * alone, t.ready, load.end) for _, t in load.behind)
+    used = bytes_between(load, [task.needed for _, task in load.ahead], done)
     backlog = [0.0] * (load.end + 2)  # the time of all other tasks that are launched before each position
     for _, other in load.behind:
         backlog[other.ready + 1] += other.stages[0].us
     backlog = list(accumulate(backlog))
     order = sorted(load.ahead, key=lambda each: each[1].needed)
-    alone = 1 - load.compute_blocked_fraction
     ahead = 1 if prefetch is None else prefetch
     launches, floor = dict[int, int](), 0
     for rank, (index, task) in enumerate(order):
@@ -56,13 +57,6 @@ def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dic
             used[position] += task.output_bytes
         launches[index] = floor = position
     return launches
-
-
-def _with_others_in_flight(load: Load) -> list[int]:
-    """Return :func:`least_bytes`, counting inputs of the other tasks until these are complete by estimate."""
-    clock, alone = load.clock, 1 - load.compute_blocked_fraction
-    done = (bisect_left(clock, clock[t.ready] + t.stages[0].us * alone, t.ready, load.end) for _, t in load.behind)
-    return bytes_between(load, [task.needed for _, task in load.ahead], done)
 
 
 @dataclass
