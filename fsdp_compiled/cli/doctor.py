@@ -170,7 +170,7 @@ def judge_threads(threads: int, cpus: int, omp_threads: str | None, ranks: int |
 
 
 def _read_slot(slot: str, ours: inductor.Pipeline) -> Finding:
-    return judge_slot(slot, inductor.beside_users_passes(slot, ours), inductor.installed(slot) is not None)
+    return judge_slot(slot, inductor.beside_users_passes(slot, ours), inductor.installed(slot))
 
 
 def judge_slot(slot: str, value: Any, is_installed: bool = True) -> Finding:

@@ -69,12 +69,11 @@ def _filled(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = 
     If ``apart``, what is kept until backward shares no bucket with what is not; it would hold its memory until the
     last member has been read.
     """
-    return _fill(
-        requests,
-        lambda request: (request.key, apart and request.kept_bytes > 0),
-        lambda count: cap >> max(ramp - count, 0),
-        MOST_PARAMS,
-    )
+
+    def key(request: Request) -> Hashable:
+        return request.key, apart and request.kept_bytes > 0
+
+    return _fill(requests, key, lambda count: cap >> max(ramp - count, 0))
 
 
 def _filled_from_the_end(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = True) -> Buckets:
@@ -86,16 +85,15 @@ def _filled_from_the_end(requests: Sequence[Request], cap: int, ramp: int = 0, a
 class _Open:
     """A bucket that may still grow."""
 
-    cap: float
-    most: float
+    cap: float  # without one, as in a unit, there may also be any number of parameters
     size: int = 0
     ready: int = 0  # position at which all inputs exist
     needed: float = inf  # position by which the first result is needed
     requests: list[Request] = field(default_factory=list)
 
     def takes(self, request: Request) -> bool:
-        has_room = self.size + request.bytes <= self.cap and len(self.requests) < self.most
-        return has_room and max(self.ready, request.ready) <= min(self.needed, request.needed)
+        has_room = self.size + request.bytes <= self.cap and len(self.requests) < MOST_PARAMS
+        return (has_room or self.cap == inf) and max(self.ready, request.ready) <= min(self.needed, request.needed)
 
     def add(self, request: Request) -> None:
         self.size += request.bytes
@@ -104,10 +102,7 @@ class _Open:
 
 
 def _fill(
-    requests: Iterable[Request],
-    key_of: Callable[[Request], Hashable],
-    cap_of: Callable[[int], float],
-    most: float = inf,
+    requests: Iterable[Request], key_of: Callable[[Request], Hashable], cap_of: Callable[[int], float]
 ) -> Buckets:
     """Give each request to the newest bucket of its key, or to a new one, whose cap follows from its number."""
     opened: dict[Hashable, list[_Open]] = {}
@@ -115,7 +110,7 @@ def _fill(
     for request in requests:
         same_key = opened.setdefault(key_of(request), [])
         if not same_key or not same_key[-1].takes(request):
-            same_key.append(_Open(cap_of(len(same_key)), most))
+            same_key.append(_Open(cap_of(len(same_key))))
             buckets.append(same_key[-1])
         same_key[-1].add(request)
     return tuple(tuple(bucket.requests) for bucket in buckets)
