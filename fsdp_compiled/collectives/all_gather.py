@@ -133,17 +133,16 @@ def all_gather_bucket(spec: AllGatherSpec, params: Sequence[ParamSpec], device: 
     Compute runs on ``device``; one cluster stands for all devices of a type, because ranks on unequal machines must
     decide alike.
     """
-    bucket, cluster = AllGatherBucket(spec, tuple(params)), CLUSTERS["CPU" if device.type == "cpu" else "H100"]
-    return replace(bucket, into_place=_gathers_into_place(spec, params, bucket.sizes, cluster))
+    return _into_place(AllGatherBucket(spec, tuple(params)), CLUSTERS["CPU" if device.type == "cpu" else "H100"])
 
 
-def _gathers_into_place(
-    spec: AllGatherSpec, params: Sequence[ParamSpec], sizes: Sequence[int], cluster: Cluster
-) -> bool:
-    """Only dimension 0 can be gathered into place, and an empty parameter only alone; ``sizes``: the bucket's."""
-    if spec.group.world == 1 or spec.comm or any(param.dim for param in params):
-        return False
-    return (len(params) == 1 or all(sizes)) and cluster.saves_by_gathering_into_place(sizes)
+def _into_place(bucket: AllGatherBucket, cluster: Cluster, sizes: Sequence[int] = ()) -> AllGatherBucket:
+    """Decide that; only dimension 0 can be, and an empty parameter only alone. ``sizes``: the bucket's, if known."""
+    if bucket.spec.group.world == 1 or bucket.spec.comm or any(param.dim for param in bucket.params):
+        return bucket
+    sizes = sizes or bucket.sizes
+    is_faster = (len(sizes) == 1 or all(sizes)) and cluster.saves_by_gathering_into_place(sizes)
+    return replace(bucket, into_place=is_faster)
 
 
 def _bucket_of_one(text: str, shard: Tensor) -> AllGatherBucket:
@@ -152,10 +151,11 @@ def _bucket_of_one(text: str, shard: Tensor) -> AllGatherBucket:
 
 
 def _bucket_of(requests: Sequence[Request], cluster: Cluster) -> AllGatherBucket:
-    spec, params, sizes = requests[0].spec, tuple(r.param for r in requests), [r.bytes for r in requests]
-    assert isinstance(spec, AllGatherSpec)
-    into_place = _gathers_into_place(spec, params, sizes, cluster)
-    return AllGatherBucket(spec, params, into_place, all(r.inputs_persist for r in requests))
+    params, inputs_persist = tuple(r.param for r in requests), all(r.inputs_persist for r in requests)
+    bucket = AllGatherBucket(requests[0].spec, params, inputs_persist=inputs_persist)  # type: ignore[arg-type]
+    return _into_place(
+        bucket, cluster, [r.bytes for r in requests]
+    )  # no layouts, which take long for many candidates
 
 
 def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
