@@ -137,7 +137,10 @@ def all_gather_bucket(spec: AllGatherSpec, params: Sequence[ParamSpec], device: 
 
 
 def _into_place(bucket: AllGatherBucket, cluster: Cluster, sizes: Sequence[int] = ()) -> AllGatherBucket:
-    """Decide that; only dimension 0 can be, and an empty parameter only alone. ``sizes``: the bucket's, if known."""
+    """Decide that; only dimension 0 can be, and an empty parameter only alone.
+
+    ``sizes`` are the bucket's where they are known: to make layouts for every candidate of a search takes long.
+    """
     if bucket.spec.group.world == 1 or bucket.spec.comm or any(param.dim for param in bucket.params):
         return bucket
     sizes = sizes or bucket.sizes
@@ -153,9 +156,7 @@ def _bucket_of_one(text: str, shard: Tensor) -> AllGatherBucket:
 def _bucket_of(requests: Sequence[Request], cluster: Cluster) -> AllGatherBucket:
     params, inputs_persist = tuple(r.param for r in requests), all(r.inputs_persist for r in requests)
     bucket = AllGatherBucket(requests[0].spec, params, inputs_persist=inputs_persist)  # type: ignore[arg-type]
-    return _into_place(
-        bucket, cluster, [r.bytes for r in requests]
-    )  # no layouts, which take long for many candidates
+    return _into_place(bucket, cluster, [r.bytes for r in requests])
 
 
 def _times(requests: Sequence[Request], cluster: Cluster) -> Times:

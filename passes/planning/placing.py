@@ -44,7 +44,8 @@ def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dic
     ahead = 1 if prefetch is None else prefetch
     launches, floor = dict[int, int](), 0
     for rank, (index, task) in enumerate(order):
-        floor, task_us = max(floor, min(task.ready, task.needed)), sum(stage.us for stage in task.stages)
+        floor = max(floor, min(task.ready, task.needed))
+        task_us = sum(stage.us for stage in task.stages)
         target = order[rank - ahead][1].needed if rank >= ahead else 0
         position = needed = task.needed
         while position > floor:
