@@ -50,20 +50,16 @@ def post_grad(policy: SchedulePolicy) -> tuple[Pass, ...]:
     )
 
 
-def pinning() -> tuple[Pass, ...]:
-    """Return what runs after Inductor's own passes, from which control dependencies would hide nodes."""
-    return (Pin(),)  # Inductor's scheduler would undo the order
-
-
 def slots(policy: SchedulePolicy, core: str = "", more: Sequence[Pass] = ()) -> dict[str, Pipeline]:
     """Return the pipeline for each of Inductor's custom-pass slots.
 
     ``core`` is a hash of what the operators compute; it enters the compile-cache keys. ``more``: a user's passes.
     """
+    # The last runs after Inductor's own passes, from which control dependencies would hide nodes, as from the rules.
     pipelines = {
         "joint_custom_pre_pass": Pipeline(joint(policy), core, "joint", verifies=policy.verify),
         "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core, "schedule", policy, policy.verify),
-        "post_grad_custom_post_pass": Pipeline(pinning(), core),  # control dependencies hide nodes from the rules
+        "post_grad_custom_post_pass": Pipeline((Pin(),), core),  # Inductor's scheduler would undo the order
     }
     return inductor.with_users(pipelines, more)
 

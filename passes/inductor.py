@@ -52,19 +52,15 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
             return
         with log.during(self.slot, graph):
             for run in self.passes:
-                self._run(run, graph)
+                began, is_ours = time.perf_counter(), _is_ours(run)
+                run(graph)
+                if not is_ours:
+                    log.ran(name_of(run), time.perf_counter() - began)
+                if (self.verifies or not is_ours) and not nodes.is_pinned(graph):
+                    verify(graph, name_of(run))
             graph.lint()
         if self.policy is not None:
             log.scheduled(graph, self.policy)
-
-    def _run(self, run: Pass, graph: fx.Graph) -> None:
-        """Run one pass; check the graph's rules after it, and tell of it, where it is the user's."""
-        began, is_ours = time.perf_counter(), _is_ours(run)
-        run(graph)
-        if not is_ours:
-            log.ran(name_of(run), time.perf_counter() - began)
-        if (self.verifies or not is_ours) and not nodes.is_pinned(graph):
-            verify(graph, name_of(run))
 
     def uuid(self) -> str | None:
         """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines.
@@ -147,16 +143,15 @@ def mode_options(mode: str | None) -> dict[str, Any]:
     return {} if mode is None else list_mode_options(mode)
 
 
-def installed(slot: str) -> Pipeline | None:
-    """Return our pipeline in ``slot``, the name of a field of ``torch._inductor.config``, or None."""
+def installed(slot: str) -> bool:
+    """Tell whether a pipeline of ours is in ``slot``, the name of a field of ``torch._inductor.config``."""
     value = getattr(config, slot)
-    entries = value if isinstance(value, (list, tuple)) else (value.pipeline if isinstance(value, Chain) else value,)
-    return next((entry for entry in entries if isinstance(entry, Pipeline)), None)
+    return _without_ours(value) is not value
 
 
 def install(slot: str, pipeline: Pipeline) -> None:
     """Put ``pipeline`` in ``slot`` before what the user has there; a second call changes nothing."""
-    if installed(slot) is None:
+    if not installed(slot):
         setattr(config, slot, _joined(pipeline, getattr(config, slot)))
 
 

@@ -34,7 +34,6 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """End that."""
     _internal.log_registry.log_alias_to_log_qnames.pop(NAME, None)
 
 
@@ -50,7 +49,6 @@ def _level() -> int:
 
 
 def _graph_kind() -> str:
-    """Return which graph AOTAutograd is compiling: forward, backward, joint or inference."""
     name = get_aot_graph_name()
     return next((kind for kind in ("forward", "backward", "joint", "inference") if kind in name), "graph")
 
@@ -89,10 +87,9 @@ class _Progress:
     def end(self, _: Any) -> None:
         """Called by torch when it has compiled."""
         self._leave()
-        why = "; no graph was scheduled: it has no collectives or came from a compile cache"
         if self._began:
-            took = time.perf_counter() - self._began
-            _say("compilation took %.1f s%s", took, "" if self._scheduled else why)
+            why = "; no graph was scheduled: it has no collectives or came from a compile cache"
+            _say("compilation took %.1f s%s", time.perf_counter() - self._began, "" if self._scheduled else why)
         self._began = 0.0
 
     @contextmanager

@@ -32,7 +32,11 @@ class Normalize:
         for node in list(graph.nodes):
             if _adds_two_reductions(node):
                 _reduce_the_sum(node)
-        _put_users_of_reduced_gradients_last(graph)
+        late: dict[fx.Node, None] = {}  # users of reduced gradients
+        for node in graph.nodes:
+            if any(source in late or nodes.is_reduce_grad(source) for source in node.all_input_nodes):
+                late[node] = None
+        emit.put_in_order([*(node for node in graph.nodes if node not in late), *late])
 
 
 def _merge_all_gathers(graph: fx.Graph) -> None:
@@ -67,11 +71,3 @@ def _reduce_the_sum(node: fx.Node) -> None:
     node.replace_all_uses_with(emit.insert_reduce_grad(node, emit.insert(node, aten.add.Tensor, *terms), spec))
     for dead in (node, *reductions):
         node.graph.erase_node(dead)
-
-
-def _put_users_of_reduced_gradients_last(graph: fx.Graph) -> None:
-    late: dict[fx.Node, None] = {}
-    for node in graph.nodes:
-        if any(source in late or nodes.is_reduce_grad(source) for source in node.all_input_nodes):
-            late[node] = None
-    emit.put_in_order([*(node for node in graph.nodes if node not in late), *late])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -15,25 +16,17 @@ from .graph.anchors import mark_parameters, thin_products
 from .schedule_policy import DEFAULT, SchedulePolicy
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A parameter that backward would all-gather again: what keeping it takes, and the time that it saves."""
-
-    key: Hashable
-    bytes: int
-    all_gather_us: float
-
-
-def decide_kept(candidates: Iterable[Candidate], budget_bytes: int) -> set[Hashable]:
+def decide_kept(candidates: Iterable[tuple[Hashable, int, float]], budget_bytes: int) -> set[Hashable]:
     """Return the keys to keep: those with the largest all-gather time per byte, as many as the budget holds.
 
+    A candidate is the key of a parameter that backward would all-gather again, its bytes, and the microseconds saved.
     *Source:* the order is the one of DeepCompile's selective gathering (arXiv 2504.09983).
     """
-    kept: set[Hashable] = set()
-    for candidate in sorted(candidates, key=lambda c: -c.all_gather_us / max(c.bytes, 1)):
-        if candidate.bytes <= budget_bytes:
-            budget_bytes -= candidate.bytes
-            kept.add(candidate.key)
+    kept = set[Hashable]()
+    for key, size, _ in sorted(candidates, key=lambda each: -each[2] / max(each[1], 1)):
+        if size <= budget_bytes:
+            budget_bytes -= size
+            kept.add(key)
     return kept
 
 
@@ -43,7 +36,7 @@ def kept_by(policy: SchedulePolicy, specs: Mapping[Hashable, CommSpec], cluster:
     for key, spec in specs.items() if policy.kept_bytes else ():
         group, size = spec.all_gather.group, spec.all_gather_bytes
         if group.world > 1 and policy.may_keep(spec):
-            candidates.append(Candidate(key, size, cluster.lane(group).link.collective_us(size, group.world)))
+            candidates.append((key, size, cluster.lane(group).link.collective_us(size, group.world)))
     return decide_kept(candidates, policy.kept_bytes)
 
 
@@ -71,7 +64,7 @@ class Reshard:
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
         for node in thin_products(graph):
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
-        unshards = [node for node in graph.nodes if nodes.is_unshard(node)]
+        unshards = list(filter(nodes.is_unshard, graph.nodes))
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
         kept = kept_by(self.policy, specs, nodes.cluster_of(graph, self.policy.cluster))
         for node in unshards:
@@ -106,7 +99,9 @@ def _keep_over_smaller_group(node: fx.Node) -> None:
     if any(nodes.is_take_shard(user) for user in node.users):
         return
     behind, spec = node.next, nodes.spec_of(node)
-    shard = emit.insert_take_shard(behind, node, spec)
+    group = spec.post_forward
+    cut = torch.ops.fsdp_compiled.take_shard.default  # for the smaller group, to this rank's padded piece
+    shard = emit.insert(behind, cut, node, spec.param.dim, group.world, group.name)
     again = emit.insert_unshard(behind, shard, spec.after_forward)
     node.replace_all_uses_with(again, delete_user_cb=lambda user: user is not shard)
     _tag(shard, keep=True)

@@ -6,7 +6,7 @@ It collects requests, lets :mod:`planning` decide once, and emits that plan as i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
@@ -47,25 +47,22 @@ class Schedule:
 
     def __call__(self, graph: fx.Graph) -> None:
         asked: dict[fx.Node, Bucket] = {}
-        for node in [node for node in graph.nodes if nodes.opaque_kind(node) is not None]:
+        for node in list(filter(nodes.opaque_kind, graph.nodes)):
             bucket = nodes.asked_of(node)
             if bucket.spec.local_steps(bucket.params[0]) is not None:
                 do_locally(node)
             else:
                 asked[node] = bucket
-        if asked:
-            _require_no_cuda_graphs(asked)
-            cluster = nodes.cluster_of(graph, self.policy.cluster)
-            compute = AnchoredCompute(graph, asked.__contains__, self.policy.tokens)
-            emit(decide(_requests_of(asked, compute, cluster), self.policy), list(asked), compute, cluster)
-
-
-def _require_no_cuda_graphs(opaque: Iterable[fx.Node]) -> None:
-    if config.triton.cudagraphs and any(_computes_on(node).type != "cpu" for node in opaque):
-        raise NotImplementedError(
-            "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams run; "
-            "compile with mode='max-autotune-no-cudagraphs' or the default"
-        )
+        if not asked:
+            return
+        if config.triton.cudagraphs and any(_computes_on(node).type != "cpu" for node in asked):
+            raise NotImplementedError(
+                "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams "
+                "run; compile with mode='max-autotune-no-cudagraphs' or the default"
+            )
+        cluster = nodes.cluster_of(graph, self.policy.cluster)
+        compute = AnchoredCompute(graph, asked.__contains__, self.policy.tokens)
+        emit(decide(_requests_of(asked, compute, cluster), self.policy), list(asked), compute, cluster)
 
 
 def _requests_of(asked: Mapping[fx.Node, Bucket], compute: AnchoredCompute, cluster: Cluster) -> Requests:

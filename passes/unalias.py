@@ -69,17 +69,16 @@ class Unalias:
 
     def __call__(self, graph: fx.Graph) -> None:
         for call in list(graph.nodes):
-            if (region := nodes.region_of(call)) is None:
-                continue
-            if not isinstance(getattr(config, _SLOT), Protect):
-                raise RuntimeError(
-                    f"regions: expected {Protect()} in Inductor's option {_SLOT}, or results could be overwritten; "
-                    "compile the model by fsdp_compiled.compile(model, regions=...)"
-                )
-            _unalias(call, region)
+            if (region := nodes.region_of(call)) is not None:
+                _unalias(call, region)
 
 
 def _unalias(call: fx.Node, region: fx.Graph) -> None:
+    if not isinstance(getattr(config, _SLOT), Protect):
+        raise RuntimeError(
+            f"regions: expected {Protect()} in Inductor's option {_SLOT}, or results could be overwritten; "
+            "compile the model by fsdp_compiled.compile(model, regions=...)"
+        )
     operands = dict(zip(region.find_nodes(op="placeholder"), nodes.operands_of(call), strict=True))
     results = nodes.results_of(region)
     for item in list(call.users):
@@ -142,15 +141,12 @@ def _memory_of(graph: Any, node: Any) -> set[str]:
     """Return the names of the buffers in whose memory a tensor may lie, those within regions among them."""
     if isinstance(node, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)):
         return set()
-    found: set[str] = set()
-    left = [node.get_name()]
+    found, left = set[str](), [node.get_name()]
     while left:
-        name = left.pop()
-        if name in found:
+        if (name := left.pop()) in found:
             continue
         found.add(name)
-        buffer = graph.name_to_buffer.get(name)
-        if buffer is None:  # an input, a constant, or within a region
+        if (buffer := graph.name_to_buffer.get(name)) is None:  # an input, a constant, or within a region
             continue
         left += [*buffer.get_inputs_that_alias_output(), *buffer.get_mutation_names()]
         call = buffer.inputs[0] if isinstance(buffer, ir.MultiOutput) else None

@@ -65,7 +65,7 @@ def diagnose() -> list[Finding]:
         judge_backends(backends, bool(gpus)),
         judge_threads(torch.get_num_threads(), cpus, omp_threads, ranks or None),
         *(
-            judge_slot(slot, inductor.beside_users_passes(slot, ours), inductor.installed(slot) is not None)
+            judge_slot(slot, inductor.beside_users_passes(slot, ours), inductor.installed(slot))
             for slot, ours in passes.slots(passes.SchedulePolicy()).items()
         ),
         *judge_settings(read_settings()),

@@ -120,19 +120,24 @@ def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> 
     return outs
 
 
-def all_gather_bucket(
-    spec: AllGatherSpec, params: Sequence[ParamSpec], device: torch.device, cluster: Cluster | None = None
-) -> AllGatherBucket:
+def all_gather_bucket(spec: AllGatherSpec, params: Sequence[ParamSpec], device: torch.device) -> AllGatherBucket:
     """Return the bucket of these parameters, gathered each into its own memory where that is faster.
 
-    Only dimension 0 can be, and an empty parameter only alone. Compute runs on ``device``; without a ``cluster``, one
-    stands for all devices of a type, because ranks on unequal machines must decide alike.
+    Compute runs on ``device``; one cluster stands for all devices of a type, because ranks on unequal machines must
+    decide alike.
     """
-    bucket = AllGatherBucket(spec, tuple(params))
-    if spec.group.world == 1 or spec.comm or any(param.dim for param in params):
+    return _into_place(AllGatherBucket(spec, tuple(params)), CLUSTERS["CPU" if device.type == "cpu" else "H100"])
+
+
+def _into_place(bucket: AllGatherBucket, cluster: Cluster, sizes: Sequence[int] = ()) -> AllGatherBucket:
+    """Decide that; only dimension 0 can be, and an empty parameter only alone.
+
+    ``sizes`` are the bucket's where they are known: to make layouts for every candidate of a search takes long.
+    """
+    if bucket.spec.group.world == 1 or bucket.spec.comm or any(param.dim for param in bucket.params):
         return bucket
-    cluster = cluster or CLUSTERS["CPU" if device.type == "cpu" else "H100"]
-    is_faster = (len(params) == 1 or all(bucket.sizes)) and cluster.saves_by_gathering_into_place(bucket.sizes)
+    sizes = sizes or bucket.sizes
+    is_faster = (len(sizes) == 1 or all(sizes)) and cluster.saves_by_gathering_into_place(sizes)
     return replace(bucket, into_place=is_faster)
 
 
@@ -142,8 +147,9 @@ def _bucket_of_one(text: str, shard: Tensor) -> AllGatherBucket:
 
 
 def _bucket_of(requests: Sequence[Request], cluster: Cluster) -> AllGatherBucket:
-    bucket = all_gather_bucket(requests[0].spec, [r.param for r in requests], requests[0].device, cluster)  # type: ignore[arg-type]
-    return replace(bucket, inputs_persist=all(request.inputs_persist for request in requests))
+    params, inputs_persist = tuple(r.param for r in requests), all(r.inputs_persist for r in requests)
+    bucket = AllGatherBucket(requests[0].spec, params, inputs_persist=inputs_persist)  # type: ignore[arg-type]
+    return _into_place(bucket, cluster, [r.bytes for r in requests])
 
 
 def _times(requests: Sequence[Request], cluster: Cluster) -> Times:

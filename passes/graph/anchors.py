@@ -37,7 +37,11 @@ class Weight(NamedTuple):
         return self.numel <= self.width
 
 
-def _weights(shapes: Iterable[tuple[fx.Node, tuple[int, ...]]]) -> dict[fx.Node, Weight]:
+Read = tuple[Mapping[int, Weight], Mapping[int, Weight]]  # of a region: parameters by operand, gradients by result
+_Weights = dict[fx.Node, Weight]
+
+
+def _weights(shapes: Iterable[tuple[fx.Node, tuple[int, ...]]]) -> _Weights:
     return {node: Weight(prod(shape), shape[-1] if shape else 1) for node, shape in shapes}
 
 
@@ -63,8 +67,7 @@ class AnchoredCompute:
         inside = (node for node in graph.nodes if node.op not in ("placeholder", "output"))
         self.nodes = [node for node in inside if node not in values and not is_ours(node)]
         self.position: dict[fx.Node, int] = {}
-        makers = _makers(_weights(nodes.gradients_of(graph)))
-        self._anchors = list(_anchors(graph, values, makers))
+        self._anchors = list(_anchors(graph, values, _makers(_weights(nodes.gradients_of(graph)))))
         anchors, count, since = {node for node, _ in self._anchors}, 0, list[fx.Node]()
         for node in self.nodes:
             self.position[node] = 2 * count + (node in anchors)
@@ -103,8 +106,7 @@ class AnchoredCompute:
 
     def time(self, cluster: Cluster) -> tuple[float, ...]:
         """Return the estimated time at each position in microseconds, for the nominal number of tokens."""
-        known: dict[Any, float] = {}
-        times = [0.0] * self.end
+        known, times = dict[Any, float](), [0.0] * self.end
         for node, weight in self._anchors:
             times[self.position[node]] = _anchor_us(node, weight, cluster, self._tokens, known)
         return tuple(times)
@@ -127,10 +129,6 @@ def thin_products(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if packet_of(node) is torch.ops.aten.mul and not values.keys().isdisjoint(node.all_input_nodes):
             yield from (node, *(user for user in node.users if packet_of(user) is torch.ops.aten.sum))
-
-
-Read = tuple[Mapping[int, Weight], Mapping[int, Weight]]  # of a region: parameters by operand, gradients by result
-_Weights = dict[fx.Node, Weight]
 
 
 def _with_derived(graph: fx.Graph, known: _Weights) -> _Weights:
@@ -200,25 +198,21 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
         if node not in made and _product_of_bias(node, read) is not None:
             continue
         if weights or node in made or is_attention(node):
-            yield node, max(weights, key=_of_product, default=made.get(node, Weight(0, 0)))
-
-
-def _of_product(weight: Weight) -> tuple[int, int]:
-    return weight.numel, -weight.width  # the matrix, and not the bias that it adds, though one of [k, 1] is no longer
+            # of the matrix, and not of the bias that it adds, though a matrix of [k, 1] has no more elements
+            product = max(weights, key=lambda each: (each.numel, -each.width), default=made.get(node, Weight(0, 0)))
+            yield node, product
 
 
 def _anchor_us(node: fx.Node, read: Weight | Read, cluster: Cluster, tokens: int, known: dict[Any, float]) -> float:
     if isinstance(read, Weight):
         return _product_us(node, read, cluster, tokens)
-    region = nodes.region_of(node)
-    assert region is not None
+    region = nodes.region_module_of(node).graph
     key = region, tuple(read[0].items()), tuple(read[1].items())
     if key not in known:
-        inputs = [each for each in region.nodes if each.op == "placeholder"]
-        results = nodes.results_of(region)
+        inputs, results = list(region.find_nodes(op="placeholder")), nodes.results_of(region)
         values = _with_derived(region, {inputs[at]: weight for at, weight in read[0].items()})
-        makers = _makers({result: w for at, w in read[1].items() if (result := results[at]) is not None})
-        inner = _anchors(region, values, makers)
+        made = _makers({result: w for at, w in read[1].items() if (result := results[at]) is not None})
+        inner = _anchors(region, values, made)
         known[key] = sum(_anchor_us(each, weight, cluster, tokens, known) for each, weight in inner)
     return known[key]
 

@@ -70,12 +70,6 @@ def insert_unshard(before: fx.Node, shard: fx.Node, spec: CommSpec, value: Any =
     return insert(before, torch.ops.fsdp_compiled.unshard.default, shard, None, None, spec.encode(), value=value)
 
 
-def insert_take_shard(before: fx.Node, unsharded: fx.Node, spec: CommSpec) -> fx.Node:
-    """Insert the cut of an unsharded parameter for the smaller group, to this rank's padded piece."""
-    op, group = torch.ops.fsdp_compiled.take_shard.default, spec.post_forward
-    return insert(before, op, unsharded, spec.param.dim, group.world, group.name)
-
-
 def expand(node: fx.Node) -> None:
     """Replace an ``unshard_all`` or ``reduce_all`` by an operator for each result that is read."""
     sources: Sequence[fx.Node] = node.args[0]  # type: ignore[assignment]

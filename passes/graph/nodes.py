@@ -169,9 +169,8 @@ def unsharded_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
         if (kind := opaque_kind(node)) is not None and kind.is_ahead:
             yield node, asked_of(node).layouts[0].shape
         elif is_wait(node) and kind_of(node).is_ahead:
-            layouts = bucket_of(node).layouts
-            items = sorted((index_of(item), item) for item in getitems_of(node) if not is_part(item))
-            yield from ((item, layouts[index].shape) for index, item in items)
+            layouts, items = bucket_of(node).layouts, (item for item in getitems_of(node) if not is_part(item))
+            yield from ((item, layouts[index_of(item)].shape) for item in sorted(items, key=index_of))
 
 
 def gradients_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
@@ -261,18 +260,15 @@ def region_of(node: fx.Node) -> fx.Graph | None:
 
 
 def region_module_of(call: fx.Node) -> fx.GraphModule:
-    """Return the region that a call of one calls."""
     module = call.graph.owning_module
     assert module is not None
     return module.get_submodule(str(source_of(call).target))  # type: ignore[return-value]
 
 
 def operands_of(call: fx.Node) -> tuple[Any, ...]:
-    """Return what a call of a region passes to it."""
     return call.args[2:]
 
 
 def results_of(region: fx.Graph) -> Sequence[fx.Node | None]:
-    """Return what a region returns."""
     (output,) = region.find_nodes(op="output")
     return output.args[0]  # type: ignore[return-value]

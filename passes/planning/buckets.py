@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, product
 from math import inf
 
 from ..kinds import Kind, Request
@@ -69,12 +69,11 @@ def _filled(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = 
     If ``apart``, what is kept until backward shares no bucket with what is not; it would hold its memory until the
     last member has been read.
     """
-    return _fill(
-        requests,
-        lambda request: (request.key, apart and request.kept_bytes > 0),
-        lambda count: cap >> max(ramp - count, 0),
-        MOST_PARAMS,
-    )
+
+    def key(request: Request) -> Hashable:
+        return request.key, apart and request.kept_bytes > 0
+
+    return _fill(requests, key, lambda count: cap >> max(ramp - count, 0))
 
 
 def _filled_from_the_end(requests: Sequence[Request], cap: int, ramp: int = 0, apart: bool = True) -> Buckets:
@@ -86,16 +85,15 @@ def _filled_from_the_end(requests: Sequence[Request], cap: int, ramp: int = 0, a
 class _Open:
     """A bucket that may still grow."""
 
-    cap: float
-    most: float
+    cap: float  # without one, as in a unit, there may also be any number of parameters
     size: int = 0
     ready: int = 0  # position at which all inputs exist
     needed: float = inf  # position by which the first result is needed
     requests: list[Request] = field(default_factory=list)
 
     def takes(self, request: Request) -> bool:
-        has_room = self.size + request.bytes <= self.cap and len(self.requests) < self.most
-        return has_room and max(self.ready, request.ready) <= min(self.needed, request.needed)
+        has_room = self.size + request.bytes <= self.cap and len(self.requests) < MOST_PARAMS
+        return (has_room or self.cap == inf) and max(self.ready, request.ready) <= min(self.needed, request.needed)
 
     def add(self, request: Request) -> None:
         self.size += request.bytes
@@ -104,10 +102,7 @@ class _Open:
 
 
 def _fill(
-    requests: Iterable[Request],
-    key_of: Callable[[Request], Hashable],
-    cap_of: Callable[[int], float],
-    most: float = inf,
+    requests: Iterable[Request], key_of: Callable[[Request], Hashable], cap_of: Callable[[int], float]
 ) -> Buckets:
     """Give each request to the newest bucket of its key, or to a new one, whose cap follows from its number."""
     opened: dict[Hashable, list[_Open]] = {}
@@ -115,7 +110,7 @@ def _fill(
     for request in requests:
         same_key = opened.setdefault(key_of(request), [])
         if not same_key or not same_key[-1].takes(request):
-            same_key.append(_Open(cap_of(len(same_key)), most))
+            same_key.append(_Open(cap_of(len(same_key))))
             buckets.append(same_key[-1])
         same_key[-1].add(request)
     return tuple(tuple(bucket.requests) for bucket in buckets)
@@ -133,8 +128,6 @@ class _Scored:
 
 @dataclass(frozen=True)
 class _Search:
-    """The candidates of one graph."""
-
     requests: Requests
     bound_bytes: int
     prefetch: int | None
@@ -156,21 +149,16 @@ class _Search:
         """Return ``buckets``, cut to fit, with their schedule."""
         buckets, load = self._cut_to_fit(buckets)
         actions = place(load, self.bound_bytes, self.prefetch)
-        peak_bytes = max(bytes_in_flight(load, actions))
-        return _Scored(buckets, actions, simulate(load, actions).total_us, peak_bytes)
+        return _Scored(buckets, actions, simulate(load, actions).total_us, max(bytes_in_flight(load, actions)))
 
     def _candidates(self, kind: Kind, requests: Sequence[Request]) -> list[Buckets]:
-        """Return different buckets of a kind's requests."""
         bound, fill = self.bound_bytes, _filled if kind.is_ahead else _filled_from_the_end
         total, largest = sum(request.bytes for request in requests), max(request.bytes for request in requests)
         caps = {min(bound, total // parts + largest) for parts in range(1, _PARTS + 1)}
         caps |= {bound >> halvings for halvings in range(_HALVINGS + 1)}
         # by the caps of the first buckets and the later ones; one above the total is as good as the total
-        sizes = {
-            tuple(min(cap >> k, total) for k in range(ramp + 1)): (cap, ramp)
-            for cap in sorted(caps)
-            for ramp in _RAMPS
-        }
+        pairs = product(sorted(caps), _RAMPS)
+        sizes = {tuple(min(cap >> k, total) for k in range(ramp + 1)): (cap, ramp) for cap, ramp in pairs}
         found = [_by_unit(requests), *(fill(requests, cap, ramp) for cap, ramp in sizes.values())]
         if any(request.kept_bytes for request in requests):
             found += [fill(requests, cap, apart=False) for cap in sorted({min(cap, total) for cap in caps})]
@@ -197,20 +185,22 @@ def _best(scored: Sequence[_Scored]) -> _Scored:
 
 
 def _halved(bucket: Members, task: Task, crowded: Sequence[int]) -> Buckets:
-    first, last = task.alive
-    is_crowded = bisect_left(crowded, first) < bisect_right(crowded, last)
-    half = len(bucket) // 2 if is_crowded else 0
+    if task.is_ahead:  # even the latest schedule holds the memory from the first of these positions to the last
+        first, last = task.needed, task.last
+    else:
+        first, last = max(min(made for made, _ in task.inputs), 0), task.ready - 1
+    half = len(bucket) // 2 if bisect_left(crowded, first) < bisect_right(crowded, last) else 0
     return tuple(piece for piece in (bucket[:half], bucket[half:]) if piece)
 
 
 def _too_little(requests: Requests, load: Load, bound: int) -> str:
     in_use = least_bytes(load)
-    at = in_use.index(max(in_use))
-    alive = [
-        (r.bytes - r.kept_bytes, r.param.name) for r in requests.each if r.made is None and r.needed <= at <= r.last
-    ]
-    grads = [r for r in requests.each if r.made is not None and max(r.made, 0) <= at < r.ready]
-    alive += [(r.bytes, f"gradient of {r.param.name}") for r in grads]
+    at, alive = in_use.index(max(in_use)), []
+    for r in requests.each:
+        if r.made is None and r.needed <= at <= r.last:
+            alive.append((r.bytes - r.kept_bytes, r.param.name))
+        elif r.made is not None and max(r.made, 0) <= at < r.ready:
+            alive.append((r.bytes, f"gradient of {r.param.name}"))
     names = ", ".join(f"{name} ({size} bytes)" for size, name in sorted(alive, reverse=True) if size)
     return (
         f"SchedulePolicy.in_flight_bytes: expected at least {in_use[at]} for this graph, got {bound}; "

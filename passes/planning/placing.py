@@ -23,7 +23,6 @@ def place(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Act
     earlier where its memory is needed or a stage has to follow.
 
     Args:
-        load: what to place.
         bound_bytes: on the bytes in flight at every position; at least ``max(least_bytes(load))``.
         prefetch: how many tasks may be launched before the first of them is needed; None: until they hide their time
             behind compute, at least one.
@@ -33,37 +32,32 @@ def place(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Act
 
 def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dict[int, int]:
     """Return where each task that is started ahead is launched, by index, in launch order."""
-    clock, used = load.clock, _with_others_in_flight(load)
+    clock, alone = load.clock, 1 - load.compute_blocked_fraction
+    # the least bytes at each position, but that inputs of other tasks count until these are complete by estimate
+    done = (bisect_left(clock, clock[t.ready] + t.stages[0].us * alone, t.ready, load.end) for _, t in load.behind)
+    used = bytes_between(load, [task.needed for _, task in load.ahead], done)
     backlog = [0.0] * (load.end + 2)  # the time of all other tasks that are launched before each position
     for _, other in load.behind:
         backlog[other.ready + 1] += other.stages[0].us
     backlog = list(accumulate(backlog))
     order = sorted(load.ahead, key=lambda each: each[1].needed)
-    alone = 1 - load.compute_blocked_fraction
     ahead = 1 if prefetch is None else prefetch
     launches, floor = dict[int, int](), 0
     for rank, (index, task) in enumerate(order):
         floor = max(floor, min(task.ready, task.needed))
+        task_us = sum(stage.us for stage in task.stages)
         target = order[rank - ahead][1].needed if rank >= ahead else 0
         position = needed = task.needed
         while position > floor:
-            busy_us = task.us + backlog[needed] - backlog[position]
+            busy_us = task_us + backlog[needed] - backlog[position]
             hides = clock[needed] - clock[position] >= busy_us * alone
-            if position <= target and (prefetch is not None or hides):
-                break
-            if used[position - 1] + task.output_bytes > bound_bytes:
+            is_early = position <= target and (prefetch is not None or hides)
+            if is_early or used[position - 1] + task.output_bytes > bound_bytes:
                 break
             position -= 1
             used[position] += task.output_bytes
         launches[index] = floor = position
     return launches
-
-
-def _with_others_in_flight(load: Load) -> list[int]:
-    """Return :func:`least_bytes`, counting inputs of the other tasks until these are complete by estimate."""
-    clock, alone = load.clock, 1 - load.compute_blocked_fraction
-    done = (bisect_left(clock, clock[t.ready] + t.stages[0].us * alone, t.ready, load.end) for _, t in load.behind)
-    return bytes_between(load, [task.needed for _, task in load.ahead], done)
 
 
 @dataclass
@@ -109,7 +103,10 @@ class _Sweep:
                     self._advance(position, index)
             self._take(position, sum(made_at[position]))
             for index in used_at[position]:
-                self._use(position, index)
+                for stage in range(len(load.tasks[index].stages)):
+                    if stage:
+                        self._act(position, "launch", index, stage)
+                    self._act(position, "wait", index, stage)
         for index in list(self.first):
             self._advance(end, index)
         while self.later:  # stage by stage, so that the host waits last of all
@@ -126,13 +123,6 @@ class _Sweep:
             self.first[index] = None
             self._act(position, "launch", index)
         self.ready.clear()
-
-    def _use(self, position: int, index: int) -> None:
-        """Wait for a task that was started ahead, stage by stage."""
-        for stage in range(len(self.load.tasks[index].stages)):
-            if stage:
-                self._act(position, "launch", index, stage)
-            self._act(position, "wait", index, stage)
 
     def _take(self, position: int, size: int) -> None:
         """Count ``size`` bytes as in flight, after waiting for inputs that make room where the bound has none."""

@@ -44,26 +44,13 @@ class Task:
     pack_us: float = 0.0  # compute time before the launch
     unpack_us: float = 0.0  # compute time after the first wait
 
-    @property
-    def us(self) -> float:
-        """Time on all lanes."""
-        return sum(stage.us for stage in self.stages)
-
     @cached_property
     def input_bytes(self) -> int:
         return sum(size for _, size in self.inputs)
 
-    @property
-    def alive(self) -> tuple[int, int]:
-        """The first and the last position at which even the latest schedule holds the memory."""
-        if self.is_ahead:
-            return self.needed, self.last
-        return max(min(made for made, _ in self.inputs), 0), self.ready - 1
-
 
 def _task_of(cluster: Cluster, bucket: Members) -> Task:
-    first = bucket[0]
-    times = first.kind.times(bucket, cluster)
+    first, times = bucket[0], bucket[0].kind.times(bucket, cluster)
     return Task(
         tuple(Stage(us, lane.name) for us, lane in zip(times.stages_us, first.lanes, strict=True)),
         ready=max(request.ready for request in bucket),
@@ -146,7 +133,7 @@ class Requests:
             )
             for request in self.each
         )
-        clock = [0.0, *accumulate(self.compute_us)]
+        clock = self.load(()).clock
         return Requests(tuple(clock[b] - clock[a] for a, b in pairwise(positions)), each, self.cluster), positions
 
 
@@ -219,11 +206,8 @@ class Timeline:
 
 def simulate(load: Load, actions: Sequence[Action]) -> Timeline:
     """Return when everything happens: on one lane of compute, and those that stages name."""
-    now = 0.0
-    free: dict[str, float] = {}
-    timed: dict[tuple[int, int], Timed] = {}
-    spans = []
-    at = 0
+    now, at, spans = 0.0, 0, []
+    free, timed = dict[str, float](), dict[tuple[int, int], Timed]()
     for action in [*actions, None]:
         position = action.position if action else load.end
         if position > at:
