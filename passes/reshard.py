@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..sharding.spec import CommSpec
 from .cost import Cluster
 from .graph import emit, nodes
-from .graph.anchors import mark_parameters, thin_products
+from .graph.anchors import mark_parameters
 from .schedule_policy import DEFAULT, SchedulePolicy
 
 
@@ -69,8 +69,6 @@ class Reshard:
     def __call__(self, graph: fx.Graph) -> None:
         _drop_gradient_marks(graph)
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
-        for node in thin_products(graph):
-            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
         unshards = [node for node in graph.nodes if nodes.is_unshard(node)]
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
         kept = kept_by(self.policy, specs, nodes.cluster_of(graph, self.policy.cluster))
