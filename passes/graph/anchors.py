@@ -23,7 +23,6 @@ PARAMETER = "fsdp_compiled_parameter"  # key in the meta of a parameter's value:
 # Times the FLOPs of forward. *Source:* torch.utils.flop_counter: five products, not two.
 _BACKWARD_OF_ATTENTION = 2.5
 _SIZES = (int, torch.SymInt)
-_CASTS = ("aten._to_copy", "prims.convert_element_type")
 
 
 class Weight(NamedTuple):
