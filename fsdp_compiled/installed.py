@@ -9,12 +9,13 @@ from __future__ import annotations
 from . import passes
 from .agreement import ledger, peers
 from .hooks import optimizers
-from .passes import log
+from .passes import log, products
 from .regions import block
 from .tracing import root_call
 
 # What puts in one thing, and what takes it out; a second call of either does nothing.
 INSTALLED = (
+    (products.keep_whole, products.decompose),  # entries of Inductor's table of decompositions
     (log.register, log.unregister),  # the logger's name in torch's logging
     (root_call.watch_compiles, root_call.ignore_compiles),  # callbacks of Dynamo around compilations
     (ledger.register_callbacks, peers.restore_excepthook),  # sys.excepthook

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..sharding.spec import CommSpec
 from .cost import Cluster
 from .graph import emit, nodes
-from .graph.anchors import mark_parameters, thin_products
+from .graph.anchors import mark_parameters
 from .schedule_policy import DEFAULT, SchedulePolicy
 
 
@@ -62,8 +62,6 @@ class Reshard:
     def __call__(self, graph: fx.Graph) -> None:
         _drop_gradient_marks(graph)
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
-        for node in thin_products(graph):
-            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
         unshards = list(filter(nodes.is_unshard, graph.nodes))
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
         kept = kept_by(self.policy, specs, nodes.cluster_of(graph, self.policy.cluster))

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 import torch.distributed as dist
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name as get_aot_graph_name
 from torch._guards import CompileContext as CompileContext
+from torch._guards import TracingContext as TracingContext
 from torch._inductor import config as config
 from torch._inductor import custom_graph_pass as custom_graph_pass
+from torch._inductor import decomposition as decomposition
 from torch._inductor import ir as ir  # its types are not complete
 from torch._inductor import list_mode_options as list_mode_options
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering as preserve_node_ordering

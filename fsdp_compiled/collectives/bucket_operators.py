@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..agreement.ledger import agree
 from ..errors import FSDPError
-from ..passes import kinds
+from ..passes import kinds, products
 from ..passes.graph import nodes
 from ..passes.kinds import Kind
 from ..sharding.contract import Contract, contract_of
@@ -34,7 +34,12 @@ def define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> No
     _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
     name = schema.split("(")[0]
     _library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{nodes.NAMESPACE}::{name}", fake, lib=_library)
+    torch.library.register_fake(f"{nodes.NAMESPACE}::{name}", partial(_traced, fake), lib=_library)
+
+
+def _traced(fake: Callable[..., Any], *args: Any) -> Any:
+    products.found_ours()
+    return fake(*args)
 
 
 def differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:

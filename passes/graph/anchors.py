@@ -23,7 +23,6 @@ PARAMETER = "fsdp_compiled_parameter"  # key in the meta of a parameter's value:
 # Times the FLOPs of forward. *Source:* torch.utils.flop_counter: five products, not two.
 _BACKWARD_OF_ATTENTION = 2.5
 _SIZES = (int, torch.SymInt)
-_CASTS = ("aten._to_copy", "prims.convert_element_type")
 
 
 class Weight(NamedTuple):
@@ -68,14 +67,10 @@ class AnchoredCompute:
         self.nodes = [node for node in inside if node not in values and not is_ours(node)]
         self.position: dict[fx.Node, int] = {}
         self._anchors = list(_anchors(graph, values, _makers(_weights(nodes.gradients_of(graph)))))
-        anchors, count, since = {node for node, _ in self._anchors}, 0, list[fx.Node]()
+        anchors, count = {node for node, _ in self._anchors}, 0
         for node in self.nodes:
             self.position[node] = 2 * count + (node in anchors)
             count += node in anchors
-            since = [] if node in anchors else since
-            since.append(node)
-            if _product_of_bias(node, values) is since[0]:  # the bias is read until here
-                self.position |= dict.fromkeys(since, 2 * count - 1)
 
     @property
     def end(self) -> int:
@@ -118,19 +113,6 @@ def mark_parameters(graph: fx.Graph) -> None:
         node.meta[PARAMETER] = weight
 
 
-def thin_products(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield what a joint graph computes of parameters with a dimension of 1 as Inductor decomposes their products.
-
-    Whether it does depends on the size of the batch. The partitioner computes no product again in backward, but may
-    do so with a mul and a sum, and backward would read the parameter on some ranks alone.
-    """
-    thin = ((node, shape) for node, shape in nodes.unsharded_of(graph) if len(shape) > 1 and 1 in shape)
-    values = _with_derived(graph, _weights(thin))
-    for node in graph.nodes:
-        if packet_of(node) is torch.ops.aten.mul and not values.keys().isdisjoint(node.all_input_nodes):
-            yield from (node, *(user for user in node.users if packet_of(user) is torch.ops.aten.sum))
-
-
 def _with_derived(graph: fx.Graph, known: _Weights) -> _Weights:
     """Add to values of parameters what is computed from them alone, such as a transposed or a cast one."""
     found = dict(known)
@@ -162,29 +144,6 @@ def _makers(gradients: _Weights) -> _Weights:
     return makers
 
 
-def _product_of_bias(node: fx.Node, read: _Weights) -> fx.Node | None:
-    """Return the product that ``node`` adds a bias to; the product is a mul and a sum, else None.
-
-    Inductor decomposes ``addmm`` of one token so. For more tokens ``addmm`` is one anchor, which reads the bias too.
-    """
-    if packet_of(node) is not torch.ops.aten.add:
-        return None
-    parameters = [read[source] for source in node.all_input_nodes if source in read]
-    if not parameters or not all(each.is_vector for each in parameters):
-        return None
-    is_summed = False
-    while len(inputs := [source for source in node.all_input_nodes if source not in read]) == 1:
-        (node,) = inputs
-        packet = packet_of(node)
-        if packet is torch.ops.aten.mul and not read.keys().isdisjoint(node.all_input_nodes):
-            return node if is_summed else None
-        is_number = packet is torch.ops.aten.mul and len(node.all_input_nodes) == 1
-        if not (packet is torch.ops.aten.sum or str(packet) in _CASTS or is_number or is_view(node)):
-            return None
-        is_summed |= packet is torch.ops.aten.sum
-    return None
-
-
 def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[fx.Node, Weight | Read]]:
     """Yield the anchors in order, each with the parameter that it computes with, or those of the region."""
     for node in graph.nodes:
@@ -195,8 +154,6 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
             yield node, (operands, {nodes.index_of(i): made[i] for i in nodes.getitems_of(node) if i in made})
             continue
         weights = [read[source] for source in node.all_input_nodes if source in read]
-        if node not in made and _product_of_bias(node, read) is not None:
-            continue
         if weights or node in made or is_attention(node):
             # of the matrix, and not of the bias that it adds, though a matrix of [k, 1] has no more elements
             product = max(weights, key=lambda each: (each.numel, -each.width), default=made.get(node, Weight(0, 0)))
@@ -229,8 +186,7 @@ def _product_us(node: fx.Node, weight: Weight, cluster: Cluster, tokens: int) ->
         width = _width_of_attention(node)
         factor = _BACKWARD_OF_ATTENTION if "backward" in str(node.target) else 1.0
         flops, traffic = factor * 4 * tokens * min(tokens, SEQUENCE) * width, int(factor * 4 * tokens * width)
-    elif not weight.is_vector and (packet_of(node) in flop_registry or packet_of(node) is torch.ops.aten.mul):
-        # a product with a dimension of 1 is elementwise
+    elif not weight.is_vector and packet_of(node) in flop_registry:
         flops = 2.0 * weight.numel * tokens * _products(node)
         traffic = weight.numel + tokens * (weight.width + weight.numel // max(weight.width, 1))
     peak = cluster.flops_16bit if itemsize <= 2 else cluster.flops_32bit

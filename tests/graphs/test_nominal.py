@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.support.drawn_lengths import (
     POLICIES,
     WORLDS,
     Batch,
+    NotRunError,
     Rank,
     assert_starts_what_others_start,
     contracts,
@@ -30,6 +32,7 @@ from tests.support.drawn_lengths import (
     traced,
     wanted,
 )
+from tests.support.graphs import Recorder, target_name
 from tests.support.training import shard
 
 
@@ -107,16 +110,18 @@ class Dense(nn.Module):
         super().__init__()
         maps = [nn.Linear(width, width, bias=width > 2) for _ in range(2)]
         self.blocks = nn.ModuleList(nn.Sequential(each, nn.ReLU()) for each in maps)
+        self.scale = nn.Parameter(torch.rand(width))
         self.out = nn.Linear(width, out)
 
     def forward(self, x, targets):
         for block in self.blocks:
-            x = block(x)
+            x = x * self.scale
+            x = x + block(x)
         return (self.out(x) - targets).square().mean()
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("width, out", [(12, 12), (24, 1), (1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize("width, out", [(12, 12), (24, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 24)])
 def test_one_row_starts_what_eight_rows_start(monkeypatch, world, width, out):
     def rows(_, length):
         return torch.randn(length, width), torch.zeros(length, out)
@@ -128,6 +133,18 @@ def test_one_row_starts_what_eight_rows_start(monkeypatch, world, width, out):
             assert [contracts(of_one, each) for each in POLICIES] == [contracts(of_eight, each) for each in POLICIES]
             times = [AnchoredCompute(graph, travels, 8192).time(EVEN) for graph in (of_one, of_eight)]
             assert times[0] == times[1], kind
+
+
+@pytest.mark.usefixtures("ranks_64")
+def test_products_of_one_row_stay_whole_where_parameters_are_sharded(monkeypatch):
+    def products(call):
+        tracer = Recorder(lower=False)
+        with suppress(NotRunError):
+            torch.compile(call, backend=tracer, fullgraph=True)(torch.randn(1, 4), torch.zeros(1, 4)).backward()
+        return sum("mm" in target_name(node) for _, graph in tracer.before for node in graph.nodes)
+
+    unsharded, sharded = Dense(4, 4), shard(Dense(4, 4), "eager")
+    assert (products(unsharded), products(sharded)) == (3, 9)  # Inductor keeps only those of a row and a matrix
 
 
 @pytest.mark.usefixtures("ranks_64")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch._dynamo.callback import callback_handler
+from torch._inductor import decomposition
 from torch._logging import _internal as torch_logging
 from torch.compiler import nested_compile_region
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,7 @@ from torch.optim import optimizer
 INVOKE = torch.ops.higher_order.invoke_subgraph
 NAMESPACES = (nn.Module, nn.Parameter, torch.Tensor, DTensor, torch.optim.Optimizer, torch.autograd.Function)
 MODULES = (torch, torch.compiler, torch.distributed.fsdp, dist, torch.optim, module_hooks)
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
 CONFIGS = (torch._inductor.config, torch._dynamo.config, torch._functorch.config)
 
 
@@ -56,6 +58,8 @@ def snapshot() -> dict[str, Any]:
     }
     for config in CONFIGS:
         seen |= {f"{config.__name__}.{key}": value for key, value in config.get_config_copy().items()}
+    tables = {"usual": decomposition.decompositions, "random": decomposition.fast_random_decomps()}
+    seen |= {f"{product} ({name})": table[product] for name, table in tables.items() for product in PRODUCTS}
     for owner in (*NAMESPACES, *MODULES):
         seen |= {f"{owner.__name__}.{name}": value for name, value in vars(owner).items()}
     seen |= {f"invoke_subgraph.{name}": value for name, value in vars(INVOKE).items()}
@@ -101,6 +105,12 @@ def test_uninstall_leaves_torch_as_it_was():
     done = subprocess.run([sys.executable, "-m", __name__], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
+        "aten.addmm.default (random)",
+        "aten.addmm.default (usual)",
+        "aten.bmm.default (random)",
+        "aten.bmm.default (usual)",
+        "aten.mm.default (random)",
+        "aten.mm.default (usual)",
         "end callbacks",
         "invoke_subgraph.gen_schema",
         "logs",
