@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled.agreement import peers
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes.schedule_policy import DEFAULT
-from fsdp_compiled.tracing import root_call
 from tests.support.graphs import Recorder, outputs, record, sequence, target_name
 from tests.support.parity import row
 from tests.support.training import llama, shard, token_batches, without_codegen
@@ -284,7 +284,7 @@ def test_a_call_compiled_over_torchs_own_forward_reports_its_failure():
     model = fully_shard(nn.Sequential(nn.Linear(12, 12)))
     assert signature(model.forward) == signature(nn.Sequential(nn.Linear(12, 12)).forward)
     with (
-        mock.patch.object(root_call, "report_failure") as reported,
+        mock.patch.object(peers, "report_failure") as reported,
         pytest.raises(RuntimeError, match=r"\[12, 12\]") as caught,
     ):
         torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 7))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_compiled import fully_shard
+from fsdp_compiled.agreement import peers
 from fsdp_compiled.tracing import root_call
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -20,7 +21,7 @@ X = torch.ones(2, 4)
 def test_an_interrupt_before_forward_is_told():
     model = fully_shard(nn.Linear(4, 4))
     with (
-        mock.patch.object(root_call, "report_failure") as reported,
+        mock.patch.object(peers, "report_failure") as reported,
         mock.patch.object(root_call, "watch_compiles", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt) as caught,
     ):
@@ -45,7 +46,7 @@ def test_a_second_threads_error_is_not_and_leaves_the_step():
         thread.join()
 
     model[0].register_forward_pre_hook(call_from_another_thread)
-    with mock.patch.object(root_call, "report_failure") as reported:
+    with mock.patch.object(peers, "report_failure") as reported:
         model(X).sum().backward()
     assert "expected one thread at a time in the model's forward" in errors.pop()
     reported.assert_not_called()
