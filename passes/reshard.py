@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -16,17 +17,24 @@ from .graph.anchors import mark_parameters
 from .schedule_policy import DEFAULT, SchedulePolicy
 
 
-def decide_kept(candidates: Iterable[tuple[Hashable, int, float]], budget_bytes: int) -> set[Hashable]:
+class Candidate(NamedTuple):
+    """A parameter that backward would all-gather again: what keeping it takes, and the time that it saves."""
+
+    key: Hashable
+    bytes: int
+    all_gather_us: float
+
+
+def decide_kept(candidates: Iterable[Candidate], budget_bytes: int) -> set[Hashable]:
     """Return the keys to keep: those with the largest all-gather time per byte, as many as the budget holds.
 
-    A candidate is the key of a parameter that backward would all-gather again, its bytes, and the microseconds saved.
     *Source:* the order is the one of DeepCompile's selective gathering (arXiv 2504.09983).
     """
     kept = set[Hashable]()
-    for key, size, _ in sorted(candidates, key=lambda each: -each[2] / max(each[1], 1)):
-        if size <= budget_bytes:
-            budget_bytes -= size
-            kept.add(key)
+    for candidate in sorted(candidates, key=lambda c: -c.all_gather_us / max(c.bytes, 1)):
+        if candidate.bytes <= budget_bytes:
+            budget_bytes -= candidate.bytes
+            kept.add(candidate.key)
     return kept
 
 
@@ -36,7 +44,7 @@ def kept_by(policy: SchedulePolicy, specs: Mapping[Hashable, CommSpec], cluster:
     for key, spec in specs.items() if policy.kept_bytes else ():
         group, size = spec.all_gather.group, spec.all_gather_bytes
         if group.world > 1 and policy.may_keep(spec):
-            candidates.append((key, size, cluster.lane(group).link.collective_us(size, group.world)))
+            candidates.append(Candidate(key, size, cluster.lane(group).link.collective_us(size, group.world)))
     return decide_kept(candidates, policy.kept_bytes)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from fsdp_compiled.passes import Normalize
-from fsdp_compiled.passes.reshard import Reshard, decide_kept
+from fsdp_compiled.passes.reshard import Candidate, Reshard, decide_kept
 from fsdp_compiled.sharding.spec import Group
 from tests.support.builder import Builder, spec
 
@@ -16,7 +16,7 @@ smaller = {"post_forward": Group("small", 2)}
 
 
 def test_the_largest_gather_time_per_byte_first():
-    candidates = [("big", 1000, 20.0), ("small", 10, 10.0), ("slow", 500, 100.0)]
+    candidates = [Candidate("big", 1000, 20.0), Candidate("small", 10, 10.0), Candidate("slow", 500, 100.0)]
     assert decide_kept(candidates, 0) == set()
     assert decide_kept(candidates, 10) == {"small"}
     assert decide_kept(candidates, 509) == {"small"}
@@ -25,7 +25,7 @@ def test_the_largest_gather_time_per_byte_first():
 
 
 def test_what_does_not_fit_is_passed_over():
-    assert decide_kept([("slow", 500, 100.0), ("next", 100, 10.0)], 200) == {"next"}
+    assert decide_kept([Candidate("slow", 500, 100.0), Candidate("next", 100, 10.0)], 200) == {"next"}
 
 
 class SmallerGroup(expecttest.TestCase):
