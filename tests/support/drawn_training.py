@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.func import functional_call
@@ -147,6 +148,7 @@ def train_drawn(case: Case, rank: int) -> None:
             case = replace(case, in_flight_bytes=asked)
 
 
+@dynamo_config.patch(recompile_limit=64)  # three sets of modules, each accumulated, synchronized and evaluated
 def _train(case: Case) -> None:
     alone, model = _build(case), _build(case, checkpoints=True)
     _shard(case, model)

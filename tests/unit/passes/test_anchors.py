@@ -120,49 +120,28 @@ def test_no_product_is_faster_than_a_kernel():
     assert sorted(_anchored(b.graph).time(replace(TOY, kernel_us=9.0)))[-2:] == [9.0, 9.0]
 
 
-def _linear(of_one_token: bool, out: int, tail: bool = False) -> tuple[AnchoredCompute, fx.Node, fx.Node]:
-    """``addmm`` as it is, or as Inductor decomposes it for one token; with what reads its bias and what follows."""
+def _linear(out: int) -> tuple[AnchoredCompute, fx.Node, fx.Node]:
+    """A map with a bias, the bias, and the product that reads both."""
     b = Builder()
-    x = b.input("primals_3", 1 if of_one_token else 8, 24)
-    weight = b.unshard(b.input("primals_1", 4, 24), spec((out, 24), "weight"))
-    bias = b.unshard(b.input("primals_2", 4), spec((out,), "bias"))
-    turned = b.call(aten.t.default, weight)
-    if of_one_token:
-        product = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, b.call(aten.t.default, x), turned), [0], True)
-        out = b.call(aten.add.Tensor, b.call(aten.mul.Tensor, product, 1), b.call(aten.mul.Tensor, bias, 1))
-    else:
-        out = b.call(aten.addmm.default, bias, x, turned)
-    b.finish(b.call(aten.tanh.default, out))
-    return _anchored(b.graph), bias, out
+    x = b.input("primals_3", 8, 24)
+    weight = b.unshard(b.input("primals_1", -(-out // 4), 24), spec((out, 24), "weight"))
+    bias = b.unshard(b.input("primals_2", -(-out // 4)), spec((out,), "bias"))
+    product = b.call(aten.addmm.default, bias, x, b.call(aten.t.default, weight))
+    b.finish(b.call(aten.tanh.default, product))
+    return _anchored(b.graph), bias, product
 
 
 @pytest.mark.parametrize("out", [12, 1])
-def test_a_bias_belongs_to_its_product_for_any_number_of_tokens(out):
-    (one, bias_of_one, end_of_one), (many, bias, end) = _linear(True, out), _linear(False, out)
-    assert one.time(TOY) == many.time(TOY)
-    assert one.reads(bias_of_one) == many.reads(bias) == (1, 1)
-    assert one.after(end_of_one) == many.after(end) == 2
+def test_a_bias_belongs_to_its_product(out):
+    compute, bias, product = _linear(out)
+    assert compute.reads(bias) == (1, 1)
+    assert compute.after(product) == 2
 
 
 def test_a_vector_is_no_matrix_even_in_a_product():
-    compute, _, _ = _linear(False, 1)
+    compute, _, _ = _linear(1)
     elementwise = 2 * 100 * 24 * 4 / 0.7 / 1e15 * 1e6
     assert compute.time(replace(TOY, kernel_us=9.0)) == pytest.approx((0, elementwise, 0), rel=1e-6)
-
-
-def test_a_bias_after_another_product_is_read_there():
-    """It is given back no earlier than what adds it has run."""
-    b = Builder()
-    x = b.input("primals_3", 12, 1)
-    weight = b.unshard(b.input("primals_1", 3, 12), spec((12, 12), "weight"))
-    bias = b.unshard(b.input("primals_2", 3), spec((12,), "bias"))
-    product = b.call(aten.mul.Tensor, x, weight)
-    other = b.call(aten.mm.default, weight, x)
-    out = b.call(aten.add.Tensor, b.call(aten.sum.dim_IntList, product, [0], True), bias)
-    b.finish(out, other)
-    compute = _anchored(b.graph)
-    assert compute.end == 5
-    assert compute.reads(bias) == (4, 4)
 
 
 def test_a_bias_without_a_product_is_an_anchor():
