@@ -304,7 +304,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before forward")
         if is_in_backward():
             raise RuntimeError("finalize_backward: expected no backward under way; call it afterwards")
-        if context.finalizing is not None:
+        if context.step.finalizing is not None:
             raise RuntimeError(
                 "finalize_backward: wait for the handle of the last finalization first; if an exception came instead "
                 "of it, call reset_iter_state()"

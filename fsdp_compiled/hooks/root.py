@@ -54,12 +54,13 @@ class GradientReductionHandle(_TorchHandle):
         """Accumulate the gradients; a second call does nothing. RuntimeError if a reset has dropped them."""
         if (context := self._context) is None:
             return
-        if context.finalizing is not self:
+        if context.step.finalizing is not self:
             self._context = None
             where, got = "GradientReductionHandle.wait", "one that a reset has dropped"
             raise unexpected(where, "a reduction under way", got, "run the step again", RuntimeError)
         context.finish_reductions()
-        context.finalizing = self._context = None
+        context.step.end_finalizing()
+        self._context = None
 
 
 @dataclass(eq=False)
@@ -73,8 +74,6 @@ class FSDPStateContext:
     is_last_backward: bool = True  # each backward waits for all reductions, or leaves them to a later one
     finalizes_manually: bool = False  # it leaves that to finalize in any case
     post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
-    finalizing: GradientReductionHandle | None = None  # of a finalization that was started and not waited for
-    is_checked: bool = False  # the parameters were checked since the last backward; traced calls do not check them
 
     @property
     def all_states(self) -> Sequence[UnitState]:
@@ -90,7 +89,7 @@ class FSDPStateContext:
         """Check that the user has put nothing in the parameters' place since the last call of the outermost unit."""
         self.step.enter_thread(self.states)
         self.tree.check_untouched()
-        self.is_checked = True
+        self.step.note_check()
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
@@ -112,7 +111,7 @@ class FSDPStateContext:
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
         """
         self._accumulate_compiled()
-        if not self.is_checked:
+        if not self.step.is_checked:
             self.states[0].check_parameters()
         self._start_reductions()
         if self._ends_with_backward:
@@ -122,7 +121,6 @@ class FSDPStateContext:
                 group.wait_on_host()
         for state in self.states:
             state.end_step()
-        self.is_checked = False
         self.step.end_backward(self.states)
 
     @without_grad
@@ -138,8 +136,9 @@ class FSDPStateContext:
         for state in self.states:
             if state.unit.config.reshard_after_backward:  # which pipelining sets between the last backward and this
                 state.reshard()
-        self.finalizing = GradientReductionHandle(self)
-        return self.finalizing
+        handle = GradientReductionHandle(self)
+        self.step.begin_finalizing(handle)
+        return handle
 
     def _start_reductions(self) -> None:
         for state in reversed(self.states):
@@ -169,7 +168,6 @@ class FSDPStateContext:
         self.comm.reducing.clear()
         for state in self.states:
             state.reset(drop_accumulated)
-        self.finalizing, self.is_checked = None, False
         self.step = Step()
 
     def recover(self, begins_step: bool = False) -> None:

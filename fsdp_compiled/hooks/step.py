@@ -133,9 +133,11 @@ class Step:
     """The phase of the steps of one model. After an exception a new one takes its place."""
 
     in_call: bool = False  # the outermost module is called, or an eager backward runs: leaves copy requires_grad
+    is_checked: bool = False  # the parameters were checked since the last backward; traced calls do not check them
     in_backward: bool = False  # until the callback that the autograd engine calls when this backward ends
     calls_in_backward: bool = False  # this backward has set in_call, and its end unsets it
     is_resetting: bool = False  # a reset is under way, or was when an exception came
+    finalizing: object | None = None  # the handle of a finalization that was started and not waited for
     thread: int | None = None  # that began the last forward
     backward_thread: int | None = None  # that began the last backward
     begun: list[UnitState] = field(default_factory=list)  # units in the order in which this forward began theirs
@@ -162,6 +164,9 @@ class Step:
     def is_used_elsewhere(self) -> bool:
         """Whether another thread called the model last."""
         return self.thread not in (None, get_ident())
+
+    def note_check(self) -> None:
+        self.is_checked = True
 
     def begin_forward(self, ends_step: bool) -> None:
         """Begin the forward of a step, or of one more micro-batch if the last backward has not ended the step."""
@@ -217,7 +222,13 @@ class Step:
         if self.calls_in_backward:
             self.calls_in_backward = False
             self.call(states, False)
-        self.in_backward = False
+        self.in_backward = self.is_checked = False
+
+    def begin_finalizing(self, handle: object) -> None:
+        self.finalizing = handle
+
+    def end_finalizing(self) -> None:
+        self.finalizing = None
 
     def end_reductions(self) -> None:
         """Note that all gradients of the step are reduced."""
