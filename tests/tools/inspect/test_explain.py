@@ -139,7 +139,8 @@ def test_the_graph_keeps_what_the_explanation_says():
     for layer in model:
         fully_shard(layer)
     policy = SchedulePolicy(keep_unsharded_bytes=4 * 16 * 16)
-    graphs = {graph.kind: graph for graph in capture(fully_shard(model), torch.ones(2, 16), schedule=policy).graphs}
+    captured = capture(fully_shard(model), torch.ones(2, 16), schedule=policy, code=False)
+    graphs = {graph.kind: graph for graph in captured.graphs}
     gathers = [found for found in graphs["backward"].collectives if found.kind == "all_gather"]
     again = {name for gather in gathers for name in gather.params}
     kept = {name for unit in explain(model, policy).units for name in unit.kept}
