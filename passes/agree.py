@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -29,7 +30,8 @@ class Agree:
         started = (collective_of(nodes.bucket_of(launch), nodes.stage_of(launch)) for launch in launches)
         collectives = tuple(each for each in started if each is not None)  # a copy to the host is none
         if collectives:
-            cluster = nodes.cluster_of(graph, self.policy.cluster)
+            cluster = self.policy.cluster_for(nodes.device_of(graph))
             schedule = f"schedule: {replace(self.policy, cluster=None)!r}"
-            machine = f"cluster: {cluster.name}, {cluster.ranks_per_node} ranks on a node"
+            digest = hashlib.sha256(repr(cluster).encode()).hexdigest()[:8]
+            machine = f"cluster: {cluster.name}, {cluster.ranks_per_node} ranks on a node, constants {digest}"
             nodes.set_contract(launches[0], Contract(collectives, (schedule, machine)))

@@ -68,7 +68,7 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         None, which turns compile caches off, where a user's pass has no source to be found, or None as its uuid.
         """
         accelerator = torch.accelerator.current_accelerator(check_available=True)
-        machine = cost.description(accelerator or torch.device("cpu"))
+        machine = cost.detect(accelerator or torch.device("cpu"))
         try:
             theirs = [run for run in self.passes if not _is_ours(run)]
             sources = [run.uuid() if hasattr(run, "uuid") else inspect.getsource(type(run)) for run in theirs]
@@ -77,7 +77,7 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         if None in sources:
             return None
         library = f"{source_hash(Path(__file__).parent)}:{self.core}"
-        return f"{library}:{sources}:{self.passes!r}:{machine}:{cost.group_places()}"
+        return f"{library}:{sources}:{self.passes!r}:{machine!r}:{cost.group_places()}"
 
 
 def _is_ours(run: Pass) -> bool:

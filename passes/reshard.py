@@ -72,7 +72,7 @@ class Reshard:
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
         unshards = list(filter(nodes.is_unshard, graph.nodes))
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
-        kept = kept_by(self.policy, specs, nodes.cluster_of(graph, self.policy.cluster))
+        kept = kept_by(self.policy, specs, self.policy.cluster_for(nodes.device_of(graph)))
         for node in unshards:
             keep = not nodes.spec_of(node).reshard or _key(node) in kept
             _tag(node, keep)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from ..expect import expect, expect_bool, unexpected
 from ..sharding.spec import CommSpec
-from .cost import Cluster
+from .cost import Cluster, detect, named
 
 MIB = 2**20
 _KEPT_BYTES = 16 * MIB
@@ -33,7 +35,8 @@ class SchedulePolicy:
             unsharded from forward to backward rather than travel twice; beside ``in_flight_bytes``. "auto": 16 MiB,
             where launching collectives costs more than the memory is worth, but none of units whose
             ``reshard_after_forward`` the user has set.
-        cluster: the machine that times are estimated for; None: found from the devices and the process group.
+        cluster: the machine that times are estimated for: a record, the name of one that ships, or a file that
+            ``python -m fsdp_compiled calibrate`` has written, which is read here; None: what the first rank finds.
         tokens: how many of them (or pixels, samples: whatever meets each weight once) a rank's batch is taken to
             hold, in sequences of up to 4096, where times are estimated. It need not be exact, see passes/README.md.
         verify: check after every pass that the graph keeps the rules of ``passes/rules.py``, which takes some time; a
@@ -41,14 +44,14 @@ class SchedulePolicy:
 
     Raises:
         TypeError: a field has another type.
-        ValueError: a number is out of range, or a word is unknown.
+        ValueError: a number is out of range, or a word is unknown, or there is no such cluster file.
     """
 
     bucket: Literal["auto", "unit", "none"] | int = "auto"
     prefetch: Literal["auto"] | int = "auto"
     in_flight_bytes: Literal["auto"] | int = "auto"
     keep_unsharded_bytes: Literal["auto"] | int = "auto"
-    cluster: Cluster | None = None
+    cluster: Cluster | str | None = None
     tokens: int = 8192
     verify: bool = False
 
@@ -59,8 +62,13 @@ class SchedulePolicy:
         _check("keep_unsharded_bytes", self.keep_unsharded_bytes, ("auto",), least=0)
         _check("tokens", self.tokens, (), least=1)
         expect_bool("SchedulePolicy.verify", self.verify)
-        do = "use one of fsdp_compiled.passes.cost.CLUSTERS"
-        expect("SchedulePolicy.cluster", self.cluster, Cluster | None, "a Cluster or None", do)
+        expect("SchedulePolicy.cluster", self.cluster, Cluster | str | None, "a Cluster, a name, a file or None")
+        if isinstance(self.cluster, str):
+            object.__setattr__(self, "cluster", named(self.cluster))
+
+    def cluster_for(self, device: torch.device) -> Cluster:
+        """Return the cluster that times are estimated for where graphs compute on ``device``."""
+        return self.cluster if isinstance(self.cluster, Cluster) else detect(device)
 
     @property
     def kept_bytes(self) -> int:

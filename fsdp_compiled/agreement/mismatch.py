@@ -112,7 +112,7 @@ def described(contract: Contract) -> str:
 
 _ADVICE = {
     "schedule": "they compile with different SchedulePolicy objects: give the same one on every rank",
-    "cluster": "they estimate for different machines: set LOCAL_WORLD_SIZE alike, or SchedulePolicy(cluster=...)",
+    "cluster": "they estimate for different machines: give all ranks the same SchedulePolicy(cluster=...)",
 }
 _PATHS = "Ranks took different paths through the program: look where they branch by rank or by data"
 _PARTED = "What ran since may have used wrong parameters: continue from a checkpoint"

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankFailureError
+from ..sharding.dtensor import store_of as store_of
 
-_WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this process
 _BEAT_S = 0.5  # how often a rank that compiles says so
 _BEATS = "fsdp_compiled/compiling"
 _FAILURES = "fsdp_compiled/failures"
@@ -43,13 +43,6 @@ class Peers:
 
 # By default group, which owns the record: a group that is created anew starts with a new one.
 _peers: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()
-
-
-def store_of(group: dist.ProcessGroup) -> Store | None:
-    """Return the store in which a group's ranks have their keys to themselves; None if no other process is in it."""
-    if group.size() == 1 or dist.get_backend(group) in _WITHOUT_PEERS:
-        return None
-    return group.get_group_store()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

@@ -1,8 +1,9 @@
-"""Reads the arguments of one command, calls ``inspect`` or ``doctor``, and prints what they return."""
+"""Reads the arguments of one command, calls what does it, and prints what that returns."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import textwrap
@@ -15,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ..passes.cost import CLUSTERS
+from ..passes.cost import CLUSTERS, Cluster, named
 from ..policy import SchedulePolicy
 from . import doctor
 from .target import UsageError, build, find
@@ -60,6 +61,13 @@ note for what works but is worth knowing, or with problem for what fails or hang
 
 exit status: 0, or 1 if there is any problem."""
 
+_CALIBRATE = """\
+Measure the machine that it runs on, and write a cluster file, for SchedulePolicy(cluster=FILE), for inspect --cluster
+FILE, and for the environment variable FSDP_COMPILED_CLUSTER of the first rank, which tells the others. It takes one
+to two minutes. Start it as training is started, on all machines:
+
+  torchrun --nproc-per-node 8 -m fsdp_compiled calibrate --out cluster.json"""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status: 0, 1 for problems that ``doctor`` found, 2 for wrong usage.
@@ -69,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     args = _parser().parse_args(argv)
     try:
-        return _inspect(args) if args.command == "inspect" else _doctor()
+        return {"inspect": _inspect, "doctor": _doctor, "calibrate": _calibrate}[args.command](args)
     except UsageError as error:
         print(f"fsdp-compiled {args.command}: error: {error}", file=sys.stderr)
         return 2
@@ -101,7 +109,6 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _schedule(args: argparse.Namespace) -> SchedulePolicy:
     given = {field.name: getattr(args, field.name) for field in fields(SchedulePolicy)}
-    given["cluster"] = CLUSTERS.get(args.cluster)
     try:
         return SchedulePolicy(**{name: value for name, value in given.items() if value is not None})
     except ValueError as error:
@@ -141,7 +148,21 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr)
 
 
-def _doctor() -> int:
+def _calibrate(args: argparse.Namespace) -> int:
+    from .calibrate import calibrate  # only here, so that doctor also runs where collectives cannot be imported
+
+    found, is_first = calibrate(args.out), int(os.environ.get("RANK", "0")) == 0
+    if is_first:
+        for name, link in (("inside a node", found.intra), ("between nodes", found.inter)):
+            rate = f"{link.bytes_per_s / 1e9:.3g} GB/s, {link.latency_us + link.hop_us:.3g} us"
+            _say(f"{name + (':' if link.measured else ', not measured:'):<29} {rate}")
+        fp32, bf16 = (curve[-1][1] / 1e12 for curve in (found.products_32bit, found.products_16bit))
+        _say(f"{'products:':<29} {fp32:.3g} TFLOP/s fp32, {bf16:.3g} bf16")
+        _say(f"saved {args.out}")
+    return 0
+
+
+def _doctor(_: argparse.Namespace) -> int:
     findings = doctor.diagnose()
     width = max(len(found.subject) for found in findings)
     for level, subject, text in findings:
@@ -174,6 +195,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.usage = "%(prog)s MODULE:BUILD [options]"
     about = "check what on this machine fails or slows training down"
     commands.add_parser("doctor", help=about, description=_DOCTOR)
+    about = "measure this machine for estimates"
+    calibrate = commands.add_parser("calibrate", help=about, description=_CALIBRATE)
+    calibrate.add_argument("--out", type=_new_file, required=True, metavar="FILE", help="the cluster file, JSON")
     add = inspect.add_argument
     add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
     add("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
@@ -192,8 +216,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep-unsharded-bytes", type=_or(byte_size), metavar="BYTES", help=about)
     add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
     add("--verify", action="store_true", help="check after every pass that the graph keeps the rules")
-    about = f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)"
-    add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
+    about = f"{', '.join(CLUSTERS)} or a file by calibrate: what times are estimated for (found from the device)"
+    add("--cluster", type=_cluster, metavar="NAME|FILE", help=about)
     return parser
 
 
@@ -226,10 +250,21 @@ def _or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]
     return parse
 
 
+def _cluster(text: str) -> Cluster:
+    try:
+        return named(text)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.name.endswith(SUFFIXES):
+    if not text.endswith(SUFFIXES):
         raise argparse.ArgumentTypeError(f"expected a file that ends in {_SUFFIXES}, got {text!r}")
+    return _new_file(text)
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
     return path

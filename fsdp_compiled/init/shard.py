@@ -13,6 +13,7 @@ from ..module import FSDPModule
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import UnitConfig
+from ..passes import cost
 from ..torch_fsdp.registry import note_unit
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import own, rebase
@@ -49,6 +50,7 @@ def shard(
         state.ignored.setdefault(module, set()).add(name)
     _install(modules, state, found)
     state.adopt_units_below()
+    cost.share(device, default.mesh_info.spmd_mesh or default.mesh_info.mesh)
 
 
 def _install(modules: Sequence[nn.Module], state: FSDPState, found: FoundParameters) -> None:

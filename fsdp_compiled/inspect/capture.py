@@ -20,7 +20,7 @@ from ..expect import expect, unexpected
 from ..hooks.forward import tensors_in
 from ..hooks.state import states_below
 from ..module import user_class
-from ..passes import Pass, beside_users_passes, cost, region_options, slots
+from ..passes import Pass, beside_users_passes, region_options, slots
 from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
@@ -74,7 +74,7 @@ def capture(
         parameters=sum(param.numel() for param in model.parameters()),
         world=max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1),
         torch_version=torch.__version__,
-        cluster=policy.cluster or cost.detect(states[0].device),
+        cluster=policy.cluster_for(states[0].device),
         schedule=policy,
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),

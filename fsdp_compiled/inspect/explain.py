@@ -10,7 +10,6 @@ from ..expect import expect, unexpected
 from ..hooks.state import FSDPState, states_below
 from ..module import user_class
 from ..param.param import FSDPParam
-from ..passes import cost
 from ..passes.reshard import kept_by
 from ..passes.schedule_policy import DEFAULT, SchedulePolicy
 from ..sharding.spec import CommSpec
@@ -46,7 +45,7 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
         raise unexpected(class_name, "a model with at least one unit", "none", do)
     schedule = schedule or DEFAULT
     specs: dict[Hashable, CommSpec] = {param: param.spec for state in states for param in state.params}
-    kept = kept_by(schedule, specs, schedule.cluster or cost.detect(states[0].device))
+    kept = kept_by(schedule, specs, schedule.cluster_for(states[0].device))
     names = {module: name or class_name for name, module in model.named_modules()}
     outside = tuple(
         f"{prefix}.{name}" if prefix else name

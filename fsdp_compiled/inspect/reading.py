@@ -40,7 +40,7 @@ class Scheduled:
         self.launches = {(place.task, place.stage): node for node, place in places.items()}
         self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))
         self.compute = _compute_of(graph, len(self.plan.load.compute_us))
-        estimate_us = _estimates_us(nodes.cluster_of(graph, policy.cluster))
+        estimate_us = _estimates_us(policy.cluster_for(nodes.device_of(graph)))
         self.us = {node: estimate_us(node) for together in self.compute for node in together}
         compute_us = tuple(sum(map(self.us.__getitem__, together)) for together in self.compute)
         self.load = replace(self.plan.load, compute_us=compute_us)
@@ -184,7 +184,7 @@ def _verdict(scheduled: Scheduled, index: int, stage: int, timed: Timed) -> Verd
     estimate_us, task = timed.end_us - timed.start_us, scheduled.load.tasks[index]
     if timed.exposed_us <= _NEGLIGIBLE * estimate_us:
         return Verdict.HIDDEN
-    if estimate_us * load.compute_blocked_fraction > timed.exposed_us / 2:
+    if task.stages[stage].blocked_us > timed.exposed_us / 2:
         return Verdict.SHARES_CORES
     if timed.start_us > timed.launched_us:
         return Verdict.LINK_BUSY

@@ -93,7 +93,7 @@ def write_artifacts(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, fo
         parameters=sum(param.layout(1).numel for param in params.values()),
         world=max((collective.world for collective in found.collectives), default=1),
         torch_version=torch.__version__,
-        cluster=nodes.cluster_of(graph, policy.cluster),
+        cluster=policy.cluster_for(nodes.device_of(graph)),
         schedule=policy,
         graph_breaks=(),
         graphs=(found,),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0; a graph holds a group's name only.
-from torch.distributed.distributed_c10d import GroupName, _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import GroupName, Store, _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0: DTensor(local, spec) costs a few microseconds where the public
@@ -26,15 +26,30 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..expect import expect, unexpected
 from .mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
+_WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this process
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
 
 
 def process_group(name: str) -> dist.ProcessGroup:
     return _resolve_process_group(GroupName(name))
+
+
+def store_of(group: dist.ProcessGroup) -> Store | None:
+    """Return the store in which a group's ranks have their keys to themselves; None if no other process is in it."""
+    if group.size() == 1 or dist.get_backend(group) in _WITHOUT_PEERS:
+        return None
+    return group.get_group_store()
+
+
+def first_rank(mesh: DeviceMesh) -> int:
+    """Return the rank at the mesh's origin, also where a FakeTensorMode makes all tensors fake."""
+    with _disable_current_modes():
+        return int(mesh.mesh.flatten()[0])
 
 
 def local_of(tensor: Tensor) -> Tensor:

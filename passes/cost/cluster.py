@@ -1,23 +1,48 @@
-"""What collectives and the copies around them cost: clusters, those that ship, and which one this process is in."""
+"""What collectives, copies and products cost on a machine that is described by a record, by arithmetic alone."""
 
 from __future__ import annotations
 
-import os
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import inf
+from math import inf, log
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from ...expect import expect, unexpected
 from ...sharding.dtensor import process_group
 from ...sharding.spec import AllGatherBucket, Group
-from ..torch_internals import groups
 
-EFFICIENCY = 0.7  # of peak FLOP/s and of memory bandwidth. *Source:* AutoParallel's compute model.
+Curve = tuple[tuple[float, float], ...]  # measured: sizes, which increase, and what a second does at each
+
+
+def per_second(curve: Curve, size: float) -> float:
+    """Return what a second does at ``size``: a power of the size between two points, and as at the ends beyond."""
+    above = bisect_right(curve, (size, inf))
+    if above in (0, len(curve)):
+        return curve[max(above - 1, 0)][1]
+    (left, low), (right, high) = curve[above - 1 : above + 1]
+    return low * (high / low) ** (log(size / left) / log(right / left))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Collectives of groups of ``world`` ranks, ``in_node`` of them in a node, while all such groups do the same.
+
+    Curves are bytes of the unsharded buffer a second, by the bytes of it.
+    """
+
+    world: int
+    in_node: int
+    all_gather: Curve
+    reduce_scatter: Curve
+    all_reduce: Curve
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_curves(self)
 
 
 @dataclass(frozen=True)
@@ -30,6 +55,8 @@ class Link:
         bytes_per_s: that one rank receives; NCCL calls it bus bandwidth. Between nodes: by a network card of its own.
         reduce_factor: how much longer a byte takes to reduce than to all-gather.
         knee_bytes: beyond this size of the unsharded buffer, a byte takes twice as long; 0 for nowhere.
+        compute_blocked_fraction: as of a :class:`Cluster`; None: as there.
+        measured: groups for which curves take the place of all of the above but the latencies, which are the least.
     """
 
     latency_us: float
@@ -37,9 +64,13 @@ class Link:
     bytes_per_s: float
     reduce_factor: float = 1.0
     knee_bytes: int = 0
+    compute_blocked_fraction: float | None = None
+    measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:
         _check_numbers(self, may_be_0=("latency_us", "hop_us", "knee_bytes"))
+        _check_fraction(self)
+        expect("Link.measured", self.measured, tuple, "a tuple of Measured")
 
     def collective_us(self, size_bytes: int, world: int, reduces: bool = False, passes: int = 1) -> float:
         """Return the time to all-gather or reduce ``size_bytes``, counted unsharded, over ``world`` ranks.
@@ -51,12 +82,17 @@ class Link:
         """
         if world == 1:
             return 0.0
+        least_us = self.latency_us + passes * self.hop_us * (world - 1)
+        for group in self.measured:
+            if group.world == world and size_bytes:
+                curve = group.all_reduce if passes == 2 else group.reduce_scatter if reduces else group.all_gather
+                return max(least_us, 1e6 * size_bytes / per_second(curve, size_bytes))
         seconds = size_bytes * (world - 1) / world / self.bytes_per_s
         if reduces:
             seconds *= self.reduce_factor
         if self.knee_bytes and size_bytes > self.knee_bytes:
             seconds *= 2
-        return self.latency_us + passes * (self.hop_us * (world - 1) + seconds * 1e6)
+        return least_us + passes * seconds * 1e6
 
 
 @dataclass(frozen=True)
@@ -76,6 +112,11 @@ class Cluster:
             same cores, 0 where an engine of its own moves the data.
         piece_us: added to an all-gather by each further buffer that it gathers into.
         host_bytes_per_s: from device to host, or back. *Source* of the default: 16 lanes of PCIe 5.0.
+        efficiency: share of peak FLOP/s and of bandwidths that kernels reach. *Source* of the default: AutoParallel's
+            compute model.
+        products_16bit: measured FLOP/s of bf16 matrix products by their FLOPs, in place of the peak's share.
+        products_32bit: the same of fp32 ones.
+        copies: measured bytes a second, read and written, by the bytes of both, in place of the bandwidth's share.
     """
 
     name: str
@@ -89,13 +130,17 @@ class Cluster:
     compute_blocked_fraction: float = 0.0
     piece_us: float = 0.0
     host_bytes_per_s: float = 64e9
+    efficiency: float = 0.7
+    products_16bit: Curve = ()
+    products_32bit: Curve = ()
+    copies: Curve = ()
 
     def __post_init__(self) -> None:
         _check_numbers(self, may_be_0=("kernel_us", "compute_blocked_fraction", "piece_us"))
         for name in ("intra", "inter"):
             expect(f"Cluster.{name}", getattr(self, name), Link, "a Link")
-        if self.compute_blocked_fraction > 1:
-            raise unexpected("Cluster.compute_blocked_fraction", "0 to 1", self.compute_blocked_fraction)
+        _check_fraction(self)
+        _check_curves(self, may_be_empty=True)
 
     def link(self, group: str, world: int) -> Link:
         """Return the link that a process group runs over.
@@ -115,6 +160,7 @@ class Cluster:
         cards = min(in_node.values())
         return replace(
             self.inter,
+            measured=tuple(group for group in self.inter.measured if group.in_node == cards),
             hop_us=(between * self.inter.hop_us + (hops - between) * self.intra.hop_us) / hops,
             bytes_per_s=min(self.intra.bytes_per_s, cards * self.inter.bytes_per_s),
         )
@@ -122,13 +168,28 @@ class Cluster:
     def lane(self, group: Group | None) -> Lane:
         """Return the link that collectives of a process group queue for; without one, copies to the host."""
         if group is None:
-            return Lane(self.intra, 1, "to the host")
+            return Lane(self.intra, 1, "to the host", self.compute_blocked_fraction)
         link = self.link(group.name, group.world)
-        return Lane(link, group.world, "inside a node" if link is self.intra else "between nodes")
+        blocked = link.compute_blocked_fraction
+        blocked = self.compute_blocked_fraction if blocked is None else blocked
+        return Lane(link, group.world, "inside a node" if link is self.intra else "between nodes", blocked)
+
+    def product_us(self, flops: float, traffic_bytes: float, itemsize: int) -> float:
+        """Return the time of a matrix product, or attention, on elements of ``itemsize`` bytes."""
+        is_16bit = itemsize <= 2
+        curve = self.products_16bit if is_16bit else self.products_32bit
+        peak = self.flops_16bit if is_16bit else self.flops_32bit
+        rate = per_second(curve, flops) if curve else self.efficiency * peak
+        return max(1e6 * flops / rate, self.memory_us(traffic_bytes), self.kernel_us)
+
+    def memory_us(self, traffic_bytes: float) -> float:
+        """Return the time to move so many bytes to and from device memory, read and written ones together."""
+        rate = per_second(self.copies, traffic_bytes) if self.copies else self.efficiency * self.memory_bytes_per_s
+        return 1e6 * traffic_bytes / rate
 
     def copy_us(self, size_bytes: int) -> float:
         """Return the time to read and write ``size_bytes`` in device memory."""
-        return 2e6 * size_bytes / (EFFICIENCY * self.memory_bytes_per_s)
+        return self.memory_us(2 * size_bytes)
 
     def packing_us(self, size_bytes: int) -> float:
         """Return the time that compute takes to copy ``size_bytes`` into, or out of, a collective's buffer."""
@@ -136,7 +197,7 @@ class Cluster:
 
     def host_us(self, size_bytes: int) -> float:
         """Return the time to move ``size_bytes`` to the host, or from there."""
-        return 1e6 * size_bytes / (EFFICIENCY * self.host_bytes_per_s)
+        return 1e6 * size_bytes / (self.efficiency * self.host_bytes_per_s)
 
     def all_gather_times(self, sizes: Sequence[int], lane: Lane, bucket: AllGatherBucket, overlaps: bool) -> Times:
         """Return the times of one all-gather of parameters of these bytes, unsharded.
@@ -171,6 +232,7 @@ class Lane:
     link: Link
     world: int  # ranks of the collective
     name: str = ""  # collectives of equal names run one after the other
+    compute_blocked_fraction: float = 0.0  # see :class:`Cluster`
 
 
 class Times(NamedTuple):
@@ -181,7 +243,7 @@ class Times(NamedTuple):
     unpack_us: float = 0.0  # of compute, after the first wait
 
 
-def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
+def _check_numbers(record: Link | Cluster | Measured, may_be_0: tuple[str, ...] = ()) -> None:
     """Raise unless every field that is a number is positive and finite; those named may be 0."""
     for field in fields(record):
         if field.type not in ("int", "float"):
@@ -195,84 +257,27 @@ def _check_numbers(record: Link | Cluster, may_be_0: tuple[str, ...]) -> None:
             raise unexpected(name, least, value)
 
 
-# NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
-# *Source:* baseLat and hwLat in NCCL's src/graph/tuning.cc.
-_NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
-_NVLINK_USABLE = 370 / 450  # of its line rate, after protocol. *Source:* NVIDIA/nccl-tests issue 212 (H100).
-# Of a network card's line rate. *Source:* 46 of 50 GB/s for a 400 Gb/s card, NVIDIA/nccl-tests issue 290; 75 of
-# 100 GB/s for the eight 100 Gb/s cards of an A100 node, NVIDIA/nccl issue 495.
-_CARD_USABLE, _A100_CARD_USABLE = 46 / 50, 75 / 100
+def _check_fraction(record: Link | Cluster) -> None:
+    name, value = f"{type(record).__name__}.compute_blocked_fraction", record.compute_blocked_fraction
+    expect(name, value, int | float | None, "0 to 1")
+    if value is not None and not 0 <= value <= 1:
+        raise unexpected(name, "0 to 1", value)
 
 
-def _gpu(name: str, tflops: tuple[float, float], memory_gb: float, nvlink_gb: float, card_gb: float) -> Cluster:
-    tflops_16, tflops_32 = tflops
-    return Cluster(
-        name=name,
-        flops_16bit=tflops_16 * 1e12,
-        flops_32bit=tflops_32 * 1e12,
-        memory_bytes_per_s=memory_gb * 1e9,
-        kernel_us=7.0,  # *Source:* AutoParallel's launch floor.
-        intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, _NVLINK_USABLE * nvlink_gb * 1e9),
-        inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, card_gb * 1e9),
-        piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
-    )
-
-
-CLUSTERS: Mapping[str, Cluster] = {
-    # *Source:* NVIDIA's datasheets (SXM parts): dense bf16 and fp32 FLOP/s, memory, half of NVLink's two-way
-    # bandwidth; one network card for each GPU as in NVIDIA's DGX systems; PCIe 5.0, for the A100 4.0.
-    "H100": _gpu("H100", (989, 67), 3350, 450, _CARD_USABLE * 50),
-    "H200": _gpu("H200", (989, 67), 4800, 450, _CARD_USABLE * 50),
-    "A100": replace(_gpu("A100", (312, 19.5), 2039, 300, _A100_CARD_USABLE * 25), host_bytes_per_s=32e9),
-    "B200": _gpu("B200", (2250, 75), 8000, 900, _CARD_USABLE * 50),
-    # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
-    # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
-    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for
-    # each further buffer of coalesced all-gathers.
-    "CPU": Cluster(
-        name="CPU",
-        flops_16bit=133e9,
-        flops_32bit=133e9,
-        memory_bytes_per_s=25e9,
-        kernel_us=2.0,
-        intra=Link(400.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
-        inter=Link(600.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
-        compute_blocked_fraction=1.0,
-        piece_us=10.0,
-        host_bytes_per_s=25e9,  # its own memory
-    ),
-}
-
-
-def detect(device: torch.device) -> Cluster:
-    """Return the cluster that ``device`` belongs to.
-
-    The device's name chooses the constants; an unknown GPU is taken for an H100. The number of ranks on a node
-    is ``torchrun``'s ``LOCAL_WORLD_SIZE``, else the number of this machine's GPUs. Ranks on machines of different
-    kinds would decide differently: give ``SchedulePolicy(cluster=...)`` there.
-    """
-    name, ranks_per_node = description(device)
-    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
-    return replace(known, ranks_per_node=ranks_per_node)
-
-
-def group_places() -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return name and ranks of each process group, which compile-cache keys must hold.
-
-    They are all that :meth:`Cluster.link` looks at. Groups of the first ranks, such as all ranks, are left out: there
-    the world, which specs hold, tells as much, and a group for something else then leaves the keys as they are.
-    """
-    ranks_of = {str(name): dist.get_process_group_ranks(group) for group, name in groups().items()}
-    return tuple(sorted((name, tuple(ranks)) for name, ranks in ranks_of.items() if max(ranks) >= len(ranks)))
-
-
-def description(device: torch.device) -> tuple[str, int]:
-    """Return all that :func:`detect` looks at, which compile-cache keys must hold."""
-    module = torch.get_device_module(device)
-    is_there = device.type != "cpu" and module.is_available()
-    name = module.get_device_name(device) if is_there else "CPU" if device.type == "cpu" else device.type
-    given = os.environ.get("LOCAL_WORLD_SIZE") or "0"
-    if not given.isdecimal():
-        raise unexpected("LOCAL_WORLD_SIZE", "the number of ranks on this machine", repr(given), "unset it")
-    local = int(given)
-    return name, local or (module.device_count() if is_there else 0) or CLUSTERS["CPU"].ranks_per_node
+def _check_curves(record: Measured | Cluster, may_be_empty: bool = False) -> None:
+    """Raise unless every curve has sizes that increase, and values, all positive and finite."""
+    for field in fields(record):
+        if field.type != "Curve":
+            continue
+        name, curve = f"{type(record).__name__}.{field.name}", getattr(record, field.name)
+        expected = "pairs of a size and a rate, all more than 0, with increasing sizes"
+        expect(name, curve, tuple, expected)
+        is_right = all(
+            isinstance(point, tuple)
+            and len(point) == 2
+            and all(isinstance(x, int | float) and 0 < x < inf for x in point)
+            for point in curve
+        )
+        sizes = [point[0] for point in curve] if is_right else []
+        if not is_right or sizes != sorted(set(sizes)) or not (curve or may_be_empty):
+            raise unexpected(name, expected, repr(curve))

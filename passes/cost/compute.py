@@ -15,7 +15,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
-from .cluster import EFFICIENCY, Cluster
+from .cluster import Cluster
 
 _UNKNOWN = 8192  # a size that depends on data. *Source:* Inductor's unbacked_symint_fallback.
 
@@ -30,15 +30,12 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
         return 0.0
     formula = flop_registry.get(packet_of(node))
     if formula is None:
-        return 1e6 * _bytes(node) / (EFFICIENCY * cluster.memory_bytes_per_s)
+        return cluster.memory_us(_bytes(node))
     traffic = sum(map(_bytes, [node, *node.all_input_nodes]))
     stand_in = _with_equal_heads(node) if is_attention(node) else _stand_in
     args, kwargs = map_aggregate(node.args, stand_in), map_aggregate(node.kwargs, stand_in)
     flops = formula(*args, **kwargs, out_val=stand_in(node))
-    is_16bit = any(tensor.element_size() <= 2 for tensor in tensors_of(node))
-    peak = cluster.flops_16bit if is_16bit else cluster.flops_32bit
-    seconds = max(flops / peak, traffic / cluster.memory_bytes_per_s) / EFFICIENCY
-    return max(seconds * 1e6, cluster.kernel_us)
+    return cluster.product_us(flops, traffic, min((tensor.element_size() for tensor in tensors_of(node)), default=4))
 
 
 def packet_of(node: fx.Node) -> Any:

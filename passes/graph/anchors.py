@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ..cost import EFFICIENCY, Cluster
+from ..cost import Cluster
 from ..cost.compute import is_attention, is_view, packet_of, tensors_of
 from . import nodes
 
@@ -189,9 +189,8 @@ def _product_us(node: fx.Node, weight: Weight, cluster: Cluster, tokens: int) ->
     elif not weight.is_vector and packet_of(node) in flop_registry:
         flops = 2.0 * weight.numel * tokens * _products(node)
         traffic = weight.numel + tokens * (weight.width + weight.numel // max(weight.width, 1))
-    peak = cluster.flops_16bit if itemsize <= 2 else cluster.flops_32bit
-    seconds = max(flops / peak, traffic * itemsize / cluster.memory_bytes_per_s) / EFFICIENCY
-    return max(seconds * 1e6, cluster.kernel_us if flops else 0.0)
+    traffic *= itemsize
+    return cluster.product_us(flops, traffic, itemsize) if flops else cluster.memory_us(traffic)
 
 
 def _products(node: fx.Node) -> int:

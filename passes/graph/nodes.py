@@ -18,7 +18,6 @@ from torch import fx
 from ...sharding.contract import Contract
 from ...sharding.spec import Bucket, CommSpec, ParamSpec
 from .. import kinds
-from ..cost import Cluster, detect
 from ..kinds import Kind
 
 NAMESPACE = "fsdp_compiled"
@@ -243,12 +242,10 @@ def is_heavy(node: fx.Node) -> bool:
     return is_named or region_of(node) is not None
 
 
-def cluster_of(graph: fx.Graph, given: Cluster | None) -> Cluster:
-    """Return ``given``, or the cluster that the graph computes on, though shards may live on the CPU."""
-    if given is not None:
-        return given
+def device_of(graph: fx.Graph) -> torch.device:
+    """Return the device that the graph computes on, though shards may live on the CPU."""
     devices = (value.device for node in graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor))
-    return detect(next((device for device in devices if device.type != "cpu"), torch.device("cpu")))
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
 
 
 # ---- regions ----

@@ -32,25 +32,27 @@ def place(load: Load, bound_bytes: int, prefetch: int | None = None) -> list[Act
 
 def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dict[int, int]:
     """Return where each task that is started ahead is launched, by index, in launch order."""
-    clock, alone = load.clock, 1 - load.compute_blocked_fraction
+    clock = load.clock
     # the least bytes at each position, but that inputs of other tasks count until these are complete by estimate
-    done = (bisect_left(clock, clock[t.ready] + t.stages[0].us * alone, t.ready, load.end) for _, t in load.behind)
+    done = (bisect_left(clock, clock[t.ready] + t.stages[0].hideable_us, t.ready, load.end) for _, t in load.behind)
     used = bytes_between(load, [task.needed for _, task in load.ahead], done)
-    backlog = [0.0] * (load.end + 2)  # the time of all other tasks that are launched before each position
+    backlog = [0.0] * (
+        load.end + 2
+    )  # of all other tasks that are launched before each position, what compute can hide
     for _, other in load.behind:
-        backlog[other.ready + 1] += other.stages[0].us
+        backlog[other.ready + 1] += other.stages[0].hideable_us
     backlog = list(accumulate(backlog))
     order = sorted(load.ahead, key=lambda each: each[1].needed)
     ahead = 1 if prefetch is None else prefetch
     launches, floor = dict[int, int](), 0
     for rank, (index, task) in enumerate(order):
         floor = max(floor, min(task.ready, task.needed))
-        task_us = sum(stage.us for stage in task.stages)
+        task_us = sum(stage.hideable_us for stage in task.stages)
         target = order[rank - ahead][1].needed if rank >= ahead else 0
         position = needed = task.needed
         while position > floor:
             busy_us = task_us + backlog[needed] - backlog[position]
-            hides = clock[needed] - clock[position] >= busy_us * alone
+            hides = clock[needed] - clock[position] >= busy_us
             is_early = position <= target and (prefetch is not None or hides)
             if is_early or used[position - 1] + task.output_bytes > bound_bytes:
                 break
@@ -144,8 +146,8 @@ class _Sweep:
 
     def _follows(self, position: int, index: int, stage: int, since: int) -> bool:
         clock, stages = self.load.clock, self.load.tasks[index].stages
-        alone_us = stages[stage].us * (1 - self.load.compute_blocked_fraction)
-        return any(each.us for each in stages[stage + 1 :]) and clock[position] - clock[since] >= alone_us
+        is_done = clock[position] - clock[since] >= stages[stage].hideable_us
+        return is_done and any(each.us for each in stages[stage + 1 :])
 
     def _advance(self, position: int, index: int) -> None:
         """Wait for the stage that a task is in, and launch the next one."""

@@ -24,6 +24,11 @@ class Stage(NamedTuple):
 
     us: float  # time on the lane
     lane: str = ""  # operations on one lane run one after the other
+    blocked_us: float = 0.0  # of ``us``, while compute cannot run
+
+    @property
+    def hideable_us(self) -> float:
+        return self.us - self.blocked_us
 
 
 @dataclass(frozen=True)
@@ -52,7 +57,10 @@ class Task:
 def _task_of(cluster: Cluster, bucket: Members) -> Task:
     first, times = bucket[0], bucket[0].kind.times(bucket, cluster)
     return Task(
-        tuple(Stage(us, lane.name) for us, lane in zip(times.stages_us, first.lanes, strict=True)),
+        tuple(
+            Stage(us, lane.name, us * lane.compute_blocked_fraction)
+            for us, lane in zip(times.stages_us, first.lanes, strict=True)
+        ),
         ready=max(request.ready for request in bucket),
         needed=min(request.needed for request in bucket),
         last=max(request.last for request in bucket),
@@ -70,7 +78,6 @@ class Load:
 
     compute_us: tuple[float, ...]  # estimated time of each compute node
     tasks: tuple[Task, ...]
-    compute_blocked_fraction: float = 0.0  # see :class:`Cluster`
 
     @property
     def end(self) -> int:
@@ -107,7 +114,7 @@ class Requests:
 
     def load(self, buckets: Iterable[Members]) -> Load:
         """Return what a schedule has to place for these buckets; tasks of equal buckets are made once."""
-        return Load(self.compute_us, tuple(map(self._task_of, buckets)), self.cluster.compute_blocked_fraction)
+        return Load(self.compute_us, tuple(map(self._task_of, buckets)))
 
     def compressed(self) -> tuple[Requests, list[int]]:
         """Return the same requests with one position for each run of compute that nothing begins or ends in.
@@ -222,9 +229,8 @@ def simulate(load: Load, actions: Sequence[Action]) -> Timeline:
             stage = task.stages[action.stage]
             start = max(now, free.get(stage.lane, 0.0))
             free[stage.lane] = start + stage.us
-            blocked = stage.us * load.compute_blocked_fraction
-            timed[key] = Timed(now, start, start + stage.us, blocked)
-            now += blocked
+            timed[key] = Timed(now, start, start + stage.us, stage.blocked_us)
+            now += stage.blocked_us
         else:
             stall = max(0.0, timed[key].end_us - now)
             timed[key] = replace(timed[key], exposed_us=timed[key].exposed_us + stall)

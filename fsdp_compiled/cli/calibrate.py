@@ -1,0 +1,272 @@
+"""Measures the machine that it runs on, all ranks together, and writes what estimates need as a cluster file."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ..collectives import backend
+from ..passes.cost import Cluster, Curve, Link, Measured, as_text, detect
+
+KIB = 2**10
+_SIZES = tuple(64 * KIB * 2**n for n in range(11))  # of collectives, bytes of the unsharded buffer: to 64 MiB
+_COPIES = tuple(4 * KIB * 4**n for n in range(8))  # bytes copied: to 64 MiB
+_WIDTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # of square matrices
+_LONGEST_S = 0.1  # larger products are left out
+_PIECES = 16  # buffers of the all-gather that tells what a further one costs
+
+
+def calibrate(out: Path) -> Cluster:
+    """Measure products, copies, collectives and their overlap, and let rank 0 write the cluster to ``out``.
+
+    Run it as training is run, with torchrun on all machines: every rank measures at the same time, since ranks share
+    cores, memory and network cards. Without a launcher it measures one process and no links, which then are those of
+    the cluster that ships for this device. A rank's node is told by ``LOCAL_RANK``.
+
+    Raises:
+        RuntimeError: nodes have different numbers of ranks.
+    """
+    with _process_group() as device:
+        base, bench = detect(device), _Bench(device)
+        widths = list(bench.products(torch.float32)), list(bench.products(torch.bfloat16))
+        products_32bit, products_16bit = (tuple((2.0 * n**3, 2.0 * n**3 / s) for n, s in each) for each in widths)
+        copies = tuple((2.0 * size, 2.0 * size / bench.copy(size)) for size in _COPIES)
+        found = replace(
+            base,
+            name=f"{base.name}, calibrated",
+            flops_32bit=max(rate for _, rate in products_32bit) / base.efficiency,
+            flops_16bit=max(rate for _, rate in products_16bit) / base.efficiency,
+            memory_bytes_per_s=copies[-1][1] / base.efficiency,
+            kernel_us=1e6 * bench.seconds_of_product(8, torch.float32),
+            host_bytes_per_s=bench.host_bytes_per_s() / base.efficiency,
+            products_32bit=products_32bit,
+            products_16bit=products_16bit,
+            copies=copies,
+        )
+        found = _with_links(found, bench)
+        if dist.get_rank() == 0:
+            out.write_text(as_text(found, _machine(device)))
+        dist.barrier()
+    return found
+
+
+@contextmanager
+def _process_group() -> Iterator[torch.device]:
+    """Yield this rank's device, within a default process group."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = torch.device("cpu" if accelerator is None else accelerator.type)
+    if accelerator is not None:
+        device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.accelerator.set_device_index(device)
+    if dist.is_initialized():
+        yield device
+        return
+    given: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(minutes=3), **given)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class _Bench:
+    """Measures on one device; times are seconds, alike on all ranks."""
+
+    device: torch.device
+
+    def seconds(self, run: Callable[[], Any], times: int = 5) -> float:
+        """Return the median time of ``run`` over ``times`` runs, and over the ranks the mean of it."""
+        self._synchronize(run())  # warms up
+        taken = []
+        for _ in range(times):
+            dist.barrier()
+            start = time.perf_counter()
+            self._synchronize(run())
+            taken.append(time.perf_counter() - start)
+        return self._mean(statistics.median(taken))
+
+    def seconds_of_one(self, run: Callable[[], Any]) -> float:
+        """Return the time of one of many short runs in a row."""
+        times = max(3, min(300, int(0.03 / self.seconds(run, 3))))
+
+        def runs() -> None:
+            for _ in range(times):
+                run()
+
+        return self.seconds(runs) / times
+
+    def products(self, dtype: torch.dtype) -> Iterator[tuple[int, float]]:
+        """Yield widths of square matrices and the time of their product."""
+        for width in _WIDTHS:
+            seconds = self.seconds_of_product(width, dtype)
+            yield width, seconds
+            if seconds > _LONGEST_S / 4:
+                return  # the next takes up to eight times as long
+
+    def seconds_of_product(self, width: int, dtype: torch.dtype) -> float:
+        left = torch.randn(width, width, device=self.device).to(dtype)
+        return self.seconds_of_one(partial(torch.mm, left, left, out=torch.empty_like(left)))
+
+    def copy(self, size: int) -> float:
+        """Return the time to copy ``size`` bytes in device memory."""
+        source = torch.ones(size // 4, device=self.device)
+        return self.seconds_of_one(partial(torch.empty_like(source).copy_, source))
+
+    def host_bytes_per_s(self) -> float:
+        """Return how fast bytes go from pinned memory of the host to the device; on the CPU, within its memory."""
+        size = 64 * KIB**2
+        host = torch.ones(size // 4, pin_memory=self.device.type != "cpu")
+        return size / self.seconds(partial(torch.empty_like(host, device=self.device).copy_, host))
+
+    def _synchronize(self, _: Any = None) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def _mean(self, value: float) -> float:
+        total = torch.tensor([value], device=self.device, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
+
+
+def _with_links(cluster: Cluster, bench: _Bench) -> Cluster:
+    """Return the cluster with what groups inside nodes, and groups between them, have measured."""
+    local, nodes = _ranks_per_node()
+    world = local * nodes
+    intra, inter = cluster.intra, cluster.inter
+    if local > 1:
+        inside = _Groups(bench, [range(node * local, (node + 1) * local) for node in range(nodes)], local)
+        intra = inside.link(intra)
+        cluster = replace(cluster, piece_us=inside.piece_us())
+    if nodes > 1:
+        across = _Groups(bench, [range(world)], local)
+        inter = across.link(inter)
+        if local > 1:  # as the replicas of hybrid sharding, all at once
+            few = _Groups(bench, [range(place, world, local) for place in range(local)], in_node=1)
+            inter = replace(inter, measured=(*inter.measured, few.measured()))
+        else:
+            cluster = replace(cluster, piece_us=across.piece_us())
+    return replace(cluster, intra=intra, inter=inter, ranks_per_node=local)
+
+
+def _ranks_per_node() -> tuple[int, int]:
+    """Return how many ranks each node has, and how many nodes there are."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    first: list[int] = [0] * world
+    dist.all_gather_object(first, rank - int(os.environ.get("LOCAL_RANK", "0")))
+    counts = {node: first.count(node) for node in first}
+    if len(set(counts.values())) > 1:
+        raise RuntimeError(f"calibrate: expected as many ranks on each node, got {list(counts.values())}")
+    return world // len(counts), len(counts)
+
+
+class _Groups:
+    """Groups of equal size that hold all ranks together and communicate all at once; this rank's measures."""
+
+    def __init__(self, bench: _Bench, ranks: Sequence[Sequence[int]], in_node: int) -> None:
+        made = [dist.new_group(list(each)) for each in ranks]
+        self.bench, self.in_node, self.world = bench, in_node, len(ranks[0])
+        self.group = next(g for g, each in zip(made, ranks, strict=True) if dist.get_rank() in each)
+
+    def measured(self) -> Measured:
+        curves = (self._curve(self.all_gather), self._curve(self.reduce_scatter), self._curve(self.all_reduce))
+        return Measured(self.world, self.in_node, *curves)
+
+    def _curve(self, collective: Callable[[int], Callable[[], Any]]) -> Curve:
+        return tuple(
+            (float(size), size / self.bench.seconds(collective(size), 3 if size > 4 * KIB**2 else 7))
+            for size in _SIZES
+        )
+
+    def link(self, base: Link) -> Link:
+        """Return the link as these groups have it; its formula serves groups of other sizes."""
+        measured = self.measured()
+        (least, rate), (_, highest) = measured.all_gather[0], measured.all_gather[-1]
+        least_us, share = 1e6 * least / rate / 2, (self.world - 1) / self.world
+        per_rank = highest * share / (self.in_node if self.in_node < self.world else 1)
+        return replace(
+            base,
+            latency_us=least_us,
+            hop_us=least_us / (self.world - 1),
+            bytes_per_s=per_rank,
+            reduce_factor=highest / measured.reduce_scatter[-1][1],
+            knee_bytes=0,
+            compute_blocked_fraction=self._blocked(),
+            measured=(measured,),
+        )
+
+    def all_gather(self, size: int) -> Callable[[], Any]:
+        whole, shard = self._buffers(size)
+        return partial(dist.all_gather_into_tensor, whole, shard, group=self.group)
+
+    def reduce_scatter(self, size: int) -> Callable[[], Any]:
+        whole, shard = self._buffers(size)
+        return partial(dist.reduce_scatter_tensor, shard, whole, group=self.group)
+
+    def all_reduce(self, size: int) -> Callable[[], Any]:
+        return partial(dist.all_reduce, self._buffers(size)[0], group=self.group)
+
+    def _buffers(self, size: int) -> tuple[Tensor, Tensor]:
+        shard = torch.zeros(size // 4 // self.world, device=self.bench.device)
+        return shard.new_zeros(shard.numel() * self.world), shard
+
+    def _blocked(self) -> float:
+        """Return the share of an all-gather's time that compute beside it takes longer by."""
+        gather = self.all_gather(16 * KIB**2)
+        alone = self.bench.seconds(gather)
+        left = torch.randn(256, 256, device=self.bench.device)
+        times = 1 + int(1.5 * alone / self.bench.seconds_of_one(partial(torch.mm, left, left)))
+
+        def compute() -> None:
+            for _ in range(times):
+                torch.mm(left, left)
+
+        def both() -> None:
+            work = gather(async_op=True)  # type: ignore[call-arg]
+            compute()
+            work.wait()
+
+        return min(1.0, max(0.0, (self.bench.seconds(both) - self.bench.seconds(compute)) / alone))
+
+    def piece_us(self) -> float:
+        """Return what each further buffer adds to an all-gather."""
+        pieces = [self._buffers(16 * KIB) for _ in range(_PIECES)]
+        (whole, shard) = self._buffers(16 * KIB * _PIECES)
+
+        def coalesced() -> None:
+            backend.all_gather_coalesced([w for w, _ in pieces], [s for _, s in pieces], self.group).wait()
+
+        def single() -> None:
+            backend.all_gather(whole, shard, self.group).wait()
+
+        more = self.bench.seconds(coalesced, 20) - self.bench.seconds(single, 20)
+        return max(0.0, 1e6 * more / (_PIECES - 1))
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    """Return what a reader wants to know of the machine; nothing reads it back."""
+    module = torch.get_device_module(device)
+    return {
+        "device": platform.processor() or platform.machine()
+        if device.type == "cpu"
+        else module.get_device_name(device),
+        "cpus": os.cpu_count(),
+        "threads of a rank": torch.get_num_threads(),
+        "ranks": dist.get_world_size(),
+        "backend": dist.get_backend(),
+        "torch": torch.__version__,
+    }

@@ -1,0 +1,58 @@
+"""The clusters that ship, each constant with its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from .cluster import Cluster, Link
+
+# NCCL's ring: base latency and latency per hop of the Simple protocol, over NVLink and over the network.
+# *Source:* baseLat and hwLat in NCCL's src/graph/tuning.cc.
+_NCCL_BASE_US, _NVLINK_HOP_US, _NETWORK_HOP_US = 8.4, 3.4, 14.0
+_NVLINK_USABLE = 370 / 450  # of its line rate, after protocol. *Source:* NVIDIA/nccl-tests issue 212 (H100).
+# Of a network card's line rate. *Source:* 46 of 50 GB/s for a 400 Gb/s card, NVIDIA/nccl-tests issue 290; 75 of
+# 100 GB/s for the eight 100 Gb/s cards of an A100 node, NVIDIA/nccl issue 495.
+_CARD_USABLE, _A100_CARD_USABLE = 46 / 50, 75 / 100
+
+
+def _gpu(name: str, tflops: tuple[float, float], memory_gb: float, nvlink_gb: float, card_gb: float) -> Cluster:
+    tflops_16, tflops_32 = tflops
+    return Cluster(
+        name=name,
+        flops_16bit=tflops_16 * 1e12,
+        flops_32bit=tflops_32 * 1e12,
+        memory_bytes_per_s=memory_gb * 1e9,
+        kernel_us=7.0,  # *Source:* AutoParallel's launch floor.
+        intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, _NVLINK_USABLE * nvlink_gb * 1e9),
+        inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, card_gb * 1e9),
+        piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
+    )
+
+
+CLUSTERS: Mapping[str, Cluster] = {
+    # *Source:* NVIDIA's datasheets (SXM parts): dense bf16 and fp32 FLOP/s, memory, half of NVLink's two-way
+    # bandwidth; one network card for each GPU as in NVIDIA's DGX systems; PCIe 5.0, for the A100 4.0.
+    "H100": _gpu("H100", (989, 67), 3350, 450, _CARD_USABLE * 50),
+    "H200": _gpu("H200", (989, 67), 4800, 450, _CARD_USABLE * 50),
+    "A100": replace(_gpu("A100", (312, 19.5), 2039, 300, _A100_CARD_USABLE * 25), host_bytes_per_s=32e9),
+    "B200": _gpu("B200", (2250, 75), 8000, 900, _CARD_USABLE * 50),
+    # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
+    # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
+    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for
+    # each further buffer of coalesced all-gathers.
+    "CPU": Cluster(
+        name="CPU",
+        flops_16bit=133e9,
+        flops_32bit=133e9,
+        memory_bytes_per_s=25e9,
+        kernel_us=2.0,
+        intra=Link(400.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
+        # Between hosts the wire takes time, but no cores. *Source:* measured between two network namespaces on that
+        # machine, at 1 and 2.5 Gbit/s.
+        inter=Link(600.0, 50.0, 0.85e9, compute_blocked_fraction=0.15),
+        compute_blocked_fraction=1.0,
+        piece_us=10.0,
+        host_bytes_per_s=25e9,  # its own memory
+    ),
+}
