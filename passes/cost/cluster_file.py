@@ -50,7 +50,7 @@ def named(given: str) -> Cluster:
         text = Path(given).read_text()
     except (OSError, UnicodeDecodeError) as error:
         expected = f"{', '.join(CLUSTERS)} or a cluster file"
-        raise unexpected("cluster", expected, f"{given!r}: {error}", "use one of those, or calibrate") from error
+        raise unexpected("cluster", expected, f"{given!r} ({error})", "use one of those") from error
     return parse(text, given)
 
 

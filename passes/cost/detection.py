@@ -98,7 +98,7 @@ def _found(device: torch.device) -> Cluster:
     known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
     local = _local_ranks() or (module.device_count() if is_there else 0) or known.ranks_per_node
     intra, inter = known.intra, known.inter
-    if "PCIe" in name:
+    if "PCIE" in name.upper():
         intra = replace(intra, bytes_per_s=_PCIE_USABLE * known.host_bytes_per_s)
     if rate := network_bytes_per_s(Path("/sys/class")):
         inter = replace(inter, bytes_per_s=rate / local)

@@ -70,7 +70,7 @@ def _wrong(cls, field, value, error, expected, **others):
             TypeError,
             "'auto' or an integer of at least 0, got None of NoneType",
         ),
-        _wrong(SchedulePolicy, "cluster", "H100", TypeError, "a Cluster or None, got 'H100' of str; use one of"),
+        _wrong(SchedulePolicy, "cluster", 8, TypeError, "a Cluster, a name, a file or None, got 8 of int"),
         *(
             _wrong(Link, field, value, error, f"{expected}, got {value!r}", **LINK)
             for field, expected in (

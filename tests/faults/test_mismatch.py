@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from datetime import timedelta
-from unittest.mock import patch
+from unittest.mock import ANY, patch
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import SchedulePolicy, set_rank_agreement
-from fsdp_compiled.passes import CLUSTERS, Link
+from fsdp_compiled.passes import CLUSTERS, Link, cost
 from tests.faults.steps import (
     MACHINE,
     MODES,
@@ -109,38 +109,35 @@ def test_another_schedule_policy_on_4_ranks():
     _another_policy()
 
 
-def _ranks_per_node():
-    return patch.dict(os.environ, LOCAL_WORLD_SIZE="1" if _is_odd() else "4")
-
-
-def _another_local_world_size():
-    with _ranks_per_node(), patch.dict(CLUSTERS, CPU=MACHINE):
-        assert_all_refuse(
-            trainer("full").step,
-            "Likely they estimate for different machines: set LOCAL_WORLD_SIZE alike",
-            "rank 1: CPU, 1 ranks on a node",
-        )
+def _another_cluster():
+    cluster = replace(MACHINE, ranks_per_node=1 if _is_odd() else 4)
+    assert_all_refuse(
+        trainer("full", schedule=SchedulePolicy(cluster=cluster)).step,
+        "Likely they estimate for different machines: give all ranks the same SchedulePolicy(cluster=...)",
+        "rank 1: CPU, 1 ranks on a node",
+    )
 
 
 @on_ranks(2, timeout_s=30)
-def test_another_local_world_size_and_another_schedule():
-    _another_local_world_size()
+def test_another_cluster_and_another_schedule():
+    _another_cluster()
 
 
 @on_ranks(4, timeout_s=30)
-def test_another_local_world_size_and_another_schedule_on_4_ranks():
-    _another_local_world_size()
+def test_another_cluster_and_another_schedule_on_4_ranks():
+    _another_cluster()
 
 
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2, timeout_s=30)
-def test_another_local_world_size_and_the_same_schedule(mode):
-    alike = trainer("eager")
-    want = [alike.step(number) for number in range(2)]
-    with _ranks_per_node():
+def test_ranks_take_the_cluster_that_the_first_one_finds(mode):
+    sees = {"LOCAL_WORLD_SIZE": "1" if _is_odd() else "4"}
+    with patch.dict(os.environ, sees), patch.dict(CLUSTERS, CPU=MACHINE):
         training = trainer(mode)
         got = [training.step(number) for number in range(2)]
-    assert got == want
+        assert cost.detect(torch.device("cpu")) == replace(MACHINE, inter=ANY, ranks_per_node=4)
+    alike = trainer("eager")
+    assert got == [alike.step(number) for number in range(2)]
 
 
 def _one_compiles(odd):

@@ -82,7 +82,7 @@ def test_the_first_parameter_that_differs_is_named():
     ("fact", "other", "advice"),
     [
         ("schedule", "SchedulePolicy(prefetch=2)", "they compile with different SchedulePolicy objects: give the same one on every rank (rank 0: SchedulePolicy(); rank 1: SchedulePolicy(prefetch=2))"),  # noqa: E501
-        ("cluster", "CPU, 2 ranks on a node", "they estimate for different machines: set LOCAL_WORLD_SIZE alike, or SchedulePolicy(cluster=...) (rank 0: CPU, 1 ranks on a node; rank 1: CPU, 2 ranks on a node)"),  # noqa: E501
+        ("cluster", "CPU, 2 ranks on a node", "they estimate for different machines: give all ranks the same SchedulePolicy(cluster=...) (rank 0: CPU, 1 ranks on a node; rank 1: CPU, 2 ranks on a node)"),  # noqa: E501
     ],
 )  # fmt: skip
 def test_why_schedules_differ(fact, other, advice):

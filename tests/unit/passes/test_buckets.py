@@ -119,7 +119,7 @@ def test_a_compute_bound_model_starts_with_a_small_bucket_and_ends_with_one():
 
 def test_where_nothing_can_hide_buckets_grow_up_to_the_links_knee():
     cpu = CLUSTERS["CPU"]
-    work = layers([MIB] * 40, 1000.0, cluster=cpu, lane=Lane(cpu.intra, 2))
+    work = layers([MIB] * 40, 1000.0, cluster=cpu, lane=Lane(cpu.intra, 2, compute_blocked_fraction=1.0))
     plan = decided(work, SchedulePolicy())
     for buckets in plan:
         sizes = [sum(m.bytes for m in bucket) for bucket in buckets]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_compiled.collectives.all_gather import all_gather_bucket
-from fsdp_compiled.passes import CLUSTERS, Cluster, Link, cost
-from fsdp_compiled.passes.cost import Lane
+from fsdp_compiled.passes import CLUSTERS, Cluster, Link, SchedulePolicy, cost
+from fsdp_compiled.passes.cost import Lane, Measured
 from fsdp_compiled.sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec
 
 LINK = Link(latency_us=10.0, hop_us=2.0, bytes_per_s=1e9, reduce_factor=1.5, knee_bytes=10_000)
@@ -137,15 +138,161 @@ def test_replicas_with_one_card_each_reduce_at_half_its_speed():
         dist.destroy_process_group()
 
 
-def test_detection(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    found = cost.detect(torch.device("cpu"))
-    assert (found.name, found.ranks_per_node) == ("CPU", 2)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200 141GB HBM3e")
-    assert cost.detect(torch.device("cuda", 0)).name == "H200"
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some new card")
-    assert cost.detect(torch.device("cuda", 0)).name == "H100"
+@pytest.fixture
+def alone(monkeypatch):
+    """No launcher and no network cards tell anything."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE", "MPI_LOCALNRANKS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cost.detection, "network_bytes_per_s", lambda folder: 0.0)
+    return monkeypatch
+
+
+CPU = torch.device("cpu")
+
+
+def test_detection_on_a_cpu(alone):
+    assert cost.detect(CPU) == CLUSTERS["CPU"]
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        with alone.context() as one:
+            one.setenv(name, "2")
+            assert cost.detect(CPU) == replace(CLUSTERS["CPU"], ranks_per_node=2)
+    alone.setenv("SLURM_NTASKS_PER_NODE", "8(x2),4")
+    assert cost.detect(CPU) == CLUSTERS["CPU"]
+
+
+def test_detection_of_gpus(alone):
+    alone.setattr(torch.cuda, "is_available", lambda: True)
+    alone.setattr(torch.cuda, "device_count", lambda: 4)
+
+    def detected(name):
+        alone.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return cost.detect(torch.device("cuda", 0))
+
+    assert detected("NVIDIA H200 141GB HBM3e") == replace(CLUSTERS["H200"], ranks_per_node=4)
+    assert detected("Some new card") == replace(CLUSTERS["H100"], ranks_per_node=4)
+    assert detected("NVIDIA A100-PCIE-40GB").intra.bytes_per_s == pytest.approx(25.6e9)
+    assert detected("NVIDIA H100 PCIe").intra.bytes_per_s == pytest.approx(51.2e9)  # of a card without NVLink
+
+
+def test_detection_of_network_cards(alone, tmp_path):
+    def card(path, text):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    rate = cost.network_bytes_per_s  # not the fixture's
+    assert rate(tmp_path) == 0.0
+    card("net/lo/speed", "")
+    card("net/eth0/speed", "-1\n")  # what it is nobody knows
+    assert rate(tmp_path) == 0.0
+    card("net/eth1/speed", "1000\n")
+    card("net/eth2/speed", "10000\n")
+    assert rate(tmp_path) == pytest.approx(0.65 * 10e9 / 8)
+    for number in range(8):
+        card(f"infiniband/mlx5_{number}/ports/1/rate", "400 Gb/sec (4X NDR)\n")
+    assert rate(tmp_path) == pytest.approx(8 * 46e9)
+    alone.setenv("LOCAL_WORLD_SIZE", "4")
+    alone.setattr(cost.detection, "network_bytes_per_s", lambda folder: 8e9)
+    assert cost.detect(CPU).inter.bytes_per_s == 2e9  # a rank's share
+
+
+CURVE = ((1e3, 1e8), (1e5, 1e9))
+MEASURED_LINK = replace(LINK, measured=(Measured(4, 4, CURVE, ((1.0, 5e8),), ((1.0, 2e8),)),))
+
+
+def test_a_curve_is_a_power_between_its_points():
+    curve = cost.cluster.per_second
+    assert curve(CURVE, 1e4) == pytest.approx(10**8.5)
+    assert [curve(CURVE, size) for size in (0, 1, 1e3, 1e5, 1e9)] == [1e8, 1e8, pytest.approx(1e8), 1e9, 1e9]
+    assert curve(((5.0, 7.0),), 1.0) == curve(((5.0, 7.0),), 9.0) == 7.0
+
+
+def test_measured_collectives():
+    us = MEASURED_LINK.collective_us
+    assert us(100_000, 4) == pytest.approx(100.0)
+    assert us(100, 4) == us(0, 4) == 16.0  # not less than the latencies
+    assert us(100_000, 4, reduces=True) == pytest.approx(200.0)
+    assert us(100_000, 4, reduces=True, passes=2) == pytest.approx(500.0)
+    assert us(100_000, 8) == LINK.collective_us(100_000, 8)  # as many ranks were not measured
+
+
+def test_measured_links_between_nodes_are_those_of_as_many_ranks_in_a_node():
+    groups = tuple(Measured(4, in_node, CURVE, CURVE, CURVE) for in_node in (1, 2))
+    cluster = replace(TOY, ranks_per_node=2, inter=replace(TOY.inter, measured=groups))
+    assert cluster.link("unknown", 4).measured == (groups[1],)
+    cluster = replace(cluster, ranks_per_node=1)
+    assert cluster.link("unknown", 4).measured == (groups[0],)
+
+
+def test_measured_products_and_copies():
+    cluster = replace(TOY, products_32bit=((1e6, 5e11),), products_16bit=((1e6, 1e12),), copies=((1e6, 2e11),))
+    assert cluster.product_us(1e9, 1.0, itemsize=4) == pytest.approx(2000.0)
+    assert cluster.product_us(1e9, 1.0, itemsize=2) == pytest.approx(1000.0)
+    assert cluster.product_us(1e3, 1e9, itemsize=4) == pytest.approx(5000.0) == cluster.memory_us(1e9)
+    assert cluster.product_us(1.0, 1.0, itemsize=4) == cluster.kernel_us
+    assert TOY.product_us(1.4e9, 1.0, itemsize=2) == pytest.approx(1000.0)
+
+
+def test_links_may_block_compute_more_or_less_than_the_cluster_says():
+    cluster = replace(TOY, compute_blocked_fraction=0.5, inter=replace(TOY.inter, compute_blocked_fraction=0.0))
+    groups = [None, Group("unknown", 4), Group("unknown", 8)]
+    assert [cluster.lane(group).compute_blocked_fraction for group in groups] == [0.5, 0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    "curve", [((2.0, 1.0), (1.0, 1.0)), ((1.0, 1.0), (1.0, 2.0)), ((0.0, 1.0),), ((1.0, float("nan")),), (1.0, 2.0)]
+)
+def test_wrong_curves(curve):
+    with pytest.raises(
+        ValueError, match=r"Cluster.copies: expected pairs of a size and a rate, all more than 0, with"
+    ):
+        replace(TOY, copies=curve)
+    with pytest.raises(ValueError, match=r"Measured.all_reduce: expected pairs of a size and a rate"):
+        Measured(2, 2, CURVE, CURVE, curve)
+
+
+def test_a_cluster_file_keeps_everything(tmp_path):
+    full = replace(TOY, intra=MEASURED_LINK, products_32bit=CURVE, copies=CURVE)
+    for cluster in (full, *CLUSTERS.values()):
+        (tmp_path / "cluster.json").write_text(cost.as_text(cluster, {"device": "a machine"}))
+        assert cost.named(str(tmp_path / "cluster.json")) == cluster
+        assert SchedulePolicy(cluster=str(tmp_path / "cluster.json")).cluster_for(CPU) == cluster
+    assert SchedulePolicy(cluster="A100").cluster is CLUSTERS["A100"]
+    assert SchedulePolicy(cluster="A100") == SchedulePolicy(cluster=CLUSTERS["A100"])
+
+
+def _changed(**changes):
+    record = json.loads(cost.as_text(CLUSTERS["CPU"]))
+    record["cluster"] |= changes
+    return json.dumps({key: value for key, value in record.items() if value is not None})
+
+
+WRONG_FILES = {
+    "not json": r"x: expected JSON, got an error: .*; write it anew with python -m fsdp_compiled calibrate",
+    "[]": r"x: expected a cluster file of format 1, got format None",
+    '{"format": 2}': r"x: expected a cluster file of format 1, got format 2; write it anew",
+    '{"format": 1}': r"x: cluster: expected a dict of fields, got None",
+    _changed(speed=1): r"x: cluster: expected the fields name, .*, got 'speed'",
+    _changed(intra={"hop_us": 1}): r"x: cluster.intra: expected the fields latency_us, .*, got no 'latency_us'",
+    _changed(kernel_us=-1): r"Cluster.kernel_us: expected 0 or more, got -1",
+    _changed(intra=None): r"x: cluster.intra: expected a dict of fields, got None",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_FILES)
+def test_wrong_cluster_files(text):
+    with pytest.raises(ValueError, match=WRONG_FILES[text]):
+        cost.parse(text, "x")
+
+
+def test_neither_a_cluster_nor_a_file(tmp_path, alone):
+    expected = r"cluster: expected H100, H200, .* or a cluster file, got 'V100'.*; use one of those"
+    with pytest.raises(ValueError, match=expected):
+        SchedulePolicy(cluster="V100")
+    alone.setenv("FSDP_COMPILED_CLUSTER", "V100")
+    with pytest.raises(ValueError, match=expected):
+        cost.detect(CPU)
+    alone.setenv("FSDP_COMPILED_CLUSTER", "H200")
+    assert cost.detect(CPU) is CLUSTERS["H200"]
 
 
 def test_the_clusters_that_ship():

@@ -44,10 +44,10 @@ def shown(load, bound=1000, prefetch=None):
     return " ".join(words).strip()
 
 
-def layers(count, size=10, us=5.0, compute_us=10.0, **kwargs):
+def layers(count, size=10, us=5.0, compute_us=10.0):
     """``count`` layers of one compute node, each with a gather of its own."""
     gathers = tuple(gather(size, us, first=i, last=i) for i in range(count))
-    return Load((compute_us,) * count, gathers, **kwargs)
+    return Load((compute_us,) * count, gathers)
 
 
 def test_each_gather_is_launched_one_layer_ahead():
@@ -134,7 +134,9 @@ def test_the_host_waits_at_the_end_for_gradients_that_queue_on_their_way():
 
 
 def test_where_compute_and_collectives_share_cores_nothing_hides():
-    load = layers(3, us=4.0, compute_blocked_fraction=1.0)
+    load = layers(3, us=4.0)
+    blocked = tuple(replace(task, stages=(Stage(4.0, blocked_us=4.0),)) for task in load.tasks)
+    load = replace(load, tasks=blocked)
     timeline = tasks.simulate(load, placing.place(load, 1000))
     assert timeline.total_us == 3 * (10 + 4)
     assert {timed.exposed_us for timed in timeline.operations.values()} == {4.0}
@@ -165,7 +167,12 @@ def loads(draw):
         us = draw(st.floats(0, 30))
         reductions.append(reduction(parts, us, needed, all_reduce_us=all_reduce_us, host_us=host_us))
     compute_us = tuple(draw(st.lists(st.floats(0, 20), min_size=count, max_size=count)))
-    return Load(compute_us, (*gathers, *reductions), draw(st.sampled_from([0.0, 0.3, 1.0])))
+    blocked = draw(st.sampled_from([0.0, 0.3, 1.0]))
+    drawn = (
+        replace(t, stages=tuple(s._replace(blocked_us=s.us * blocked) for s in t.stages))
+        for t in (*gathers, *reductions)
+    )
+    return Load(compute_us, tuple(drawn))
 
 
 @given(loads(), st.sampled_from([0, 1, 3]), st.floats(0.1, 10))
