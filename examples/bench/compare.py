@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -221,6 +222,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing, compilation among them")
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=DEFAULT)
     parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="default", help="of AdamW")
+    about = (
+        "more full graphs, scheduled for a cluster each, a name or a file; called by the file's name without suffix"
+    )
+    parser.add_argument("--cluster", nargs="*", default=[], metavar="NAME|FILE", help=about)
     parser.add_argument("--memory", action="store_true", help="compile full graphs once more to see their memory")
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
@@ -240,7 +245,9 @@ def main() -> None:
         hidden=hidden,
         max_seq=args.seq,
     )
-    contenders = [make(name, config, args) for name in args.only]
+    more = {f"full graph, {Path(c).stem}": full_graph(SchedulePolicy(cluster=c)) for c in args.cluster}
+    CONTENDERS.update(more)
+    contenders = [make(name, config, args) for name in (*args.only, *more)]
     wire = Wire(sum(param.numel() for param in Llama(config).parameters()))
     for tokens, targets in (data := batches(args, config)):
         wire.step()
