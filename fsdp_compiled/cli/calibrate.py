@@ -145,7 +145,7 @@ class _Bench:
 
 def _with_links(cluster: Cluster, bench: _Bench) -> Cluster:
     """Return the cluster with what groups inside nodes, and groups between them, have measured."""
-    local, nodes = _ranks_per_node()
+    local, nodes = ranks_per_node(_first_ranks())
     world = local * nodes
     intra, inter = cluster.intra, cluster.inter
     if local > 1:
@@ -163,15 +163,19 @@ def _with_links(cluster: Cluster, bench: _Bench) -> Cluster:
     return replace(cluster, intra=intra, inter=inter, ranks_per_node=local)
 
 
-def _ranks_per_node() -> tuple[int, int]:
-    """Return how many ranks each node has, and how many nodes there are."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    first: list[int] = [0] * world
-    dist.all_gather_object(first, rank - int(os.environ.get("LOCAL_RANK", "0")))
+def _first_ranks() -> list[int]:
+    """Return, for each rank, the first one of its node."""
+    found = [0] * dist.get_world_size()
+    dist.all_gather_object(found, dist.get_rank() - int(os.environ.get("LOCAL_RANK", "0")))
+    return found
+
+
+def ranks_per_node(first: Sequence[int]) -> tuple[int, int]:
+    """Return how many ranks each node has, and how many nodes there are, given the first of each rank's node."""
     counts = {node: first.count(node) for node in first}
     if len(set(counts.values())) > 1:
         raise RuntimeError(f"calibrate: expected as many ranks on each node, got {list(counts.values())}")
-    return world // len(counts), len(counts)
+    return len(first) // len(counts), len(counts)
 
 
 class _Groups:
