@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,18 +36,18 @@ def ip(*words: str) -> None:
 
 @contextmanager
 def network(rate: str) -> Iterator[list[str]]:
-    """Yield the names of two namespaces, each with an interface ``link`` of this rate; remove them afterwards."""
+    """Yield the names of two namespaces, each with an interface ``wire`` of this rate; remove them afterwards."""
     names = [f"fsdp-{os.getpid()}-{host}" for host in range(HOSTS)]
     try:
         for name in names:
             ip("netns", "add", name)
-        ip("-n", names[0], "link", "add", "link", "type", "veth", "peer", "name", "link", "netns", names[1])
+        ip("-n", names[0], "link", "add", "wire", "type", "veth", "peer", "name", "wire", "netns", names[1])
         for host, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.200.1.{host + 1}/24", "dev", "link")
-            for interface in ("link", "lo"):
+            ip("-n", name, "addr", "add", f"10.200.1.{host + 1}/24", "dev", "wire")
+            for interface in ("wire", "lo"):
                 ip("-n", name, "link", "set", interface, "up")
             limit = ["tbf", "rate", rate, "burst", "512kb", "latency", "100ms"]
-            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "link", "root", *limit)
+            ip("netns", "exec", name, "tc", "qdisc", "add", "dev", "wire", "root", *limit)
         yield names
     finally:
         for name in names:
@@ -60,8 +61,8 @@ def run(names: list[str], ranks: int, port: int, program: list[str]) -> float:
         for rank in range(ranks * len(names)):
             host, local = divmod(rank, ranks)
             places = {"RANK": rank, "WORLD_SIZE": ranks * len(names), "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": ranks}
-            network = {"MASTER_ADDR": "10.200.1.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "link"}
-            env = os.environ | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in (places | network).items()}
+            address = {"MASTER_ADDR": "10.200.1.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "wire"}
+            env = os.environ | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in (places | address).items()}
             words = ["ip", "netns", "exec", names[host], sys.executable, *program]
             started.append(subprocess.Popen(words, env=env, stdout=None if rank == 0 else subprocess.DEVNULL))
         while any(process.poll() is None for process in started):
@@ -91,6 +92,7 @@ def main() -> None:
     args, rest = parser.parse_known_args()
     if not any(args.rate.endswith(unit) for unit in BITS):
         parser.error(f"--rate: expected a number and one of {', '.join(BITS)}, got {args.rate!r}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # so that the namespaces are removed
     folder = Path(tempfile.mkdtemp())
     calibrated, hand = folder / "calibrated.json", folder / "by hand.json"
     hand.write_text(cost.as_text(by_hand(args.rate, args.ranks)))

@@ -190,11 +190,12 @@ class _Groups:
         curves = (self._curve(self.all_gather), self._curve(self.reduce_scatter), self._curve(self.all_reduce))
         return Measured(self.world, self.in_node, *curves)
 
-    def _curve(self, collective: Callable[[int], Callable[[], Any]]) -> Curve:
-        return tuple(
-            (float(size), size / self.bench.seconds(collective(size), 3 if size > 4 * KIB**2 else 7))
-            for size in _SIZES
-        )
+    def _curve(self, collective: Callable[[int], Callable[[], dist.Work]]) -> Curve:
+        times = {size: 3 if size > 4 * KIB**2 else 7 for size in _SIZES}
+        return tuple((float(size), size / self._seconds(collective(size), n)) for size, n in times.items())
+
+    def _seconds(self, start: Callable[[], dist.Work], times: int = 5) -> float:
+        return self.bench.seconds(lambda: start().wait(), times)
 
     def link(self, base: Link) -> Link:
         """Return the link as these groups have it; its formula serves groups of other sizes."""
@@ -213,16 +214,15 @@ class _Groups:
             measured=(measured,),
         )
 
-    def all_gather(self, size: int) -> Callable[[], Any]:
-        whole, shard = self._buffers(size)
-        return partial(dist.all_gather_into_tensor, whole, shard, group=self.group)
+    def all_gather(self, size: int) -> Callable[[], dist.Work]:
+        return partial(backend.all_gather, *self._buffers(size), self.group)
 
-    def reduce_scatter(self, size: int) -> Callable[[], Any]:
+    def reduce_scatter(self, size: int) -> Callable[[], dist.Work]:
         whole, shard = self._buffers(size)
-        return partial(dist.reduce_scatter_tensor, shard, whole, group=self.group)
+        return partial(backend.reduce_scatter, shard, whole, self.group, dist.ReduceOp.SUM)
 
-    def all_reduce(self, size: int) -> Callable[[], Any]:
-        return partial(dist.all_reduce, self._buffers(size)[0], group=self.group)
+    def all_reduce(self, size: int) -> Callable[[], dist.Work]:
+        return partial(backend.all_reduce, self._buffers(size)[0], self.group, dist.ReduceOp.SUM)
 
     def _buffers(self, size: int) -> tuple[Tensor, Tensor]:
         shard = torch.zeros(size // 4 // self.world, device=self.bench.device)
@@ -231,7 +231,7 @@ class _Groups:
     def _blocked(self) -> float:
         """Return the share of an all-gather's time that compute beside it takes longer by."""
         gather = self.all_gather(16 * KIB**2)
-        alone = self.bench.seconds(gather)
+        alone = self._seconds(gather)
         left = torch.randn(256, 256, device=self.bench.device)
         times = 1 + int(1.5 * alone / self.bench.seconds_of_one(partial(torch.mm, left, left)))
 
@@ -240,7 +240,7 @@ class _Groups:
                 torch.mm(left, left)
 
         def both() -> None:
-            work = gather(async_op=True)  # type: ignore[call-arg]
+            work = gather()
             compute()
             work.wait()
 
@@ -248,16 +248,9 @@ class _Groups:
 
     def piece_us(self) -> float:
         """Return what each further buffer adds to an all-gather."""
-        pieces = [self._buffers(16 * KIB) for _ in range(_PIECES)]
-        (whole, shard) = self._buffers(16 * KIB * _PIECES)
-
-        def coalesced() -> None:
-            backend.all_gather_coalesced([w for w, _ in pieces], [s for _, s in pieces], self.group).wait()
-
-        def single() -> None:
-            backend.all_gather(whole, shard, self.group).wait()
-
-        more = self.bench.seconds(coalesced, 20) - self.bench.seconds(single, 20)
+        whole, shard = zip(*(self._buffers(16 * KIB) for _ in range(_PIECES)), strict=True)
+        coalesced = partial(backend.all_gather_coalesced, whole, shard, self.group)
+        more = self._seconds(coalesced, 20) - self._seconds(self.all_gather(16 * KIB * _PIECES), 20)
         return max(0.0, 1e6 * more / (_PIECES - 1))
 
 
