@@ -23,6 +23,7 @@ from .target import UsageError, build, find
 WIDTH = 118
 SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
 _SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+GPUS = tuple(name for name in CLUSTERS if name != "CPU")  # whose programs capture generates
 WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
 _INSPECT = """\
@@ -40,6 +41,7 @@ examples:
   fsdp-compiled inspect train.py:build --world 64 --cluster H100 --save report.html timeline.png
   fsdp-compiled inspect my.package:build --bucket 64MiB --prefetch 2 --in-flight-bytes 1GiB
   fsdp-compiled inspect train.py:build --bucket unit --explain --save capture.json
+  fsdp-compiled inspect train.py:build --device H100 --code
 
 train.py:
   def build():
@@ -76,21 +78,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from ..inspect import capture, explain  # only here, so that doctor also runs where inspect cannot be imported
+    # only here, so that doctor also runs where inspect cannot be imported
+    from ..inspect import capture, explain
+    from ..inspect.gpu_program import gpu_of
 
     schedule = _schedule(args)
+    try:
+        _ = args.device and gpu_of(args.device)
+    except ImportError as error:
+        raise UsageError(f"--{error}") from error
     builder = find(args.target)
     with _process_group(args.world, args.rank):
         model, inputs, keywords = build(args.target, builder)
         if args.explain:
             print(explain(model, schedule), end="\n\n")
         try:
-            captured = capture(model, *inputs, loss=None, schedule=schedule, **keywords)
+            captured = capture(model, *inputs, loss=None, schedule=schedule, device=args.device, **keywords)
         except Exception as error:
             if mistake := _mistake_in_schedule(error):
                 raise UsageError(mistake) from error
             raise
         print(captured)
+        for graph in captured.graphs if args.code else ():
+            print(f"\n{graph.kind}: code that Inductor generated\n{graph.code}")
         try:
             for path in args.save:
                 _say(f"saved {captured.save(path)}")
@@ -181,6 +191,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--explain", action="store_true", help="first say what each unit does, and why")
     about = f"also save the capture as {_SUFFIXES}"
     add("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=about)
+    about = f"generate and assemble the program of this GPU ({', '.join(GPUS)}), which need not be here"
+    add("--device", choices=GPUS, metavar="NAME", help=about)
+    add("--code", action="store_true", help="also print the code that Inductor generates")
     about = "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
     add = inspect.add_argument_group("schedule", about).add_argument
     about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"
@@ -192,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep-unsharded-bytes", type=_or(byte_size), metavar="BYTES", help=about)
     add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
     add("--verify", action="store_true", help="check after every pass that the graph keeps the rules")
-    about = f"{', '.join(CLUSTERS)}: what times are estimated for (found from the device)"
+    about = f"{', '.join(CLUSTERS)}: what times are estimated for (--device, or found)"
     add("--cluster", choices=CLUSTERS, metavar="NAME", help=about)
     return parser
 
