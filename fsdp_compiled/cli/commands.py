@@ -78,15 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    # only here, so that doctor also runs where inspect cannot be imported
-    from ..inspect import capture, explain
-    from ..inspect.gpu_program import gpu_of
+    from ..inspect import capture, explain  # only here, so that doctor also runs where inspect cannot be imported
 
     schedule = _schedule(args)
-    try:
-        _ = args.device and gpu_of(args.device)
-    except ImportError as error:
-        raise UsageError(f"--{error}") from error
     builder = find(args.target)
     with _process_group(args.world, args.rank):
         model, inputs, keywords = build(args.target, builder)
@@ -95,7 +89,7 @@ def _inspect(args: argparse.Namespace) -> int:
         try:
             captured = capture(model, *inputs, loss=None, schedule=schedule, device=args.device, **keywords)
         except Exception as error:
-            if mistake := _mistake_in_schedule(error):
+            if mistake := _mistake(error):
                 raise UsageError(mistake) from error
             raise
         print(captured)
@@ -140,9 +134,10 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _mistake_in_schedule(error: BaseException | None) -> str | None:
-    """Return what a pass says, while a graph compiles, about a schedule that the graph cannot keep."""
-    while error is not None and not (isinstance(error, ValueError) and str(error).startswith("SchedulePolicy.")):
+def _mistake(error: BaseException | None) -> str | None:
+    """Return what is said, while a graph compiles, about a schedule or a device that the graph cannot have."""
+    kinds = (ValueError, ImportError, NotImplementedError)
+    while error and not (isinstance(error, kinds) and str(error).startswith(("SchedulePolicy.", "device: "))):
         error = error.__cause__ or error.__context__
     return str(error) if error else None
 

@@ -27,7 +27,7 @@ from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
 from .gpu_program import OPTIONS, Gpu, generate, gpu_of
 from .reading import Scheduled, captured_graph
-from .records import CapturedGraph, GraphKind, Kernel
+from .records import CapturedGraph, GraphKind
 from .report import Capture
 
 
@@ -177,7 +177,12 @@ class _Recorder:
     def _compile(self, module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         before = fx.GraphModule(module, copy.deepcopy(module.graph))
         self._scheduled = None
-        compiled, code, kernels = self._generate(module, inputs, **kwargs)
+        if self._gpu:
+            compiled: Any = _returns_empty(module)
+            code, kernels = generate(module, inputs, self._gpu, self._policy.cluster, **kwargs)
+        else:
+            compiled = (compile_fx_inner if self._code else _without_code)(module, inputs, **kwargs)
+            code, kernels = getattr(compiled, "source_code", "") or "", ()
         after = fx.GraphModule(module, copy.deepcopy(module.graph))
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
@@ -185,11 +190,3 @@ class _Recorder:
         found = captured_graph(read, kind, after)
         self.graphs.append(replace(found, before=before, code=code, passes=self._passes, kernels=kernels))
         return compiled
-
-    def _generate(self, module: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[Any, str, tuple[Kernel, ...]]:
-        """Return what to run for a graph, its code, and the kernels of a GPU."""
-        if self._gpu is None:
-            compiled = (compile_fx_inner if self._code else _without_code)(module, inputs, **kwargs)
-            return compiled, getattr(compiled, "source_code", "") or "", ()
-        compiled, cluster = _returns_empty(module), self._policy.cluster or cost.CLUSTERS[self._gpu.name]
-        return compiled, *generate(module, inputs, self._gpu, cluster, **kwargs)

@@ -4,9 +4,6 @@ A graph that was traced on the CPU moves to a fake GPU. Inductor and Triton gene
 triton's wheel assembles them; nothing is run. Meanwhile torch takes this machine for one with that GPU:
 :func:`replacements` and :meth:`_Program.replacing` say what is replaced, and all of it is restored. No other thread
 may use a GPU or compile meanwhile.
-
-A GPU would run another program where Inductor measures (it pads no matrix product and tunes nothing here), and where
-tracing or Inductor's passes on the joint graph decide by the device, which was the CPU.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
+from operator import attrgetter
 from tempfile import NamedTemporaryFile
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -60,29 +58,15 @@ class Gpu(NamedTuple):
     name: str
     capability: tuple[int, int]
     multiprocessors: int
-    memory_gib: int
-    l2_mib: int
     shared_kib: int  # that one block may use
 
 
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu("A100", (8, 0), 108, 80, 40, 163),
-        Gpu("H100", (9, 0), 132, 80, 50, 227),
-        Gpu("H200", (9, 0), 132, 141, 50, 227),
-        Gpu("B200", (10, 0), 148, 180, 126, 227),
-    )
-}
+_ALL = Gpu("A100", (8, 0), 108, 163), Gpu("H100", (9, 0), 132, 227), Gpu("H200", (9, 0), 132, 227)
+GPUS = {gpu.name: gpu for gpu in (*_ALL, Gpu("B200", (10, 0), 148, 227))}
 
 
 def gpu_of(device: str | None) -> Gpu | None:
-    """Return the GPU of this name; None without a name.
-
-    Raises:
-        ValueError: there is none.
-        ImportError: triton is not installed.
-    """
+    """Return the GPU of this name, None without a name; raise if there is no such GPU, or no triton."""
     if device is None:
         return None
     if device not in GPUS:
@@ -94,15 +78,13 @@ def gpu_of(device: str | None) -> Gpu | None:
 
 
 def generate(
-    module: fx.GraphModule, inputs: Sequence[Any], gpu: Gpu, cluster: Cluster, **kwargs: Any
+    module: fx.GraphModule, inputs: Sequence[Any], gpu: Gpu, cluster: Cluster | None, **kwargs: Any
 ) -> tuple[str, tuple[Kernel, ...]]:
-    """Move a graph to the GPU and return its wrapper and its kernels, in order of launch.
+    """Move a graph to the GPU; return its wrapper and its kernels, in order of launch, with times on ``cluster``.
 
-    Args:
-        cluster: that times are estimated for.
-        kwargs: go to Inductor's ``compile_fx_inner``; :data:`OPTIONS` must be set.
+    ``kwargs`` go to Inductor, whose configuration must have :data:`OPTIONS`.
     """
-    program = _Program(gpu, cluster)
+    program = _Program(gpu, cluster or CLUSTERS[gpu.name])
     with program.replacing():
         compiled: Any = compile_fx_inner(module, _moved(module, inputs), **kwargs)
     return compiled.source_code, program.kernels()
@@ -113,34 +95,17 @@ def generate(
 
 def replacements(gpu: Gpu) -> dict[str, Callable[..., Any]]:
     """Return what stands in for names of torch: functions that answer as with one GPU."""
-    major, minor = gpu.capability
-    facts: dict[str, Any] = {
-        "name": f"NVIDIA {gpu.name}",
-        "gcnArchName": "",
-        "major": major,
-        "minor": minor,
-        "warp_size": 32,
-    }
+    facts = dict[str, Any](name=f"NVIDIA {gpu.name}", gcnArchName="", warp_size=32)
+    facts["major"], facts["minor"] = gpu.capability
     facts |= {"multi_processor_count": gpu.multiprocessors, "regs_per_multiprocessor": REGISTERS}
     facts |= {"max_threads_per_block": 1024, "max_threads_per_multi_processor": 2048}
-    facts |= {"total_memory": gpu.memory_gib << 30, "L2_cache_size": gpu.l2_mib << 20}
     facts |= {"shared_memory_per_block": 48 << 10, "shared_memory_per_block_optin": gpu.shared_kib << 10}
-    facts |= {"shared_memory_per_multiprocessor": (gpu.shared_kib + 1) << 10}
     properties = SimpleNamespace(**facts)
-    of_both: dict[str, Any] = {
-        "current_device": 0,
-        "device_count": 1,
-        "get_device_properties": properties,
-        "synchronize": None,
-    }
-    of_cuda: dict[str, Any] = {
-        "is_available": True,
-        "get_device_capability": gpu.capability,
-        "get_device_name": properties.name,
-    }
-    of_cuda |= {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None, "_lazy_init": None}
-    of_cuda |= {"_exchange_device": 0, "_maybe_exchange_device": 0}
-    of_interface: dict[str, Any] = {"exchange_device": 0, "maybe_exchange_device": 0, "get_raw_stream": 0}
+    of_both = dict[str, Any](current_device=0, device_count=1, get_device_properties=properties, synchronize=None)
+    of_cuda = dict[str, Any](is_available=True, get_device_name=properties.name, _lazy_init=None)
+    of_cuda |= {"get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None}
+    of_cuda |= {"get_device_capability": gpu.capability, "_exchange_device": 0, "_maybe_exchange_device": 0}
+    of_interface = dict[str, Any](exchange_device=0, maybe_exchange_device=0, get_raw_stream=0)
     of_interface |= {"Worker.current_device": 0, "Worker.get_device_properties": properties}
     values = {f"torch.cuda.{name}": value for name, value in (of_both | of_cuda).items()}
     interface = "torch._dynamo.device_interface.CudaInterface"
@@ -161,10 +126,9 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 def _getitem(tensor: Tensor, index: Any, own: Callable[..., Tensor] = Tensor.__getitem__) -> Tensor:
-    """Take an item of a fake tensor as if it were a meta tensor; of others, do what torch does."""
     if not isinstance(tensor, FakeTensor) or tensor.device != GPU:
         return own(tensor, index)
-    with in_kernel_invocation_manager(tensor.fake_mode):
+    with in_kernel_invocation_manager(tensor.fake_mode):  # as of a meta tensor
         return FakeTensor(tensor.fake_mode, own(tensor, index), GPU)
 
 
@@ -202,8 +166,8 @@ class _Program:
                 stack.enter_context(patch(name, value))
             stack.enter_context(patch(MISSING, _always(0), create=True))
             stack.enter_context(patch.object(driver, "_active", self._driver()))
-            stack.enter_context(patch.object(TritonKernel, "call_kernel", self._recording_kernels()))
-            stack.enter_context(patch.object(scheduler.Scheduler, "codegen_extern_call", self._recording_externs()))
+            stack.enter_context(_noting(TritonKernel, "call_kernel", self._note_kernel))
+            stack.enter_context(_noting(scheduler.Scheduler, "codegen_extern_call", self._note_extern))
             stack.enter_context(patch.dict("os.environ"))  # Inductor may set which ptxas to use
             _forget_devices()
             yield
@@ -230,32 +194,19 @@ class _Program:
         self.assembled.setdefault(name, found)  # of the configurations that a GPU would try, the first one
         return None, 0, registers, spills, 1024
 
-    def _recording_kernels(self) -> Callable[..., None]:
-        run = TritonKernel.call_kernel
+    def _note_kernel(self, kernel: Any, name: str, *_: Any) -> None:
+        self.launches[V.graph].append(self._kernel(name, kernel.estimate_kernel_num_bytes()))
+        for partial in kernel.saved_partial_accumulate:  # a sum by torch completes each
+            size = V.graph.get_dtype(partial.buffer_name).itemsize * V.graph.get_numel(partial.buffer_name)
+            self.launches[V.graph].append(self._kernel("aten.sum", int(size)))
 
-        def call_kernel(kernel: Any, name: str, *args: Any, **kwargs: Any) -> None:
-            launches = self.launches[V.graph]
-            launches.append(self._kernel(name, kernel.estimate_kernel_num_bytes()))
-            for partial in kernel.saved_partial_accumulate:  # a sum by torch completes each
-                size = V.graph.get_dtype(partial.buffer_name).itemsize * V.graph.get_numel(partial.buffer_name)
-                launches.append(self._kernel("aten.sum", int(size)))
-            run(kernel, name, *args, **kwargs)
-
-        return call_kernel
-
-    def _recording_externs(self) -> Callable[..., None]:
-        run = scheduler.Scheduler.codegen_extern_call
-
-        def codegen_extern_call(of: Any, scheduled: Any) -> None:
-            node = scheduled.node
-            if isinstance(node, ir.InvokeSubgraph):
-                self.launches[V.graph].append(node.subgraph.graph)  # type: ignore[union-attr]
-            elif name := _extern_name(node):
-                origin, size = node.get_origin_node(), scheduled.get_read_write_buffers_sizes()
-                self.launches[V.graph].append(self._kernel(name, size, origin))
-            run(of, scheduled)
-
-        return codegen_extern_call
+    def _note_extern(self, _: Any, scheduled: Any) -> None:
+        node = scheduled.node
+        if isinstance(node, ir.InvokeSubgraph):
+            self.launches[V.graph].append(node.subgraph.graph)  # type: ignore[union-attr]
+        elif name := _extern_name(node):
+            origin, size = node.get_origin_node(), scheduled.get_read_write_buffers_sizes()
+            self.launches[V.graph].append(self._kernel(name, size, origin))
 
     def _kernel(self, name: str, size_bytes: int, origin: fx.Node | None = None) -> Kernel:
         memory_us = 1e6 * size_bytes / (EFFICIENCY * self.cluster.memory_bytes_per_s)
@@ -264,7 +215,7 @@ class _Program:
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return what the outermost graph launches, which is the first that launched anything."""
-        return tuple(self._launched_by(next(iter(self.launches)))) if self.launches else ()
+        return tuple(self._launched_by(next(iter(self.launches), None)))
 
     def _launched_by(self, graph: Any) -> Iterator[Kernel]:
         for each in self.launches.get(graph, ()):
@@ -272,6 +223,12 @@ class _Program:
                 yield Kernel(each.name, each.bytes, each.estimate_us, **self.assembled.get(each.name, {}))
             else:
                 yield from self._launched_by(each)
+
+
+def _noting(owner: type, name: str, note: Callable[..., Any]) -> Any:
+    """Let ``note`` see the arguments of each call of a method, before it runs."""
+    run = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **kwargs: (note(*args), run(*args, **kwargs))[1])
 
 
 def _extern_name(node: Any) -> str:
@@ -303,9 +260,10 @@ def _moved(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Move a graph, and the graphs that it calls, to the GPU; return its inputs there."""
     for graph in (each.graph for each in module.modules() if isinstance(each, fx.GraphModule)):
         for node in graph.nodes:
+            _expect_no_constant(node)
             node.args, node.kwargs = map_aggregate(node.args, _device), map_aggregate(node.kwargs, _device)
-            if "val" in node.meta:
-                node.meta["val"] = map_aggregate(node.meta["val"], _value)
+            for key in {"val", "eager_input_vals"} & node.meta.keys():
+                node.meta[key] = map_aggregate(node.meta[key], _value)
         with detect_fake_mode(inputs) or nullcontext():
             for node in list(graph.nodes):
                 if node.target is aten._scaled_dot_product_flash_attention_for_cpu.default:
@@ -313,6 +271,14 @@ def _moved(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
                 elif node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
                     _replace_attention_backward(node)
     return [_value(each) for each in inputs]
+
+
+def _expect_no_constant(node: fx.Node) -> None:
+    """A number may stay on the CPU; larger tensors that a graph holds would have to be on the GPU."""
+    value = attrgetter(str(node.target))(node.graph.owning_module) if node.op == "get_attr" else None
+    if isinstance(value, Tensor) and value.dim():
+        shape = tuple(value.shape)
+        raise NotImplementedError(f"device: a constant of shape {shape} in the graph; make it a buffer of the model")
 
 
 def _device(value: Any) -> Any:
@@ -357,12 +323,12 @@ def _replace_attention_backward(node: fx.Node) -> None:
     mask, scale = node.kwargs.get("attn_mask"), {"scale": node.kwargs.get("scale")}
     with node.graph.inserting_before(node):
         if _is_flash(query, mask):
-            state = [_empty(node.graph, torch.uint64)] * 2
+            state = [_new(node.graph, aten.empty.memory_format, [2], dtype=torch.uint64, device=GPU)] * 2
             lengths = (None, None, _length(query), _length(key))
             operator = aten._scaled_dot_product_flash_attention_backward.default
             args = (grad, query, key, value, out, sums, *lengths, dropout, causal, *state)
         else:
-            state = [_empty(node.graph, torch.int64)] * 2
+            state = [_new(node.graph, aten.empty.memory_format, [2], dtype=torch.int64, device=GPU)] * 2
             operator = aten._scaled_dot_product_efficient_attention_backward.default
             needed = [True, True, True, False]
             args = (grad, query, key, value, mask, out, sums, *state, dropout, needed, causal)
@@ -372,14 +338,11 @@ def _replace_attention_backward(node: fx.Node) -> None:
 def _length(heads: fx.Node) -> Any:
     """Return the length of queries, keys or values: a number, or a new node where it varies."""
     length = heads.meta["val"].shape[2]
-    if isinstance(length, int):
-        return length
-    return _become(heads.graph.call_function(aten.sym_size.int), aten.sym_size.int, heads, 2)
+    return length if isinstance(length, int) else _new(heads.graph, aten.sym_size.int, heads, 2)
 
 
-def _empty(graph: fx.Graph, dtype: torch.dtype) -> fx.Node:
-    operator = aten.empty.memory_format
-    return _become(graph.call_function(operator), operator, [2], dtype=dtype, device=GPU)
+def _new(graph: fx.Graph, operator: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    return _become(graph.call_function(operator), operator, *args, **kwargs)
 
 
 def _become(node: fx.Node, operator: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -155,7 +155,7 @@ class Kernel:
 
     @property
     def is_generated(self) -> bool:
-        """Whether Triton has generated it."""
+        """Whether Inductor generated it for this graph, in Triton."""
         return self.registers is not None
 
 

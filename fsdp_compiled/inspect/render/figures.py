@@ -222,14 +222,12 @@ def collective_facts(number: int, collective: Collective) -> dict[str, str]:
 
 def kernels_facts(kernels: Sequence[Kernel]) -> dict[str, str]:
     """Return how many kernels a GPU's program launches, and what they cost in all."""
-    generated = [kernel for kernel in kernels if kernel.is_generated]
-    spilling = {kernel.name for kernel in generated if kernel.spills}
+    generated = Counter(kernel.name for kernel in kernels if kernel.is_generated)
     return {
         "launches": str(len(kernels)),
-        "of generated kernels": f"{len(generated)} ({len({kernel.name for kernel in generated})} different)",
-        "bytes": size(sum(kernel.bytes for kernel in kernels)),
-        "estimate": duration(sum(kernel.estimate_us for kernel in kernels)),
-        "kernels that spill": str(len(spilling) or "none"),
+        "of generated kernels": f"{generated.total()} ({len(generated)} different)",
+        "kernels that spill": str(len({kernel.name for kernel in kernels if kernel.spills}) or "none"),
+        **_costs(kernels),
     }
 
 
@@ -238,18 +236,18 @@ def kernel_lines(kernels: Sequence[Kernel]) -> list[dict[str, str]]:
     alike = defaultdict[str, list[Kernel]](list)
     for kernel in kernels:
         alike[kernel.name].append(kernel)
-    return [
-        {
-            "launches": str(len(each)),
-            "size": size(sum(kernel.bytes for kernel in each)),
-            "estimate": duration(sum(kernel.estimate_us for kernel in each)),
-            "registers": "-" if each[0].registers is None else str(each[0].registers),
-            "spills": "-" if each[0].spills is None else str(each[0].spills),
-            "shared": "-" if each[0].shared_bytes is None else size(each[0].shared_bytes),
-            "kernel": name,
-        }
-        for name, each in alike.items()
-    ]
+    return [{"launches": str(len(each)), **_costs(each), **_resources(each[0])} for each in alike.values()]
+
+
+def _costs(kernels: Sequence[Kernel]) -> dict[str, str]:
+    estimate_us = sum(kernel.estimate_us for kernel in kernels)
+    return {"bytes": size(sum(kernel.bytes for kernel in kernels)), "estimate": duration(estimate_us)}
+
+
+def _resources(kernel: Kernel) -> dict[str, str]:
+    found = {"registers": kernel.registers, "spills": kernel.spills}
+    shared = "-" if kernel.shared_bytes is None else size(kernel.shared_bytes)
+    return {key: "-" if n is None else str(n) for key, n in found.items()} | {"shared": shared, "kernel": kernel.name}
 
 
 def params(names: Sequence[str], width: int) -> str:
