@@ -24,6 +24,7 @@ from .target import UsageError, build, find
 WIDTH = 118
 SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
 _SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
+GPUS = tuple(name for name in CLUSTERS if name != "CPU")  # whose programs capture generates
 WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
 _INSPECT = """\
@@ -41,6 +42,7 @@ examples:
   fsdp-compiled inspect train.py:build --world 64 --cluster H100 --save report.html timeline.png
   fsdp-compiled inspect my.package:build --bucket 64MiB --prefetch 2 --in-flight-bytes 1GiB
   fsdp-compiled inspect train.py:build --bucket unit --explain --save capture.json
+  fsdp-compiled inspect train.py:build --device H100 --code
 
 train.py:
   def build():
@@ -93,12 +95,14 @@ def _inspect(args: argparse.Namespace) -> int:
         if args.explain:
             print(explain(model, schedule), end="\n\n")
         try:
-            captured = capture(model, *inputs, loss=None, schedule=schedule, **keywords)
+            captured = capture(model, *inputs, loss=None, schedule=schedule, device=args.device, **keywords)
         except Exception as error:
-            if mistake := _mistake_in_schedule(error):
+            if mistake := _mistake(error):
                 raise UsageError(mistake) from error
             raise
         print(captured)
+        for graph in captured.graphs if args.code else ():
+            print(f"\n{graph.kind}: code that Inductor generated\n{graph.code}")
         try:
             for path in args.save:
                 _say(f"saved {captured.save(path)}")
@@ -137,9 +141,10 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _mistake_in_schedule(error: BaseException | None) -> str | None:
-    """Return what a pass says, while a graph compiles, about a schedule that the graph cannot keep."""
-    while error is not None and not (isinstance(error, ValueError) and str(error).startswith("SchedulePolicy.")):
+def _mistake(error: BaseException | None) -> str | None:
+    """Return what is said, while a graph compiles, about a schedule or a device that the graph cannot have."""
+    kinds = (ValueError, ImportError, NotImplementedError)
+    while error and not (isinstance(error, kinds) and str(error).startswith(("SchedulePolicy.", "device: "))):
         error = error.__cause__ or error.__context__
     return str(error) if error else None
 
@@ -205,6 +210,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--explain", action="store_true", help="first say what each unit does, and why")
     about = f"also save the capture as {_SUFFIXES}"
     add("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=about)
+    about = f"generate and assemble the program of this GPU ({', '.join(GPUS)}), which need not be here"
+    add("--device", choices=GPUS, metavar="NAME", help=about)
+    add("--code", action="store_true", help="also print the code that Inductor generates")
     about = "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
     add = inspect.add_argument_group("schedule", about).add_argument
     about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"
@@ -216,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--keep-unsharded-bytes", type=_or(byte_size), metavar="BYTES", help=about)
     add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
     add("--verify", action="store_true", help="check after every pass that the graph keeps the rules")
-    about = f"{', '.join(CLUSTERS)} or a file by calibrate: what times are estimated for (found from the device)"
+    about = f"{', '.join(CLUSTERS)} or a file by calibrate: what times are estimated for (--device, or found)"
     add("--cluster", type=_cluster, metavar="NAME|FILE", help=about)
     return parser
 

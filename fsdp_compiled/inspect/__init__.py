@@ -5,7 +5,7 @@
 
 from .capture import capture
 from .explain import explain
-from .records import CapturedGraph, Collective, ComputeSpan, MemoryStep, Region, UnitExplanation
+from .records import CapturedGraph, Collective, ComputeSpan, Kernel, MemoryStep, Region, UnitExplanation
 from .report import Capture, Explanation
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "Collective",
     "ComputeSpan",
     "Explanation",
+    "Kernel",
     "MemoryStep",
     "Region",
     "UnitExplanation",

@@ -25,6 +25,7 @@ from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
+from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -36,6 +37,7 @@ def capture(
     loss: Callable[[Any], Tensor] | None = None,
     schedule: SchedulePolicy | None = None,
     code: bool = True,
+    device: str | None = None,
     passes: Sequence[Pass] = (),
     **kwargs: Any,
 ) -> Capture:
@@ -52,19 +54,28 @@ def capture(
         schedule: None for the default policy.
         code: False generates no code and computes nothing: graphs return tensors of the right shape that take no
             memory. So a model can be captured that this machine could not run; its shards need no values.
+        device: "A100", "B200", "H100" or "H200": generate and assemble, from a model on the CPU, the program of this
+            GPU, which need not be there. Its cluster is the default. Nothing is computed, as with ``code=False``.
         passes: your own graph passes, as for ``fsdp_compiled.compile``.
         kwargs: of its forward.
 
     Raises:
         TypeError: ``model`` is no module, ``schedule`` no SchedulePolicy, or ``passes`` no list of functions.
-        ValueError: no unit lies in ``model``.
+        ValueError: no unit lies in ``model``, or there is no such ``device``.
+        ImportError: ``device`` is given and triton is not installed.
+        NotImplementedError: ``device`` is given, and shards of CPUOffloadPolicy.
     """
     expect("model", model, nn.Module, "an nn.Module", "give the module, not its result")
+    gpu = gpu_of(device)
     states = states_below([model])
     if not states:
         raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     policy = schedule or SchedulePolicy()
-    recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code)
+    if gpu:
+        if any(param.placement.offload is not None for state in states for param in state.params):
+            raise NotImplementedError("device: shards of CPUOffloadPolicy; capture it without device or offload")
+        policy = replace(policy, cluster=policy.cluster or gpu.name)
+    recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code, gpu)
 
     breaks = counters["graph_break"].copy()
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
@@ -109,6 +120,11 @@ def _without_code(module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
     """Stand in for ``compile_fx_inner``: run Inductor's passes only, and return what returns empty results."""
     with V.set_fake_mode(detect_fake_mode(inputs)):
         _recursive_post_grad_passes(module, is_inference=kwargs.get("is_inference", False))
+    return _returns_empty(module)
+
+
+def _returns_empty(module: fx.GraphModule) -> Callable[[list[Any]], list[Any]]:
+    """Return what stands in for a compiled graph: it computes nothing and returns results of the right shapes."""
     (output,) = module.graph.find_nodes(op="output")
     values = [item.meta["val"] if isinstance(item, fx.Node) else item for item in output.args[0]]
 
@@ -135,11 +151,14 @@ def _empty(value: Any) -> Any:
 class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
-    def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool) -> None:
+    def __init__(
+        self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool, gpu: Gpu | None
+    ) -> None:
         self.graphs = list[CapturedGraph]()
-        self._policy, self._code = policy, code
+        self._policy, self._code, self._gpu = policy, code, gpu
         self._scheduled: fx.Graph | None = None
         self._config = {**options(policy, own), **more, "force_disable_caches": True}  # on a hit no pass would run
+        self._config |= OPTIONS if gpu else {}
         slot = "post_grad_custom_pre_pass"
         pipeline = slots(policy, more=own)[slot]
         self._passes = tuple(map(name_of, pipeline.passes))
@@ -158,11 +177,16 @@ class _Recorder:
     def _compile(self, module: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
         before = fx.GraphModule(module, copy.deepcopy(module.graph))
         self._scheduled = None
-        compiled = (compile_fx_inner if self._code else _without_code)(module, inputs, **kwargs)
+        if self._gpu:
+            compiled: Any = _returns_empty(module)
+            code, kernels = generate(module, inputs, self._gpu, self._policy.cluster_for(GPU), **kwargs)
+        else:
+            compiled = (compile_fx_inner if self._code else _without_code)(module, inputs, **kwargs)
+            code, kernels = getattr(compiled, "source_code", "") or "", ()
         after = fx.GraphModule(module, copy.deepcopy(module.graph))
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
         kind = "backward" if kwargs.get("is_backward") else kind
-        found, code = captured_graph(read, kind, after), getattr(compiled, "source_code", "") or ""
-        self.graphs.append(replace(found, before=before, code=code, passes=self._passes))
+        found = captured_graph(read, kind, after)
+        self.graphs.append(replace(found, before=before, code=code, passes=self._passes, kernels=kernels))
         return compiled

@@ -133,6 +133,33 @@ class Region:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """One launch of a GPU's program: of a kernel that Triton has generated, or of one that torch has.
+
+    Args:
+        name: as the wrapper calls it.
+        bytes: read and written.
+        estimate_us: by the cluster's memory bandwidth, and for matrix products and attention by their FLOPs; at least
+            the shortest time of any kernel.
+        registers: of a thread, in the first of the configurations that a GPU would try; None for torch's kernels.
+        spills: registers' worth of memory that a thread spills into.
+        shared_bytes: memory that the threads of a block share.
+    """
+
+    name: str
+    bytes: int
+    estimate_us: float
+    registers: int | None = None
+    spills: int | None = None
+    shared_bytes: int | None = None
+
+    @property
+    def is_generated(self) -> bool:
+        """Whether Inductor generated it for this graph, in Triton."""
+        return self.registers is not None
+
+
+@dataclass(frozen=True)
 class CapturedGraph:
     """One graph that Inductor compiled.
 
@@ -147,6 +174,7 @@ class CapturedGraph:
         code: what Inductor generated.
         regions: in order of first call; the timeline counts each call as compute.
         passes: names of the passes that made ``module`` of ``before``, a user's among them.
+        kernels: in order of launch, where the program of a GPU was asked for.
     """
 
     kind: GraphKind
@@ -161,6 +189,7 @@ class CapturedGraph:
     code: str
     regions: tuple[Region, ...] = ()
     passes: tuple[str, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
 
     @property
     def compute_us(self) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_compiled.inspect.gpu_program import GPUS, replacements
 from tests.support.private_names import ROOT, attributes_used, library_files, names_used
 
 # Attributes of objects, by the class that has them. What is no attribute of the class is set on its instances.
@@ -94,6 +95,7 @@ def uses() -> list[tuple[str, str]]:
         if attribute not in NOT_TORCHS:
             owner = OWNERS.get(attribute, "(no owner in tests/unit/test_private_names.py)")
             found += [(str(path.relative_to(ROOT)), f"{owner}.{attribute}") for path in paths]
+    found += [("fsdp_compiled/inspect/gpu_program.py", name) for name in replacements(GPUS["H100"])]
     dynamo = "fsdp_compiled/tracing/dynamo.py"
     return sorted(found + [(dynamo, name) for name in (*READ_BY_DYNAMO_PY, *(READ_FOR_REUSE if REUSES else ()))])
 
@@ -146,10 +148,10 @@ def test_a_name_that_does_not_exist_is_found():
 
 
 def test_dynamos_names_stand_in_one_file():
-    """But for configurations, which ``doctor`` reads."""
+    """But for configurations, which ``doctor`` reads, and what stands in for a GPU that is not there."""
     files = {path for path, name in uses() if name.startswith(("torch._dynamo", "torch._C._dynamo"))}
-    of_configs = {path for path, name in uses() if name.endswith("_dynamo.config")}
-    assert files - of_configs == {"fsdp_compiled/tracing/dynamo.py"}
+    others = {path for path, name in uses() if name.endswith("_dynamo.config")}
+    assert files - others - {"fsdp_compiled/inspect/gpu_program.py"} == {"fsdp_compiled/tracing/dynamo.py"}
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from math import floor, log10
 import torch
 
 from ...passes.schedule_policy import SchedulePolicy
-from ..records import CapturedGraph, CapturedModel, Collective, Verdict
+from ..records import CapturedGraph, CapturedModel, Collective, Kernel, Verdict
 
 LISTED_WIDTH = 48  # characters that a list of names may take in a sentence
 SHORTEST_US = 0.01  # less is not shown; rounding leaves less between two spans
@@ -64,7 +64,7 @@ def abbreviate(names: Sequence[str], width: int = LISTED_WIDTH) -> str:
     long keeps its beginning and its last name, then only ``layers.3.*.weight``, else its first name.
     """
     if len(names) < 2:
-        return _elide("".join(names), width)
+        return elide("".join(names), width)
     parts = [name.split(".") for name in names]
     spare = min(map(len, parts)) - 1  # every name keeps a part of its own
     head = _shared(p[:spare] for p in parts)
@@ -79,7 +79,7 @@ def abbreviate(names: Sequence[str], width: int = LISTED_WIDTH) -> str:
     if before:
         texts.append(f"{before}*{after}")
     fitting = (text for text in texts if len(text) <= width)
-    return next(fitting, f"{_elide(names[0], width - 2)},…")
+    return next(fitting, f"{elide(names[0], width - 2)},…")
 
 
 def _shared(lists: Iterable[list[str]]) -> int:
@@ -87,7 +87,8 @@ def _shared(lists: Iterable[list[str]]) -> int:
     return sum(1 for _ in takewhile(lambda items: len(set(items)) == 1, zip(*lists, strict=False)))
 
 
-def _elide(text: str, width: int) -> str:
+def elide(text: str, width: int) -> str:
+    """Return at most ``width`` characters of a text, without its middle where it is longer."""
     end = (width - 1) // 2
     return text if len(text) <= width else f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
@@ -217,6 +218,36 @@ def collective_facts(number: int, collective: Collective) -> dict[str, str]:
         "estimate": duration(collective.estimate_us),
         "exposed": duration(collective.exposed_us) if is_exposed(collective) else "hidden",
     }
+
+
+def kernels_facts(kernels: Sequence[Kernel]) -> dict[str, str]:
+    """Return how many kernels a GPU's program launches, and what they cost in all."""
+    generated = Counter(kernel.name for kernel in kernels if kernel.is_generated)
+    return {
+        "launches": str(len(kernels)),
+        "of generated kernels": f"{generated.total()} ({len(generated)} different)",
+        "kernels that spill": str(len({kernel.name for kernel in kernels if kernel.spills}) or "none"),
+        **_costs(kernels),
+    }
+
+
+def kernel_lines(kernels: Sequence[Kernel]) -> list[dict[str, str]]:
+    """Return a line for each kernel by name, in order of first launch: bytes and times are those of all launches."""
+    alike = defaultdict[str, list[Kernel]](list)
+    for kernel in kernels:
+        alike[kernel.name].append(kernel)
+    return [{"launches": str(len(each)), **_costs(each), **_resources(each[0])} for each in alike.values()]
+
+
+def _costs(kernels: Sequence[Kernel]) -> dict[str, str]:
+    estimate_us = sum(kernel.estimate_us for kernel in kernels)
+    return {"bytes": size(sum(kernel.bytes for kernel in kernels)), "estimate": duration(estimate_us)}
+
+
+def _resources(kernel: Kernel) -> dict[str, str]:
+    found = {"registers": kernel.registers, "spills": kernel.spills}
+    shared = "-" if kernel.shared_bytes is None else size(kernel.shared_bytes)
+    return {key: "-" if n is None else str(n) for key, n in found.items()} | {"shared": shared, "kernel": kernel.name}
 
 
 def params(names: Sequence[str], width: int) -> str:

@@ -47,7 +47,9 @@ def capture_text(capture: CapturedModel) -> str:
     ]
     for reason in capture.graph_breaks:
         head += _wrapped(" ".join(reason.split()), "  - ", "    ")
-    return _joined(head, *(_graph(title, graph) for title, graph in figures.titled(capture.graphs)))
+    graphs = figures.titled(capture.graphs)
+    kernels = (_kernels(title, graph) for title, graph in graphs if graph.kernels)
+    return _joined(head, *(_graph(title, graph) for title, graph in graphs), *kernels)
 
 
 def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
@@ -64,6 +66,15 @@ def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
         yield from _wrapped(each, "  ", "    ")
     for verdict in figures.verdicts(graph):
         yield from _wrapped(verdict, "  ", "    ")
+
+
+def _kernels(title: str, graph: CapturedGraph) -> Iterator[str]:
+    yield from _facts(f"kernels of {title}", figures.kernels_facts(graph.kernels))
+    lines = figures.kernel_lines(graph.kernels)
+    space = _space_beside([{**line, "kernel": ""} for line in lines], indent=2)
+    for line in lines:
+        line["kernel"] = figures.elide(line["kernel"], space)
+    yield from (f"  {line}" for line in _table(lines))
 
 
 def _facts(title: str, values: Mapping[str, str]) -> list[str]:

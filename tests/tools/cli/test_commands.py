@@ -108,7 +108,7 @@ def test_defaults(program, captures, capsys):
     assert _inspect(f"{program}:build") == 0
     (made,) = captures
     assert made.group == ("fake", 0, 8)
-    assert made.kwargs == {"loss": None, "schedule": SchedulePolicy()}
+    assert made.kwargs == {"loss": None, "schedule": SchedulePolicy(), "device": None}
     assert made.args[0].shape == (2, 8)
     out, err = capsys.readouterr()
     assert out == "the table\n"
