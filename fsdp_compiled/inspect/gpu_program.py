@@ -195,10 +195,11 @@ class _Program:
         return None, 0, registers, spills, 1024
 
     def _note_kernel(self, kernel: Any, name: str, *_: Any) -> None:
-        self.launches[V.graph].append(self._kernel(name, kernel.estimate_kernel_num_bytes()))
+        graph: Any = V.graph
+        self.launches[graph].append(self._kernel(name, kernel.estimate_kernel_num_bytes()))
         for partial in kernel.saved_partial_accumulate:  # a sum by torch completes each
-            size = V.graph.get_dtype(partial.buffer_name).itemsize * V.graph.get_numel(partial.buffer_name)
-            self.launches[V.graph].append(self._kernel("aten.sum", int(size)))
+            size = graph.get_dtype(partial.buffer_name).itemsize * graph.get_numel(partial.buffer_name)
+            self.launches[graph].append(self._kernel("aten.sum", int(size)))
 
     def _note_extern(self, _: Any, scheduled: Any) -> None:
         node = scheduled.node

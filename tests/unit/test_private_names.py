@@ -26,6 +26,7 @@ OWNERS = {
     "_buffers": MODULE,
     "_call_impl": MODULE,
     "_cdata": "torch.Tensor",
+    "_cuda_system_info_comment": "torch._dynamo.debug_utils",
     "_device_types": GROUP,
     "_flatten": "torch.distributed.device_mesh.DeviceMesh",
     "_forward_pre_hooks": MODULE,
@@ -37,6 +38,17 @@ OWNERS = {
     "_orig_mod": "torch._dynamo.OptimizedModule",
     "_parameters": MODULE,
     "_reduce_scatter_base": GROUP,
+    **dict.fromkeys(
+        (
+            "_scaled_dot_product_efficient_attention",
+            "_scaled_dot_product_efficient_attention_backward",
+            "_scaled_dot_product_flash_attention",
+            "_scaled_dot_product_flash_attention_backward",
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
+        "torch.ops.aten",
+    ),
     "_spec": "torch.distributed.tensor.DTensor",
     "_timeout": "torch._C._distributed_c10d.Backend.Options",
 }
