@@ -25,6 +25,7 @@ from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
+from .memory import StepKind, held_by, step_memory
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -37,6 +38,7 @@ def capture(
     schedule: SchedulePolicy | None = None,
     code: bool = True,
     passes: Sequence[Pass] = (),
+    optimizer: str = "adamw",
     **kwargs: Any,
 ) -> Capture:
     """Compile ``model`` as ``torch.compile`` would, run it once, and return the graphs and what they cost.
@@ -53,6 +55,8 @@ def capture(
         code: False generates no code and computes nothing: graphs return tensors of the right shape that take no
             memory. So a model can be captured that this machine could not run; its shards need no values.
         passes: your own graph passes, as for ``fsdp_compiled.compile``.
+        optimizer: that the estimated memory counts the state of: "adamw", "adam", "sgd", "sgd_momentum", "adagrad" or
+            "rmsprop".
         kwargs: of its forward.
 
     Raises:
@@ -64,6 +68,7 @@ def capture(
     if not states:
         raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     policy = schedule or SchedulePolicy()
+    held = held_by(model, states, tensors_in((args, kwargs)), optimizer)
     recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code)
 
     breaks = counters["graph_break"].copy()
@@ -78,6 +83,7 @@ def capture(
         schedule=policy,
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),
+        memory=step_memory(recorder.scheduled, held, optimizer),
     )
 
 
@@ -137,6 +143,7 @@ class _Recorder:
 
     def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool) -> None:
         self.graphs = list[CapturedGraph]()
+        self.scheduled = list[tuple[StepKind, fx.Graph]]()
         self._policy, self._code = policy, code
         self._scheduled: fx.Graph | None = None
         self._config = {**options(policy, own), **more, "force_disable_caches": True}  # on a hit no pass would run
@@ -163,6 +170,7 @@ class _Recorder:
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
         kind = "backward" if kwargs.get("is_backward") else kind
+        self.scheduled.append((kind, self._scheduled or after.graph))
         found, code = captured_graph(read, kind, after), getattr(compiled, "source_code", "") or ""
         self.graphs.append(replace(found, before=before, code=code, passes=self._passes))
         return compiled

@@ -47,7 +47,8 @@ def capture_text(capture: CapturedModel) -> str:
     ]
     for reason in capture.graph_breaks:
         head += _wrapped(" ".join(reason.split()), "  - ", "    ")
-    return _joined(head, *(_graph(title, graph) for title, graph in figures.titled(capture.graphs)))
+    memory = [_facts("memory of a step, by estimate", figures.memory_facts(capture.memory))] if capture.memory else []
+    return _joined(head, *(_graph(title, graph) for title, graph in figures.titled(capture.graphs)), *memory)
 
 
 def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
