@@ -25,7 +25,7 @@ from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
-from .memory import StepKind, held_by, step_memory
+from .memory import held_by, step_memory
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -55,8 +55,8 @@ def capture(
         code: False generates no code and computes nothing: graphs return tensors of the right shape that take no
             memory. So a model can be captured that this machine could not run; its shards need no values.
         passes: your own graph passes, as for ``fsdp_compiled.compile``.
-        optimizer: that the estimated memory counts the state of: "adamw", "adam", "sgd", "sgd_momentum", "adagrad" or
-            "rmsprop".
+        optimizer: that the estimated memory counts the state of: "adamw", "adam", "rmsprop", "sgd_momentum" or
+            "sgd".
         kwargs: of its forward.
 
     Raises:
@@ -143,7 +143,7 @@ class _Recorder:
 
     def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool) -> None:
         self.graphs = list[CapturedGraph]()
-        self.scheduled = list[tuple[StepKind, fx.Graph]]()
+        self.scheduled = list[tuple[GraphKind, fx.Graph]]()
         self._policy, self._code = policy, code
         self._scheduled: fx.Graph | None = None
         self._config = {**options(policy, own), **more, "force_disable_caches": True}  # on a hit no pass would run

@@ -6,8 +6,8 @@ last node that reads it. Which results have memory follows what Inductor does, b
 - matrix products, attention, collectives and regions write their results;
 - what lies between them is fused: a value has memory if one of these reads it or the graph returns it. Else whatever
   reads it computes it again, and what it was computed from lives until then;
-- a reduction, and a value computed from more than four others, has memory also if something reads it behind a later
-  product: Inductor does not compute those again.
+- a reduction, a value computed from more than four others and, on the CPU, one by way of an exponential that several
+  read, have memory also if something reads them behind a later product: Inductor does not compute those again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -41,18 +40,11 @@ Part = Literal[
     "logits and loss",  # what the last product of forward makes, its copies and its gradient
     "temporaries",
 ]
-StepKind = Literal["forward", "backward", "inference"]
+Graphs = Sequence[tuple[Literal["forward", "backward", "inference"], fx.Graph]]
 
 # Tensors like each parameter that an optimizer keeps, and those that its step needs for a while, where it updates all
 # parameters at a time. *Source:* torch/optim of torch 2.13.0: the defaults of each class, implementation "foreach".
-OPTIMIZERS = {
-    "adamw": (2, 1),
-    "adam": (2, 1),
-    "sgd": (0, 0),
-    "sgd_momentum": (1, 0),
-    "adagrad": (1, 1),
-    "rmsprop": (1, 1),
-}
+OPTIMIZERS = {"adamw": (2, 1), "adam": (2, 1), "rmsprop": (1, 1), "sgd_momentum": (1, 0), "sgd": (0, 0)}
 
 # What PyTorch's caching allocator reserves beyond live bytes. *Source:* vllm-project/compressed-tensors pull request
 # 587, which allows 5% where 2.4% were seen with a Llama of 70 billion parameters on a full 80 GB card. It can be much
@@ -61,6 +53,7 @@ ALLOCATOR_FRACTION = 0.05
 
 GLOO = "gloo's copy"
 _REREAD = 4  # *Source:* realize_reads_threshold of torch._inductor.config
+_COSTLY = (torch.ops.aten.exp, torch.ops.aten.sigmoid)  # *Source:* StorageBox.should_realize_on_reuse of torch 2.13.0
 
 
 @dataclass(frozen=True)
@@ -124,9 +117,7 @@ class _Event(NamedTuple):
     sign: int = 1
 
 
-def step_memory(
-    graphs: Sequence[tuple[StepKind, fx.Graph]], held: Sequence[Allocation], optimizer: str
-) -> StepMemory:
+def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str) -> StepMemory:
     """Return the memory of a step that runs these graphs in turn.
 
     Args:
@@ -154,23 +145,19 @@ def step_memory(
     return StepMemory(optimizer, tuple(MemoryLevel(*at, level) for at, level in curve.items()), tuple(largest))
 
 
-def held_by(
-    model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor], optimizer: str
-) -> list[Allocation]:
-    """Return what a rank holds before a step. ValueError: ``optimizer`` is none of :data:`OPTIMIZERS`."""
-    if optimizer not in OPTIMIZERS:
-        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer))
+def held_by(model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor], kind: str) -> list[Allocation]:
+    """Return what a rank holds before a step. ValueError: the optimizer's ``kind`` is none of :data:`OPTIMIZERS`."""
+    if kind not in OPTIMIZERS:
+        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(kind))
     params = [param for state in states for param in state.params]
     padded = {each.sharded_param: each.storage.layout.shard_numel * each.leaf.dtype.itemsize for each in params}
     padded |= {each.sharded_param: 0 for each in params if each.placement.offload is not None}  # on the host
     sizes = {param: padded.get(param, param.nbytes) for param in model.parameters()}
     trained = sum(size for param, size in sizes.items() if param.requires_grad)
     others = sum({id(each): each.nbytes for each in (*model.buffers(), *batch)}.values())
-    return [
-        Allocation("parameters", "parameters", sum(sizes.values())),
-        Allocation("optimizer state", "optimizer state", OPTIMIZERS[optimizer][0] * trained),
-        Allocation("batch and buffers", "batch and buffers", others),
-    ]
+    found: dict[Part, int] = {"parameters": sum(sizes.values()), "batch and buffers": others}
+    found["optimizer state"] = OPTIMIZERS[kind][0] * trained
+    return [Allocation(part, part, size) for part, size in found.items()]
 
 
 class _GraphMemory:
@@ -182,23 +169,28 @@ class _GraphMemory:
         forward: of a backward: what left it the values that it begins with.
     """
 
-    def __init__(self, kind: StepKind, graph: fx.Graph, forward: _GraphMemory | None = None) -> None:
-        self.kind, self.graph, self._forward = kind, graph, forward
+    def __init__(self, kind: str, graph: fx.Graph, forward: _GraphMemory | None = None) -> None:
+        self.kind, self.graph = kind, graph
         self.memory = dict[Hashable, Allocation]()
         self._keys = defaultdict[fx.Node, tuple[Hashable, ...]](tuple)
         self._lists = dict[fx.Node, tuple[Hashable, ...]]()  # of nodes that return new tensors in a list
         self._allocated = defaultdict[fx.Node, list[Hashable]](list)  # by the node that does
-        self._passing = defaultdict[fx.Node, int](int)  # bytes that are freed within their node
         self._last = dict[Hashable, fx.Node]()  # node that reads it
+        self._costly = set[fx.Node]()  # values without memory that take an exponential to compute, on the CPU
         self._level = dict[fx.Node, int]()  # how many products and collectives precede a node, one behind the other
         for node in graph.nodes:
             self._level[node] = max(map(self._level.__getitem__, node.all_input_nodes), default=0) + _is_alone(node)
-        self._read_placeholders()
+        products = [node for node in graph.nodes if _is_alone(node) and not nodes.is_ours(node)]
+        last = (self._level[products[-1]], _count(products[-1])) if products else (0, -1)
+        self._logits: tuple[int, int] = forward._logits if forward else last  # level and elements
+        self._read_placeholders(forward)
         for node in graph.nodes:
             if node.op == "call_function":
-                self._keys[node] = tuple(
-                    dict.fromkeys(key for each in node.all_input_nodes for key in self._keys[each])
-                )
+                inputs = (key for each in node.all_input_nodes for key in self._keys[each])
+                self._keys[node] = tuple(dict.fromkeys(inputs))
+                on_cpu = any(tensor.device.type == "cpu" for tensor in tensors_of(node))
+                if on_cpu and (packet_of(node) in _COSTLY or not self._costly.isdisjoint(node.all_input_nodes)):
+                    self._costly.add(node)
                 self._read(node)
             self._last |= {key: node for source in node.all_input_nodes for key in self._keys[source]}
         (output,) = graph.find_nodes(op="output")
@@ -208,44 +200,64 @@ class _GraphMemory:
 
     def events(self) -> Iterator[_Event]:
         """Yield what is allocated and freed, in order."""
-        dying = defaultdict[fx.Node, list[Hashable]](list)
+        freed = defaultdict[fx.Node, list[Hashable]](list)
         for key, node in self._last.items():
-            dying[node] += [key] if key not in self.returned else []
+            freed[node] += [key] if key not in self.returned else []
+        reused = self._reuse(freed)
         for node in self.graph.nodes:
-            new, old = self._allocated[node], dying[node]
-            first = self._overwritten(node, old, [self.memory[key].bytes for key in new])
-            changes = [(key, -1) for key in first] + [(key, 1) for key in new]
-            yield from (_Event(self.kind, node.name, key, self.memory[key], sign) for key, sign in changes)
-            passing = Allocation(node.name, "temporaries", self._passing[node])
-            yield from (_Event(self.kind, node.name, "passing", passing, sign) for sign in (1, -1) if passing.bytes)
-            yield from (_Event(self.kind, node.name, key, self.memory[key], -1) for key in old if key not in first)
-        for key in self._forward.returned if self._forward is not None else ():
-            if key not in self._last:  # what the user has of it
-                yield _Event(self.kind, node.name, key, self._forward.memory[key], -1)
+            new, old = self._allocated[node], freed[node]
+            first = [key for key in old if key in reused or self._is_free_before(key, node)]
+            rest = [key for key in old if key not in first]
+            for sign, keys in ((-1, first), (1, new), (-1, rest)):
+                yield from (_Event(self.kind, node.name, key, self.memory[key], sign) for key in keys)
 
-    def _overwritten(self, node: fx.Node, old: Sequence[Hashable], sizes: list[int]) -> list[Hashable]:
-        """Return what ``node`` frees or overwrites, of what it reads last, before results of these sizes need memory."""
-        if nodes.is_wait(node):
-            return [key for key in old if _keeps_buffer(nodes.bucket_of(node)) or self.memory[key].name == GLOO]
-        found = list[Hashable]()
-        for key in old if not _is_alone(node) else ():
-            if (size := self.memory[key].bytes) in sizes:
-                sizes.remove(size)
-                found.append(key)
-        return found
+    def _is_free_before(self, key: Hashable, node: fx.Node) -> bool:
+        """Tell whether ``node`` frees what it reads last before its results need memory."""
+        return nodes.is_wait(node) and (_keeps_buffer(nodes.bucket_of(node)) or self.memory[key].name == GLOO)
 
-    def _read_placeholders(self) -> None:
+    def _reuse(self, freed: dict[fx.Node, list[Hashable]]) -> set[Hashable]:
+        """Free later what Inductor keeps for the next result of its size, and return what it keeps.
+
+        A fused kernel also overwrites what it reads last. Inductor does not know of packed buffers, and keeps nothing
+        that would raise the peak that it knows of.
+        """
+        order, reused = list(self.graph.nodes), set[Hashable]()
+        made = {key for keys in self._allocated.values() for key in keys}
+        size_of = {key: 0 if each.part == "packed buffers" else each.bytes for key, each in self.memory.items()}
+        now, levels = sum(size_of[key] for key in self._last if key not in made), list[int]()
+        for node in order:
+            levels.append(now := now + sum(map(size_of.__getitem__, self._allocated[node])))
+            now -= sum(map(size_of.__getitem__, freed[node]))
+        peak, pool = max(levels), defaultdict[int, list[tuple[int, Hashable]]](list)
+        for index, node in enumerate(order):
+            is_known = [
+                key for key in freed[node] if self.memory[key].part not in ("packed buffers", "unsharded parameters")
+            ]
+            for key in is_known if not _is_alone(node) else ():
+                pool[size_of[key]].append((index, key))
+            for key in self._allocated[node] if node not in self._lists and not nodes.is_ours(node) else ():
+                at, old = pool[size_of[key]].pop() if pool[size_of[key]] else (index, None)
+                if old is not None and (index - at < 2 or max(levels[at + 1 : index]) + size_of[old] <= peak):
+                    levels[at + 1 : index] = [level + size_of[old] for level in levels[at + 1 : index]]
+                    freed[order[at]].remove(old)
+                    freed[node].append(old)
+                    reused.add(old)
+            for key in is_known if _is_alone(node) else ():
+                pool[size_of[key]].append((index, key))
+        return reused
+
+    def _read_placeholders(self, forward: _GraphMemory | None) -> None:
         """Find what a graph begins with; parameters and what else outlives the step are counted apart."""
         given = self.graph.find_nodes(op="placeholder")
         saved = [node for node in given if "tangents" not in str(node.target)]
         for node in (node for node in given if node not in saved):
             self._allocate(node, node, [(node.name, "logits and loss", *map(tensor_bytes, tensors_of(node)))])
-        if self._forward is not None:
-            (output,) = self._forward.graph.find_nodes(op="output")
-            for node, source in zip(reversed(saved), reversed(output.args[0]), strict=False):
-                self._keys[node] = self._forward._keys[source]
-                self.memory |= {key: self._forward.memory[key] for key in self._keys[node]}
-                self._last |= dict.fromkeys(self._keys[node], node)
+        if forward is not None:
+            (left,), (end,) = (graph.find_nodes(op="output") for graph in (forward.graph, self.graph))
+            self.memory |= forward.memory
+            self._last |= dict.fromkeys(forward.returned, end)  # unless something reads it
+            pairs = zip(reversed(saved), reversed(left.args[0]), strict=False)
+            self._keys |= {node: forward._keys[source] for node, source in pairs}
 
     def _allocate(self, node: fx.Node, owner: fx.Node, results: Iterable[tuple[str, Part, int]]) -> None:
         """Let ``node`` allocate what ``owner`` returns."""
@@ -275,8 +287,11 @@ class _GraphMemory:
             part: Part = "logits and loss" if self._is_logits(node) else "temporaries"
             self._allocate(node, node, [(node.name, part, size) for size in map(tensor_bytes, tensors_of(node))])
             self._lists |= {node: self._keys[node]} if isinstance(node.meta.get("val"), (list, tuple)) else {}
+            self._costly.discard(node)
             if (region := nodes.region_of(node)) is not None:
-                self._passing[node] = _own_bytes(region)
+                self.memory[node] = Allocation(node.name, "temporaries", _own_bytes(region))
+                self._last[node] = node
+                self._allocated[node].append(node)
 
     def _has_memory(self, node: fx.Node) -> bool:
         """Tell whether a result is written, by the rules above."""
@@ -284,24 +299,18 @@ class _GraphMemory:
         if _is_alone(node) or any(reader.op == "output" or _is_alone(reader) for reader in readers):
             return True
         reduces = any(_count(each) > _count(node) for each in node.all_input_nodes)
+        is_costly = node in self._costly and len(node.users) > 1
         is_read_later = any(self._level[reader] > self._level[node] for reader in readers)
-        return is_read_later and (reduces or len(self._keys[node]) > _REREAD)
+        return is_read_later and (reduces or is_costly or len(self._keys[node]) > _REREAD)
 
     def _is_logits(self, node: fx.Node) -> bool:
         """Tell the last product's result, its copies and their gradients, before the first product of backward."""
-        forward = self if self.kind == "forward" else self._forward
-        level, count = forward._last_product if forward else (0, -1)
-        is_near = self._level[node] >= level if forward is self else self._level[node] == 0
-        return is_near and _count(node) == count
-
-    @cached_property
-    def _last_product(self) -> tuple[int, int]:
-        """Its level, and the number of its elements."""
-        products = [node for node in self.graph.nodes if _is_alone(node) and not nodes.is_ours(node)]
-        return (self._level[products[-1]], _count(products[-1])) if products else (0, -1)
+        level, count = self._logits
+        return _count(node) == count and (
+            self._level[node] >= level if self.kind == "forward" else not self._level[node]
+        )
 
     def _launch(self, node: fx.Node, buffers: _Buffers) -> None:
-        self._passing[node] = buffers.passing
         for key in self._keys[node] if not nodes.kind_of(node).is_ahead else ():
             self._call(key, "temporaries", "unsharded gradients")
         packed = {node.name: buffers.packed, GLOO: buffers.copied}
@@ -324,7 +333,6 @@ class _Buffers(NamedTuple):
 
     packed: int  # until the last wait
     copied: int = 0  # by gloo, until it is done. *Source:* profiled with torch 2.13.0: it works on flat copies
-    passing: int = 0  # freed within the launch
     has_results: bool = False
 
 
@@ -341,9 +349,7 @@ def _buffers_of(launch: fx.Node) -> _Buffers:
         copied += mine * (in_place and world > 1 and len(bucket.params) > 1)
         return _Buffers(packed + mine * (not bucket.inputs_persist), copied, has_results=in_place or not on_cpu)
     if isinstance(bucket, ReductionBucket):
-        value = nodes.value_of(nodes.inputs_of(launch)[0])
-        joined = world * bucket.packed.numel * value.itemsize if on_cpu and value.dtype != bucket.spec.dtype else 0
-        return _Buffers(world * mine + mine * (world > 1), copied, passing=joined)
+        return _Buffers(world * mine + mine * (world > 1), copied)
     return _Buffers(world * mine)
 
 
