@@ -26,7 +26,7 @@ from ..expect import unexpected
 from ..hooks.state import FSDPState
 from ..passes.cost.compute import is_attention, is_view, packet_of, tensor_bytes, tensors_of
 from ..passes.graph import nodes
-from ..sharding.spec import AllGatherBucket, Bucket, ReductionBucket
+from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
 
 Part = Literal[
     "parameters",  # shards, and parameters outside of units
@@ -51,7 +51,6 @@ OPTIMIZERS = {"adamw": (2, 1), "adam": (2, 1), "rmsprop": (1, 1), "sgd_momentum"
 # more: meta-pytorch/torchrec pull request 4584 reports 21%.
 ALLOCATOR_FRACTION = 0.05
 
-GLOO = "gloo's copy"
 _REREAD = 4  # *Source:* realize_reads_threshold of torch._inductor.config
 _COSTLY = (torch.ops.aten.exp, torch.ops.aten.sigmoid)  # *Source:* StorageBox.should_realize_on_reuse of torch 2.13.0
 
@@ -173,6 +172,7 @@ class _GraphMemory:
         self.kind, self.graph = kind, graph
         self.memory = dict[Hashable, Allocation]()
         self._keys = defaultdict[fx.Node, tuple[Hashable, ...]](tuple)
+        self._inputs = dict[fx.Node, frozenset[Hashable]]()
         self._lists = dict[fx.Node, tuple[Hashable, ...]]()  # of nodes that return new tensors in a list
         self._allocated = defaultdict[fx.Node, list[Hashable]](list)  # by the node that does
         self._last = dict[Hashable, fx.Node]()  # node that reads it
@@ -188,15 +188,43 @@ class _GraphMemory:
             if node.op == "call_function":
                 inputs = (key for each in node.all_input_nodes for key in self._keys[each])
                 self._keys[node] = tuple(dict.fromkeys(inputs))
+                self._inputs[node] = frozenset(self._keys[node])
                 on_cpu = any(tensor.device.type == "cpu" for tensor in tensors_of(node))
                 if on_cpu and (packet_of(node) in _COSTLY or not self._costly.isdisjoint(node.all_input_nodes)):
                     self._costly.add(node)
                 self._read(node)
             self._last |= {key: node for source in node.all_input_nodes for key in self._keys[source]}
+        self._order = self._fused()
+        for node in self._order:
+            self._last |= {key: node for source in node.all_input_nodes for key in self._keys[source]}
         (output,) = graph.find_nodes(op="output")
         self.returned = {key for source in output.all_input_nodes for key in self._keys[source]}
         for key in self.returned:
             self._call(key, "temporaries", "saved activations" if kind == "forward" else "gradients")
+
+    def _fused(self) -> list[fx.Node]:
+        """Return the nodes in order, those behind each other that Inductor computes by one kernel.
+
+        These are values of one size between two collectives that read the same memory and do not need each other.
+        """
+        place, needs = {node: index for index, node in enumerate(self.graph.nodes)}, dict[fx.Node, int]()
+        also, near = defaultdict[fx.Node, list[fx.Node]](list), list[fx.Node]()
+        for node in self.graph.nodes:
+            needs[node] = 1 << place[node]
+            for source in node.all_input_nodes:
+                needs[node] |= needs[source]
+            if nodes.is_launch(node) or nodes.is_wait(node):
+                near = []
+            elif node in self._allocated and node.op == "call_function" and not _is_alone(node):
+                for other in near:
+                    shares = not self._inputs[node].isdisjoint(self._inputs[other])
+                    if shares and _count(other) == _count(node) and not needs[node] >> place[other] & 1:
+                        also[other] += node.all_input_nodes
+                near.append(node)
+        found = dict[fx.Node, bool]()
+        for node in self.graph.nodes:
+            _put(node, also, found)
+        return list(found)
 
     def events(self) -> Iterator[_Event]:
         """Yield what is allocated and freed, in order."""
@@ -204,7 +232,7 @@ class _GraphMemory:
         for key, node in self._last.items():
             freed[node] += [key] if key not in self.returned else []
         reused = self._reuse(freed)
-        for node in self.graph.nodes:
+        for node in self._order:
             new, old = self._allocated[node], freed[node]
             first = [key for key in old if key in reused or self._is_free_before(key, node)]
             rest = [key for key in old if key not in first]
@@ -213,7 +241,7 @@ class _GraphMemory:
 
     def _is_free_before(self, key: Hashable, node: fx.Node) -> bool:
         """Tell whether ``node`` frees what it reads last before its results need memory."""
-        return nodes.is_wait(node) and (_keeps_buffer(nodes.bucket_of(node)) or self.memory[key].name == GLOO)
+        return nodes.is_wait(node) and (keeps_buffer(nodes.bucket_of(node)) or self.memory[key].name == GLOO)
 
     def _reuse(self, freed: dict[fx.Node, list[Hashable]]) -> set[Hashable]:
         """Free later what Inductor keeps for the next result of its size, and return what it keeps.
@@ -221,7 +249,7 @@ class _GraphMemory:
         A fused kernel also overwrites what it reads last. Inductor does not know of packed buffers, and keeps nothing
         that would raise the peak that it knows of.
         """
-        order, reused = list(self.graph.nodes), set[Hashable]()
+        order, reused = self._order, set[Hashable]()
         made = {key for keys in self._allocated.values() for key in keys}
         size_of = {key: 0 if each.part == "packed buffers" else each.bytes for key, each in self.memory.items()}
         now, levels = sum(size_of[key] for key in self._last if key not in made), list[int]()
@@ -261,7 +289,7 @@ class _GraphMemory:
 
     def _allocate(self, node: fx.Node, owner: fx.Node, results: Iterable[tuple[str, Part, int]]) -> None:
         """Let ``node`` allocate what ``owner`` returns."""
-        made = {(owner, index): Allocation(*result) for index, result in enumerate(results)}
+        made: dict[Hashable, Allocation] = {(owner, i): Allocation(*result) for i, result in enumerate(results)}
         self.memory |= made
         self._last |= dict.fromkeys(made, node)
         self._allocated[node] += made
@@ -278,7 +306,7 @@ class _GraphMemory:
             if (made := self._lists.get(nodes.list_of(node))) and not nodes.is_part(node):
                 self._keys[node] = (made[nodes.index_of(node)],)
         elif nodes.is_first_launch(node):
-            self._launch(node, _buffers_of(node))
+            self._launch(node, buffers_of(node))
         elif node in self._lists:  # a wait, for what has its memory since the launch
             self._keys[node] = self._lists[node]
         elif nodes.is_wait(node) and nodes.stage_of(node) == nodes.bucket_of(node).stages[-1]:
@@ -310,7 +338,7 @@ class _GraphMemory:
             self._level[node] >= level if self.kind == "forward" else not self._level[node]
         )
 
-    def _launch(self, node: fx.Node, buffers: _Buffers) -> None:
+    def _launch(self, node: fx.Node, buffers: Buffers) -> None:
         for key in self._keys[node] if not nodes.kind_of(node).is_ahead else ():
             self._call(key, "temporaries", "unsharded gradients")
         packed = {node.name: buffers.packed, GLOO: buffers.copied}
@@ -326,37 +354,6 @@ class _GraphMemory:
         results = [(param.name, part, size) for param, size in zip(bucket.params, sizes, strict=True)]
         self._allocate(allocating, node, results)
         self._lists[node] = self._keys[node]
-
-
-class _Buffers(NamedTuple):
-    """Bytes that a launch allocates; ``has_results`` tells whether the results have their memory from then on."""
-
-    packed: int  # until the last wait
-    copied: int = 0  # by gloo, until it is done. *Source:* profiled with torch 2.13.0: it works on flat copies
-    has_results: bool = False
-
-
-def _buffers_of(launch: fx.Node) -> _Buffers:
-    """Return what the recipe of a bucket's collective allocates; of kinds that others define, one packed buffer."""
-    bucket, on_cpu = nodes.bucket_of(launch), nodes.value_of(launch).device.type == "cpu"
-    world, itemsize = bucket.spec.world, bucket.spec.dtype.itemsize
-    mine = bucket.packed.numel * itemsize  # what this rank contributes, or gets of a reduce-scatter
-    copied = world * mine if on_cpu and world > 1 else 0
-    if isinstance(bucket, AllGatherBucket):
-        is_cast = len(bucket.params) > 1 and any(param.dtype != bucket.spec.dtype for param in bucket.params)
-        in_place = bucket.into_place or world == 1
-        packed = mine * is_cast if in_place else world * mine
-        copied += mine * (in_place and world > 1 and len(bucket.params) > 1)
-        return _Buffers(packed + mine * (not bucket.inputs_persist), copied, has_results=in_place or not on_cpu)
-    if isinstance(bucket, ReductionBucket):
-        return _Buffers(world * mine + mine * (world > 1), copied)
-    return _Buffers(world * mine)
-
-
-def _keeps_buffer(bucket: Bucket) -> bool:
-    """Tell whether reduced gradients stay in the packed buffer, neither divided nor cast."""
-    is_plain = isinstance(bucket, ReductionBucket) and bucket.spec.scaling.post_divide == 1.0
-    return is_plain and {param.dtype for param in bucket.params} == {bucket.spec.dtype}
 
 
 def _is_alone(node: fx.Node) -> bool:
@@ -388,3 +385,13 @@ def _own_bytes(region: fx.Graph) -> int:
     read = _GraphMemory("inference", region)
     levels = accumulate(event.sign * event.what.bytes for event in read.events())
     return max(levels, default=0) - sum(read.memory[key].bytes for key in read.returned)
+
+
+def _put(node: fx.Node, also: dict[fx.Node, list[fx.Node]], found: dict[fx.Node, bool]) -> None:
+    """Put a node behind its inputs, and behind those that it has to wait for, unless these wait for it."""
+    if node not in found:
+        found[node] = False
+        for source in (*node.all_input_nodes, *also[node]):
+            _put(source, also, found)
+        del found[node]
+        found[node] = True  # the last one now
