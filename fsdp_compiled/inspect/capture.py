@@ -18,14 +18,14 @@ from torch._inductor.virtualized import V
 from ..api import options
 from ..expect import expect, unexpected
 from ..hooks.forward import tensors_in
-from ..hooks.state import states_below
+from ..hooks.state import FSDPState, states_below
 from ..module import user_class
 from ..passes import Pass, beside_users_passes, cost, region_options, slots
 from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
-from .memory import held_by, step_memory
+from .memory import OPTIMIZERS, Allocation, Part, step_memory
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -61,14 +61,14 @@ def capture(
 
     Raises:
         TypeError: ``model`` is no module, ``schedule`` no SchedulePolicy, or ``passes`` no list of functions.
-        ValueError: no unit lies in ``model``.
+        ValueError: no unit lies in ``model``, or ``optimizer`` is unknown.
     """
     expect("model", model, nn.Module, "an nn.Module", "give the module, not its result")
     states = states_below([model])
     if not states:
         raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     policy = schedule or SchedulePolicy()
-    held = held_by(model, states, tensors_in((args, kwargs)), optimizer)
+    held = _held(model, states, tensors_in((args, kwargs)), optimizer)
     recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code)
 
     breaks = counters["graph_break"].copy()
@@ -104,6 +104,21 @@ def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor
     finally:
         for param, grad in grads.items():
             param.grad = grad
+
+
+def _held(model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor], kind: str) -> list[Allocation]:
+    """Return what a rank holds before a step. ValueError: the optimizer's ``kind`` is unknown."""
+    if kind not in OPTIMIZERS:
+        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(kind))
+    params = [param for state in states for param in state.params]
+    padded = {each.sharded_param: each.storage.layout.shard_numel * each.leaf.dtype.itemsize for each in params}
+    padded |= {each.sharded_param: 0 for each in params if each.placement.offload is not None}  # on the host
+    sizes = {param: padded.get(param, param.nbytes) for param in model.parameters()}
+    trained = sum(size for param, size in sizes.items() if param.requires_grad)
+    others = sum({id(each): each.nbytes for each in (*model.buffers(), *batch)}.values())
+    found: dict[Part, int] = {"parameters": sum(sizes.values()), "batch and buffers": others}
+    found["optimizer state"] = OPTIMIZERS[kind][0] * trained
+    return [Allocation(part, part, size) for part, size in found.items()]
 
 
 def _sum(output: Any) -> Tensor:

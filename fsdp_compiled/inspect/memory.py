@@ -19,11 +19,9 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ..expect import unexpected
-from ..hooks.state import FSDPState
 from ..passes.cost.compute import is_attention, is_view, packet_of, tensor_bytes, tensors_of
 from ..passes.graph import nodes
 from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
@@ -121,7 +119,7 @@ def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str) -> S
 
     Args:
         graphs: as scheduled, in order; each backward belongs to the last forward that has none yet.
-        held: what is there before the step and after it, see :func:`held_by`.
+        held: what is there before the step and after it.
         optimizer: a key of :data:`OPTIMIZERS`.
     """
     events, forwards = [_Event("step", "start", each.name, each) for each in held], list[_GraphMemory]()
@@ -142,21 +140,6 @@ def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str) -> S
             del alive[event.key]
     largest = sorted(alive.values(), key=lambda each: -each.bytes)
     return StepMemory(optimizer, tuple(MemoryLevel(*at, level) for at, level in curve.items()), tuple(largest))
-
-
-def held_by(model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor], kind: str) -> list[Allocation]:
-    """Return what a rank holds before a step. ValueError: the optimizer's ``kind`` is none of :data:`OPTIMIZERS`."""
-    if kind not in OPTIMIZERS:
-        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(kind))
-    params = [param for state in states for param in state.params]
-    padded = {each.sharded_param: each.storage.layout.shard_numel * each.leaf.dtype.itemsize for each in params}
-    padded |= {each.sharded_param: 0 for each in params if each.placement.offload is not None}  # on the host
-    sizes = {param: padded.get(param, param.nbytes) for param in model.parameters()}
-    trained = sum(size for param, size in sizes.items() if param.requires_grad)
-    others = sum({id(each): each.nbytes for each in (*model.buffers(), *batch)}.values())
-    found: dict[Part, int] = {"parameters": sum(sizes.values()), "batch and buffers": others}
-    found["optimizer state"] = OPTIMIZERS[kind][0] * trained
-    return [Allocation(part, part, size) for part, size in found.items()]
 
 
 class _GraphMemory:
@@ -366,7 +349,7 @@ def _is_same_memory(node: fx.Node) -> bool:
     """Tell whether a result lies in the memory of what it is computed from."""
     if packet_of(node) is torch.ops.aten.reshape:
         return nodes.value_of(nodes.source_of(node)).is_contiguous()
-    return packet_of(node) is torch.ops.aten._unsafe_view or is_view(node)
+    return str(packet_of(node)) == "aten._unsafe_view" or is_view(node)
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
