@@ -1,13 +1,15 @@
 """Estimates the peak memory of a training step on one rank, from its graphs and by arithmetic.
 
-It must not know how a capture is drawn. A graph is read once, in order. A result takes memory from its node to the
-last node that reads it. Which results have memory follows what Inductor does, by three rules:
+It must not know how a capture is drawn. A result takes memory from its node to the last node that reads it. Which
+results have memory, and until when, follows what Inductor does, by these rules:
 
 - matrix products, attention, collectives and regions write their results;
 - what lies between them is fused: a value has memory if one of these reads it or the graph returns it. Else whatever
   reads it computes it again, and what it was computed from lives until then;
 - a reduction, a value computed from more than four others and, on the CPU, one by way of an exponential that several
-  read, have memory also if something reads them behind a later product: Inductor does not compute those again.
+  read, have memory also if something reads them behind a later product: Inductor does not compute those again;
+- values of one size that read the same memory are computed at the same time, if they are near each other;
+- freed memory is kept for the next result of its size, unless that would raise the peak.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ OPTIMIZERS = {"adamw": (2, 1), "adam": (2, 1), "rmsprop": (1, 1), "sgd_momentum"
 ALLOCATOR_FRACTION = 0.05
 
 _REREAD = 4  # *Source:* realize_reads_threshold of torch._inductor.config
+_NEAR = 64  # *Source:* Scheduler.are_long_distant_nodes of torch 2.13.0
 _COSTLY = (torch.ops.aten.exp, torch.ops.aten.sigmoid)  # *Source:* StorageBox.should_realize_on_reuse of torch 2.13.0
 
 
@@ -199,6 +202,7 @@ class _GraphMemory:
             if nodes.is_launch(node) or nodes.is_wait(node):
                 near = []
             elif node in self._allocated and node.op == "call_function" and not _is_alone(node):
+                near = [other for other in near if place[node] - place[other] <= _NEAR]
                 for other in near:
                     shares = not self._inputs[node].isdisjoint(self._inputs[other])
                     if shares and _count(other) == _count(node) and not needs[node] >> place[other] & 1:
@@ -241,11 +245,10 @@ class _GraphMemory:
             now -= sum(map(size_of.__getitem__, freed[node]))
         peak, pool = max(levels), defaultdict[int, list[tuple[int, Hashable]]](list)
         for index, node in enumerate(order):
-            is_known = [
-                key for key in freed[node] if self.memory[key].part not in ("packed buffers", "unsharded parameters")
-            ]
-            for key in is_known if not _is_alone(node) else ():
-                pool[size_of[key]].append((index, key))
+            unknown = ("packed buffers", "unsharded parameters")
+            left = [(index, key) for key in freed[node] if self.memory[key].part not in unknown]
+            for each in left if not _is_alone(node) else ():
+                pool[size_of[each[1]]].append(each)
             for key in self._allocated[node] if node not in self._lists and not nodes.is_ours(node) else ():
                 at, old = pool[size_of[key]].pop() if pool[size_of[key]] else (index, None)
                 if old is not None and (index - at < 2 or max(levels[at + 1 : index]) + size_of[old] <= peak):
@@ -253,8 +256,8 @@ class _GraphMemory:
                     freed[order[at]].remove(old)
                     freed[node].append(old)
                     reused.add(old)
-            for key in is_known if _is_alone(node) else ():
-                pool[size_of[key]].append((index, key))
+            for each in left if _is_alone(node) else ():
+                pool[size_of[each[1]]].append(each)
         return reused
 
     def _read_placeholders(self, forward: _GraphMemory | None) -> None:
@@ -262,7 +265,7 @@ class _GraphMemory:
         given = self.graph.find_nodes(op="placeholder")
         saved = [node for node in given if "tangents" not in str(node.target)]
         for node in (node for node in given if node not in saved):
-            self._allocate(node, node, [(node.name, "logits and loss", *map(tensor_bytes, tensors_of(node)))])
+            self._allocate(node, node, [(node.name, "logits and loss", sum(map(tensor_bytes, tensors_of(node))))])
         if forward is not None:
             (left,), (end,) = (graph.find_nodes(op="output") for graph in (forward.graph, self.graph))
             self.memory |= forward.memory
