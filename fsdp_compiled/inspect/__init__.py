@@ -5,18 +5,23 @@
 
 from .capture import capture
 from .explain import explain
+from .memory import OPTIMIZERS, Allocation, MemoryLevel, StepMemory
 from .records import CapturedGraph, Collective, ComputeSpan, Kernel, MemoryStep, Region, UnitExplanation
 from .report import Capture, Explanation
 
 __all__ = [
+    "OPTIMIZERS",
+    "Allocation",
     "Capture",
     "CapturedGraph",
     "Collective",
     "ComputeSpan",
     "Explanation",
     "Kernel",
+    "MemoryLevel",
     "MemoryStep",
     "Region",
+    "StepMemory",
     "UnitExplanation",
     "capture",
     "explain",

@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from ..api import options
 from ..expect import expect, unexpected
 from ..hooks.forward import tensors_in
-from ..hooks.state import states_below
+from ..hooks.state import FSDPState, states_below
 from ..module import user_class
 from ..passes import Pass, beside_users_passes, region_options, slots
 from ..passes.inductor import name_of
@@ -26,6 +26,7 @@ from ..policy import SchedulePolicy
 from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
+from .memory import OPTIMIZERS, Allocation, Part, step_memory
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -39,6 +40,7 @@ def capture(
     code: bool = True,
     device: str | None = None,
     passes: Sequence[Pass] = (),
+    optimizer: str = "adamw",
     **kwargs: Any,
 ) -> Capture:
     """Compile ``model`` as ``torch.compile`` would, run it once, and return the graphs and what they cost.
@@ -57,11 +59,13 @@ def capture(
         device: "A100", "B200", "H100" or "H200": generate and assemble, from a model on the CPU, the program of this
             GPU, which need not be there. Its cluster is the default. Nothing is computed, as with ``code=False``.
         passes: your own graph passes, as for ``fsdp_compiled.compile``.
+        optimizer: that the estimated memory counts the state of: "adamw", "adam", "rmsprop", "sgd_momentum" or
+            "sgd".
         kwargs: of its forward.
 
     Raises:
         TypeError: ``model`` is no module, ``schedule`` no SchedulePolicy, or ``passes`` no list of functions.
-        ValueError: no unit lies in ``model``, or there is no such ``device``.
+        ValueError: no unit lies in ``model``, or ``optimizer`` is unknown, or there is no such ``device``.
         ImportError: ``device`` is given and triton is not installed.
         NotImplementedError: ``device`` is given, and shards of CPUOffloadPolicy.
     """
@@ -71,6 +75,7 @@ def capture(
     if not states:
         raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     policy = schedule or SchedulePolicy()
+    held = _held(model, states, tensors_in((args, kwargs)), optimizer)
     if gpu:
         if any(param.placement.offload is not None for state in states for param in state.params):
             raise NotImplementedError("device: shards of CPUOffloadPolicy; capture it without device or offload")
@@ -89,6 +94,7 @@ def capture(
         schedule=policy,
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),
+        memory=step_memory(recorder.scheduled, held, optimizer),
     )
 
 
@@ -109,6 +115,21 @@ def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor
     finally:
         for param, grad in grads.items():
             param.grad = grad
+
+
+def _held(model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor], kind: str) -> list[Allocation]:
+    """Return what a rank holds before a step. ValueError: the optimizer's ``kind`` is unknown."""
+    if kind not in OPTIMIZERS:
+        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(kind))
+    params = [param for state in states for param in state.params]
+    padded = {each.sharded_param: each.storage.layout.shard_numel * each.leaf.dtype.itemsize for each in params}
+    padded |= {each.sharded_param: 0 for each in params if each.placement.offload is not None}  # on the host
+    sizes = {param: padded.get(param, param.nbytes) for param in model.parameters()}
+    trained = sum(size for param, size in sizes.items() if param.requires_grad)
+    others = sum({id(each): each.nbytes for each in (*model.buffers(), *batch)}.values())
+    found: dict[Part, int] = {"parameters": sum(sizes.values()), "batch and buffers": others}
+    found["optimizer state"] = OPTIMIZERS[kind][0] * trained
+    return [Allocation(part, part, size) for part, size in found.items()]
 
 
 def _sum(output: Any) -> Tensor:
@@ -155,6 +176,7 @@ class _Recorder:
         self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool, gpu: Gpu | None
     ) -> None:
         self.graphs = list[CapturedGraph]()
+        self.scheduled = list[tuple[GraphKind, fx.Graph]]()
         self._policy, self._code, self._gpu = policy, code, gpu
         self._scheduled: fx.Graph | None = None
         self._config = {**options(policy, own), **more, "force_disable_caches": True}  # on a hit no pass would run
@@ -187,6 +209,7 @@ class _Recorder:
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
         kind = "backward" if kwargs.get("is_backward") else kind
+        self.scheduled.append((kind, self._scheduled or after.graph))
         found = captured_graph(read, kind, after)
         self.graphs.append(replace(found, before=before, code=code, passes=self._passes, kernels=kernels))
         return compiled

@@ -11,6 +11,7 @@ from torch import fx
 
 from ..passes.cost import Cluster
 from ..passes.schedule_policy import SchedulePolicy
+from .memory import StepMemory
 
 Copies = Literal["none", "compute", "side stream"]
 GraphKind = Literal["forward", "backward", "inference"]
@@ -225,6 +226,7 @@ class CapturedModel:
         schedule: the user's policy.
         graph_breaks: a reason for each.
         graphs: in order of compilation.
+        memory: estimated, of one training step; None where only a graph of it is known.
     """
 
     model: str
@@ -235,6 +237,12 @@ class CapturedModel:
     schedule: SchedulePolicy
     graph_breaks: tuple[str, ...]
     graphs: tuple[CapturedGraph, ...]
+    memory: StepMemory | None = None
+
+    @property
+    def peak_bytes(self) -> int | None:
+        """The estimated peak of a step's live bytes, without the allocator's share, which ``memory`` has."""
+        return self.memory.peak.bytes if self.memory else None
 
     @property
     def peak_unsharded_bytes(self) -> int:

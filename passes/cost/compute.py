@@ -49,7 +49,12 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    return sum(prod(map(_counted, tensor.shape)) * tensor.element_size() for tensor in tensors_of(node))
+    return sum(map(tensor_bytes, tensors_of(node)))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a fake tensor's elements. A size that varies counts as in the first call."""
+    return prod(map(_counted, tensor.shape)) * tensor.element_size()
 
 
 def _stand_in(value: Any) -> Any:

@@ -14,6 +14,7 @@ from math import floor, log10
 import torch
 
 from ...passes.schedule_policy import SchedulePolicy
+from ..memory import StepMemory
 from ..records import CapturedGraph, CapturedModel, Collective, Kernel, Verdict
 
 LISTED_WIDTH = 48  # characters that a list of names may take in a sentence
@@ -139,6 +140,14 @@ def graph_facts(graph: CapturedGraph) -> dict[str, str]:
     }
 
 
+def memory_facts(memory: StepMemory) -> dict[str, str]:
+    """Return the peak of a step, where it is, and what is alive there by part, the largest first."""
+    peak = memory.peak
+    found = {"peak": size(peak.bytes), "with the allocator's share": size(memory.reserved_bytes)}
+    found |= {"in": f"{peak.graph} at {peak.at}", "optimizer": memory.optimizer}
+    return found | {part: size(count) for part, count in memory.parts.items() if count}
+
+
 def headline(capture: CapturedModel) -> str:
     """Return two sentences: how long the step takes and waits, and what to try; "" where nothing was compiled."""
     if not capture.graphs:
@@ -189,6 +198,7 @@ def _facts(capture: CapturedModel) -> dict[str, str]:
         "collectives": str(len(collectives)),
         "bytes": size(sum(collective.bytes for collective in collectives)),
         "peak unsharded": size(capture.peak_unsharded_bytes),
+        "peak memory": size(capture.memory.peak.bytes) if capture.memory else "unknown",
     }
 
 

@@ -49,7 +49,8 @@ def capture_text(capture: CapturedModel) -> str:
         head += _wrapped(" ".join(reason.split()), "  - ", "    ")
     graphs = figures.titled(capture.graphs)
     kernels = (_kernels(title, graph) for title, graph in graphs if graph.kernels)
-    return _joined(head, *(_graph(title, graph) for title, graph in graphs), *kernels)
+    memory = [_facts("memory of a step, by estimate", figures.memory_facts(capture.memory))] if capture.memory else []
+    return _joined(head, *(_graph(title, graph) for title, graph in graphs), *kernels, *memory)
 
 
 def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:

@@ -1,0 +1,113 @@
+"""The estimated memory of a step: its parts counted by hand, and its peak against what a profiler sees."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from memory import Case, measured_peak
+from torch import nn
+
+import fsdp_compiled
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.inspect import OPTIMIZERS, capture
+from tests.support.ranks import on_ranks
+
+BOUND = 0.05  # of the measured peak
+
+
+def _captured(layers=2, width=16, rows=64, **kwargs):
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    for layer in model:
+        fully_shard(layer, mp_policy=kwargs.pop("mp_policy", MixedPrecisionPolicy()))
+    return capture(fully_shard(model), torch.ones(rows, width), code=False, **kwargs)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_a_rank_holds_is_counted_exactly():
+    shard = 16 * 16 * 4 // 4
+    memory = _captured().memory
+    assert memory.parts["parameters"] == 2 * shard
+    assert memory.parts["optimizer state"] == 2 * 2 * shard
+    assert memory.parts["batch and buffers"] == 64 * 16 * 4
+    # The first layer needs its input, which the batch is, and the second the first one's output.
+    assert memory.parts["saved activations"] == 64 * 16 * 4
+    assert sum(memory.parts.values()) == memory.peak.bytes == max(level.bytes for level in memory.curve)
+    assert memory.curve[-1].bytes >= 2 * 4 * shard  # parameters, state and gradients remain
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_differ_by_their_state(kind):
+    captured, least = _captured(optimizer=kind), _captured(optimizer="sgd")
+    assert "optimizer state" not in {part for part, size in least.memory.parts.items() if size}
+    assert captured.peak_bytes - least.peak_bytes == OPTIMIZERS[kind][0] * 2 * 16 * 16 * 4 // 4
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_an_unknown_optimizer_is_an_error():
+    expected = "optimizer: expected one of adamw, adam, rmsprop, sgd_momentum, sgd, got 'lion'"
+    with pytest.raises(ValueError, match=expected):
+        _captured(optimizer="lion")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_more_layers_take_more_and_no_gradients_take_less():
+    assert _captured(layers=4).peak_bytes > _captured().peak_bytes
+    with torch.no_grad():
+        inference = _captured()
+    assert inference.peak_bytes < _captured().peak_bytes
+    assert {level.graph for level in inference.memory.curve} == {"step", "inference", "optimizer"}
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_is_fused_takes_no_memory():
+    class Fused(nn.Module):
+        def __init__(self, steps):
+            super().__init__()
+            self.first, self.last, self.steps = nn.Linear(16, 16), nn.Linear(16, 16), steps
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(self.steps):
+                x = torch.relu(x + 1.0)
+            return self.last(x)
+
+    def peak(steps):
+        return capture(fully_shard(Fused(steps)), torch.ones(4096, 16), code=False).memory
+
+    one, many = peak(1), peak(6)
+    assert many.peak.bytes - one.peak.bytes < 2 * 4096 * 16 * 4  # five results and masks more
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_every_report_shows_it(tmp_path):
+    captured = _captured()
+    memory = captured.memory
+    assert memory.reserved_bytes == int(1.05 * captured.peak_bytes)
+    assert "memory of a step, by estimate: peak" in str(captured)
+    found = json.loads(captured.save(tmp_path / "capture.json").read_text())
+    assert found["peak_bytes"] == captured.peak_bytes
+    assert found["memory"]["parts"] == memory.parts
+    page = captured.save(tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "Memory of a step, by estimate" in page and "Alive at the peak" in page
+
+
+@on_ranks(2, timeout_s=400)
+def test_the_estimate_is_near_what_a_step_takes():
+    model, batch = Case(layers=2, width=64, seq=64, batch=2).model()
+    call = fsdp_compiled.compile(model, fullgraph=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        call(*batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def held():
+        states = (value for state in optimizer.state.values() for value in state.values())
+        return [*model.parameters(), *model.buffers(), *batch, *filter(torch.is_tensor, states)]
+
+    measured = measured_peak(step, held)
+    assert capture(model, *batch, code=False).peak_bytes == pytest.approx(measured, rel=BOUND)
