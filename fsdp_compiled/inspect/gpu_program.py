@@ -24,7 +24,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, fx
 
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+# Run on torch 2.13.0 and 2.15.0; of 2.11.0 it is known only that it has these names.
 from torch._guards import detect_fake_mode
 from torch._inductor import codecache, ir, scheduler
 from torch._inductor import utils as inductor_utils
