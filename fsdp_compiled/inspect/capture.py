@@ -74,12 +74,8 @@ def capture(
     states = states_below([model])
     if not states:
         raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
-    policy = schedule or SchedulePolicy()
+    policy = _policy_for(gpu, schedule or SchedulePolicy(), states)
     held = _held(model, states, tensors_in((args, kwargs)), optimizer)
-    if gpu:
-        if any(param.placement.offload is not None for state in states for param in state.params):
-            raise NotImplementedError("device: shards of CPUOffloadPolicy; capture it without device or offload")
-        policy = replace(policy, cluster=policy.cluster or gpu.name)
     recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code, gpu)
 
     breaks = counters["graph_break"].copy()
@@ -96,6 +92,15 @@ def capture(
         graphs=tuple(recorder.graphs),
         memory=step_memory(recorder.scheduled, held, optimizer),
     )
+
+
+def _policy_for(gpu: Gpu | None, policy: SchedulePolicy, states: Sequence[FSDPState]) -> SchedulePolicy:
+    """Return the policy, with the cluster of a GPU whose program is asked for, if it names none itself."""
+    if gpu is None:
+        return policy
+    if any(param.placement.offload is not None for state in states for param in state.params):
+        raise NotImplementedError("device: shards of CPUOffloadPolicy; capture it without device or offload")
+    return replace(policy, cluster=policy.cluster or gpu.name)
 
 
 def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor], *args: Any, **kwargs: Any) -> None:
