@@ -21,7 +21,7 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from ..passes.cost.compute import is_attention, is_view, packet_of, tensor_bytes, tensors_of
@@ -299,7 +299,7 @@ class _GraphMemory:
             self._wait(node, node)
         elif not nodes.is_ours(node) and not _is_same_memory(node) and self._has_memory(node):
             part: Part = "logits and loss" if self._is_logits(node) else "temporaries"
-            self._allocate(node, node, [(node.name, part, size) for size in map(tensor_bytes, tensors_of(node))])
+            self._allocate(node, node, [(node.name, part, size) for size in _sizes_of(node)])
             self._lists |= {node: self._keys[node]} if isinstance(node.meta.get("val"), (list, tuple)) else {}
             self._costly.discard(node)
             if (region := nodes.region_of(node)) is not None:
@@ -359,6 +359,13 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Yield what reads a result, also through views of it."""
     for user in node.users:
         yield from _readers(user) if user.op == "call_function" and _is_same_memory(user) else (user,)
+
+
+def _sizes_of(node: fx.Node) -> list[int]:
+    """Return the bytes of each result, 0 for what is no tensor, in the order in which they are taken out."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [tensor_bytes(each) if isinstance(each, Tensor) else 0 for each in values]
 
 
 def _count(node: fx.Node) -> int:
