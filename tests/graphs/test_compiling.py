@@ -176,7 +176,7 @@ def test_bad_input():
             ValueError,
             "keep_unsharded_bytes: expected 'auto' or an integer of at lea",
         ),
-        ({"cluster": "H100"}, TypeError, "cluster: expected a Cluster or None, got 'H100' of str"),
+        ({"cluster": 8}, TypeError, "cluster: expected a Cluster, a name, a file or None, got 8 of int"),
     ],
 )
 def test_a_policy_is_checked_when_made(fields, error, text):
