@@ -101,7 +101,7 @@ class _Bench:
         return self._mean(statistics.median(taken))
 
     def seconds_of_one(self, run: Callable[[], Any]) -> float:
-        """Return the time of one of many short runs in a row."""
+        """Return the mean time of short runs that follow each other."""
         times = max(3, min(300, int(0.03 / self.seconds(run, 3))))
 
         def runs() -> None:
@@ -218,8 +218,8 @@ class _Groups:
         return partial(backend.all_gather, *self._buffers(size), self.group)
 
     def reduce_scatter(self, size: int) -> Callable[[], dist.Work]:
-        whole, shard = self._buffers(size)
-        return partial(backend.reduce_scatter, shard, whole, self.group, dist.ReduceOp.SUM)
+        unsharded, shard = self._buffers(size)
+        return partial(backend.reduce_scatter, shard, unsharded, self.group, dist.ReduceOp.SUM)
 
     def all_reduce(self, size: int) -> Callable[[], dist.Work]:
         return partial(backend.all_reduce, self._buffers(size)[0], self.group, dist.ReduceOp.SUM)
@@ -248,8 +248,8 @@ class _Groups:
 
     def piece_us(self) -> float:
         """Return what each further buffer adds to an all-gather."""
-        whole, shard = zip(*(self._buffers(16 * KIB) for _ in range(_PIECES)), strict=True)
-        coalesced = partial(backend.all_gather_coalesced, whole, shard, self.group)
+        unsharded, shard = zip(*(self._buffers(16 * KIB) for _ in range(_PIECES)), strict=True)
+        coalesced = partial(backend.all_gather_coalesced, unsharded, shard, self.group)
         more = self._seconds(coalesced, 20) - self._seconds(self.all_gather(16 * KIB * _PIECES), 20)
         return max(0.0, 1e6 * more / (_PIECES - 1))
 

@@ -61,8 +61,15 @@ class Gpu(NamedTuple):
     shared_kib: int  # that one block may use
 
 
-_ALL = Gpu("A100", (8, 0), 108, 163), Gpu("H100", (9, 0), 132, 227), Gpu("H200", (9, 0), 132, 227)
-GPUS = {gpu.name: gpu for gpu in (*_ALL, Gpu("B200", (10, 0), 148, 227))}
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("A100", (8, 0), 108, 163),
+        Gpu("H100", (9, 0), 132, 227),
+        Gpu("H200", (9, 0), 132, 227),
+        Gpu("B200", (10, 0), 148, 227),
+    )
+}
 
 
 def gpu_of(device: str | None) -> Gpu | None:

@@ -36,9 +36,7 @@ def _launch_positions(load: Load, bound_bytes: int, prefetch: int | None) -> dic
     # the least bytes at each position, but that inputs of other tasks count until these are complete by estimate
     done = (bisect_left(clock, clock[t.ready] + t.stages[0].hideable_us, t.ready, load.end) for _, t in load.behind)
     used = bytes_between(load, [task.needed for _, task in load.ahead], done)
-    backlog = [0.0] * (
-        load.end + 2
-    )  # of all other tasks that are launched before each position, what compute can hide
+    backlog = [0.0] * (load.end + 2)  # hideable time of other tasks that are launched before each position
     for _, other in load.behind:
         backlog[other.ready + 1] += other.stages[0].hideable_us
     backlog = list(accumulate(backlog))
