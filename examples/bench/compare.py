@@ -142,19 +142,6 @@ CONTENDERS |= {
 }
 
 
-def config_of(layers: int, width: int, seq: int) -> Config:
-    """Return a model of this size, with heads of 64."""
-    heads = max(width // 64, 1)
-    return Config(
-        width=width,
-        layers=layers,
-        heads=heads,
-        kv_heads=max(heads // 3, 1) if heads % 3 == 0 else 1,
-        hidden=-(-width * 8 // 3 // 32) * 32,
-        max_seq=seq,
-    )
-
-
 def make(name: str, config: Config, args: argparse.Namespace) -> Contender:
     model = Llama(config)
     model.init_weights(seed=0)
@@ -248,7 +235,16 @@ def main() -> None:
     args = parse()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    config = config_of(args.layers, args.width, args.seq)
+    heads = max(args.width // 64, 1)
+    hidden = -(-args.width * 8 // 3 // 32) * 32
+    config = Config(
+        width=args.width,
+        layers=args.layers,
+        heads=heads,
+        kv_heads=max(heads // 3, 1) if heads % 3 == 0 else 1,
+        hidden=hidden,
+        max_seq=args.seq,
+    )
     more = {f"full graph, {Path(c).stem}": full_graph(SchedulePolicy(cluster=c)) for c in args.cluster}
     CONTENDERS.update(more)
     contenders = [make(name, config, args) for name in (*args.only, *more)]

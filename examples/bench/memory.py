@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from compare import config_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -29,7 +28,7 @@ import fsdp_compiled
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard, step_on_shards
 from fsdp_compiled.inspect import Capture, capture
 from fsdp_compiled.passes import CLUSTERS
-from fsdp_compiled.testing.llama import PRESETS, Block, Llama
+from fsdp_compiled.testing.llama import PRESETS, Block, Config, Llama
 
 MIB = 2**20
 SCHEDULES = {"default": SchedulePolicy(), "unit": SchedulePolicy(bucket="unit")}
@@ -89,7 +88,15 @@ class Case:
 
     def model(self) -> tuple[Llama, tuple[Tensor, Tensor]]:
         """Return the sharded model, as compare.py has it, and a batch."""
-        config = config_of(self.layers, self.width, self.seq)
+        heads, hidden = max(self.width // 64, 1), -(-self.width * 8 // 3 // 32) * 32
+        config = Config(
+            width=self.width,
+            layers=self.layers,
+            heads=heads,
+            kv_heads=max(heads // 3, 1) if heads % 3 == 0 else 1,
+            hidden=hidden,
+            max_seq=self.seq,
+        )
         model = checkpointed(Llama(config), self.checkpointing)
         model.init_weights()
         for block in model.blocks:
