@@ -50,7 +50,7 @@ def calibrate(out: Path) -> Cluster:
             name=f"{base.name}, calibrated",
             flops_32bit=max(rate for _, rate in products_32bit) / base.efficiency,
             flops_16bit=max(rate for _, rate in products_16bit) / base.efficiency,
-            memory_bytes_per_s=copies[-1][1] / base.efficiency,
+            memory_bytes_per_s=copies[-1][1] / base.memory_efficiency,
             kernel_us=1e6 * bench.seconds_of_product(8, torch.float32),
             host_bytes_per_s=bench.host_bytes_per_s() / base.efficiency,
             products_32bit=products_32bit,

@@ -5,7 +5,8 @@
 
 from .capture import capture
 from .explain import explain
-from .memory import OPTIMIZERS, Allocation, MemoryLevel, StepMemory
+from .lifetimes import Allocation
+from .memory import OPTIMIZERS, MemoryLevel, StepMemory
 from .records import CapturedGraph, Collective, ComputeSpan, Kernel, MemoryStep, Region, UnitExplanation
 from .report import Capture, Explanation
 

@@ -26,7 +26,8 @@ from ..policy import SchedulePolicy
 from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
-from .memory import OPTIMIZERS, Allocation, Part, step_memory
+from .lifetimes import Allocation, Part
+from .memory import OPTIMIZERS, step_memory
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -59,8 +60,8 @@ def capture(
         device: "A100", "B200", "H100" or "H200": generate and assemble, from a model on the CPU, the program of this
             GPU, which need not be there. Its cluster is the default. Nothing is computed, as with ``code=False``.
         passes: your own graph passes, as for ``fsdp_compiled.compile``.
-        optimizer: that the estimated memory counts the state of: "adamw", "adam", "rmsprop", "sgd_momentum" or
-            "sgd".
+        optimizer: whose state the estimated memory counts, and whose step the estimated time: "adamw", "adam",
+            "rmsprop", "sgd_momentum" or "sgd".
         kwargs: of its forward.
 
     Raises:
@@ -80,17 +81,19 @@ def capture(
 
     breaks = counters["graph_break"].copy()
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
+    cluster, memory = policy.cluster_for(states[0].device), step_memory(recorder.scheduled, held, optimizer)
     meshes = [param.placement.mesh_info for state in states for param in state.params]
     return Capture(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
         world=max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1),
         torch_version=torch.__version__,
-        cluster=policy.cluster_for(states[0].device),
+        cluster=cluster,
         schedule=policy,
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),
-        memory=step_memory(recorder.scheduled, held, optimizer),
+        memory=memory,
+        optimizer_us=cluster.memory_us(OPTIMIZERS[optimizer].traffic * memory.reduced_bytes),
     )
 
 
@@ -133,7 +136,7 @@ def _held(model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor]
     trained = sum(size for param, size in sizes.items() if param.requires_grad)
     others = sum({id(each): each.nbytes for each in (*model.buffers(), *batch)}.values())
     found: dict[Part, int] = {"parameters": sum(sizes.values()), "batch and buffers": others}
-    found["optimizer state"] = OPTIMIZERS[kind][0] * trained
+    found["optimizer state"] = OPTIMIZERS[kind].state * trained
     return [Allocation(part, part, size) for part, size in found.items()]
 
 

@@ -1,68 +1,50 @@
 """Estimates the peak memory of a training step on one rank, from its graphs and by arithmetic.
 
-It must not know how a capture is drawn. A result takes memory from its node to the last node that reads it. Which
-results have memory, and until when, follows what Inductor does, by these rules:
-
-- matrix products, attention, collectives and regions write their results;
-- what lies between them is fused: a value has memory if one of these reads it or the graph returns it. Else whatever
-  reads it computes it again, and what it was computed from lives until then;
-- a reduction, a value computed from more than four others and, on the CPU, one by way of an exponential that several
-  read, have memory also if something reads them behind a later product: Inductor does not compute those again;
-- values of one size that read the same memory are computed at the same time, if they are near each other;
-- freed memory is kept for the next result of its size, unless that would raise the peak.
+It must not know how a capture is drawn.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
-import torch
-from torch import Tensor, fx
-from torch.utils.flop_counter import flop_registry
+from torch import fx
 
-from ..passes.cost.compute import is_attention, is_view, packet_of, tensor_bytes, tensors_of
-from ..passes.graph import nodes
-from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
+from .lifetimes import Allocation, Event, GraphMemory, Part
 
-Part = Literal[
-    "parameters",  # shards, and parameters outside of units
-    "optimizer state",
-    "batch and buffers",
-    "gradients",  # reduced
-    "unsharded gradients",  # until their reduction has packed them
-    "unsharded parameters",
-    "packed buffers",  # of collectives
-    "saved activations",  # what forward leaves for backward, but for parameters and logits
-    "logits and loss",  # what the last product of forward makes, its copies and its gradient
-    "temporaries",
-]
 Graphs = Sequence[tuple[Literal["forward", "backward", "inference"], fx.Graph]]
 
-# Tensors like each parameter that an optimizer keeps, and those that its step needs for a while, where it updates all
-# parameters at a time. *Source:* torch/optim of torch 2.13.0: the defaults of each class, implementation "foreach".
-OPTIMIZERS = {"adamw": (2, 1), "adam": (2, 1), "rmsprop": (1, 1), "sgd_momentum": (1, 0), "sgd": (0, 0)}
+
+class Optimizer(NamedTuple):
+    """What an optimizer keeps and does, as multiples of the parameters that it updates.
+
+    Args:
+        state: tensors like each parameter that it keeps.
+        temporaries: tensors that its step needs for a while, where it updates all parameters at a time.
+        traffic: how often its step reads or writes a tensor like each parameter.
+    """
+
+    state: int
+    temporaries: int
+    traffic: int
+
+
+# *Source:* torch/optim of torch 2.13.0: the defaults of each class, implementation "foreach", its operators in turn.
+OPTIMIZERS = {
+    "adamw": Optimizer(2, 1, 20),
+    "adam": Optimizer(2, 1, 18),
+    "rmsprop": Optimizer(1, 1, 13),
+    "sgd_momentum": Optimizer(1, 0, 8),
+    "sgd": Optimizer(0, 0, 3),
+}
 
 # What PyTorch's caching allocator reserves beyond live bytes. *Source:* vllm-project/compressed-tensors pull request
 # 587, which allows 5% where 2.4% were seen with a Llama of 70 billion parameters on a full 80 GB card. It can be much
 # more: meta-pytorch/torchrec pull request 4584 reports 21%.
 ALLOCATOR_FRACTION = 0.05
-
-_REREAD = 4  # *Source:* realize_reads_threshold of torch._inductor.config
-_NEAR = 64  # *Source:* Scheduler.are_long_distant_nodes of torch 2.13.0
-_COSTLY = (torch.ops.aten.exp, torch.ops.aten.sigmoid)  # *Source:* StorageBox.should_realize_on_reuse of torch 2.13.0
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """A tensor that is alive, by its parameter's or its node's name, or what a rank holds of a part."""
-
-    name: str
-    part: Part
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -82,11 +64,13 @@ class StepMemory:
         optimizer: whose state is counted.
         curve: live bytes over the step.
         alive: at the peak, the largest first.
+        reduced_bytes: of all gradients that backward leaves.
     """
 
     optimizer: str
     curve: tuple[MemoryLevel, ...]
     alive: tuple[Allocation, ...]
+    reduced_bytes: int
 
     @property
     def peak(self) -> MemoryLevel:
@@ -107,16 +91,6 @@ class StepMemory:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-class _Event(NamedTuple):
-    """Something is allocated while the node ``at`` of a graph runs, or freed, with -1 as its sign."""
-
-    graph: str
-    at: str
-    key: Hashable  # the same when it is freed
-    what: Allocation
-    sign: int = 1
-
-
 def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str) -> StepMemory:
     """Return the memory of a step that runs these graphs in turn.
 
@@ -125,14 +99,14 @@ def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str) -> S
         held: what is there before the step and after it.
         optimizer: a key of :data:`OPTIMIZERS`.
     """
-    events, forwards = [_Event("step", "start", each.name, each) for each in held], list[_GraphMemory]()
+    events, forwards = [Event("step", "start", each.name, each) for each in held], list[GraphMemory]()
     for kind, graph in graphs:
-        read = _GraphMemory(kind, graph, forwards.pop() if kind == "backward" and forwards else None)
+        read = GraphMemory(kind, graph, forwards.pop() if kind == "backward" and forwards else None)
         events += read.events()
         forwards += [read] if kind == "forward" else []
     gradients = sum(event.sign * event.what.bytes for event in events if event.what.part == "gradients")
-    step = Allocation("intermediate results", "temporaries", OPTIMIZERS[optimizer][1] * gradients)
-    events += [_Event("optimizer", "step", "step", step, sign) for sign in (1, -1)]
+    step = Allocation("intermediate results", "temporaries", OPTIMIZERS[optimizer].temporaries * gradients)
+    events += [Event("optimizer", "step", "step", step, sign) for sign in (1, -1)]
     levels, curve = list(accumulate(event.sign * event.what.bytes for event in events)), dict[tuple[str, str], int]()
     for event, level in zip(events, levels, strict=True):
         curve[event.graph, event.at] = max(level, curve.get((event.graph, event.at), 0))
@@ -142,249 +116,6 @@ def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str) -> S
         if event.sign < 0:
             del alive[event.key]
     largest = sorted(alive.values(), key=lambda each: -each.bytes)
-    return StepMemory(optimizer, tuple(MemoryLevel(*at, level) for at, level in curve.items()), tuple(largest))
-
-
-class _GraphMemory:
-    """What a graph allocates and frees, node by node. A key stands for memory, and a node has those that it lies in.
-
-    Args:
-        kind: of the graph.
-        graph: with launches and waits.
-        forward: of a backward: what left it the values that it begins with.
-    """
-
-    def __init__(self, kind: str, graph: fx.Graph, forward: _GraphMemory | None = None) -> None:
-        self.kind, self.graph = kind, graph
-        self.memory = dict[Hashable, Allocation]()
-        self._keys = defaultdict[fx.Node, tuple[Hashable, ...]](tuple)
-        self._inputs = dict[fx.Node, frozenset[Hashable]]()
-        self._lists = dict[fx.Node, tuple[Hashable, ...]]()  # of nodes that return new tensors in a list
-        self._allocated = defaultdict[fx.Node, list[Hashable]](list)  # by the node that does
-        self._last = dict[Hashable, fx.Node]()  # node that reads it
-        self._costly = set[fx.Node]()  # values without memory that take an exponential to compute, on the CPU
-        self._level = dict[fx.Node, int]()  # how many products and collectives precede a node, one behind the other
-        for node in graph.nodes:
-            self._level[node] = max(map(self._level.__getitem__, node.all_input_nodes), default=0) + _is_alone(node)
-        products = [node for node in graph.nodes if _is_alone(node) and not nodes.is_ours(node)]
-        last = (self._level[products[-1]], _count(products[-1])) if products else (0, -1)
-        self._logits: tuple[int, int] = forward._logits if forward else last  # level and elements
-        self._read_placeholders(forward)
-        for node in graph.nodes:
-            if node.op == "call_function":
-                inputs = (key for each in node.all_input_nodes for key in self._keys[each])
-                self._keys[node] = tuple(dict.fromkeys(inputs))
-                self._inputs[node] = frozenset(self._keys[node])
-                on_cpu = any(tensor.device.type == "cpu" for tensor in tensors_of(node))
-                if on_cpu and (packet_of(node) in _COSTLY or not self._costly.isdisjoint(node.all_input_nodes)):
-                    self._costly.add(node)
-                self._read(node)
-            self._last |= {key: node for source in node.all_input_nodes for key in self._keys[source]}
-        self._order = self._fused()
-        for node in self._order:
-            self._last |= {key: node for source in node.all_input_nodes for key in self._keys[source]}
-        (output,) = graph.find_nodes(op="output")
-        self.returned = {key for source in output.all_input_nodes for key in self._keys[source]}
-        for key in self.returned:
-            self._call(key, "temporaries", "saved activations" if kind == "forward" else "gradients")
-
-    def _fused(self) -> list[fx.Node]:
-        """Return the nodes in order, those behind each other that Inductor computes by one kernel.
-
-        These are values of one size between two collectives that read the same memory and do not need each other.
-        """
-        place, needs = {node: index for index, node in enumerate(self.graph.nodes)}, dict[fx.Node, int]()
-        also, near = defaultdict[fx.Node, list[fx.Node]](list), list[fx.Node]()
-        for node in self.graph.nodes:
-            needs[node] = 1 << place[node]
-            for source in node.all_input_nodes:
-                needs[node] |= needs[source]
-            if nodes.is_launch(node) or nodes.is_wait(node):
-                near = []
-            elif node in self._allocated and node.op == "call_function" and not _is_alone(node):
-                near = [other for other in near if place[node] - place[other] <= _NEAR]
-                for other in near:
-                    shares = not self._inputs[node].isdisjoint(self._inputs[other])
-                    if shares and _count(other) == _count(node) and not needs[node] >> place[other] & 1:
-                        also[other] += node.all_input_nodes
-                near.append(node)
-        found = dict[fx.Node, bool]()
-        for node in self.graph.nodes:
-            _put(node, also, found)
-        return list(found)
-
-    def events(self) -> Iterator[_Event]:
-        """Yield what is allocated and freed, in order."""
-        freed = defaultdict[fx.Node, list[Hashable]](list)
-        for key, node in self._last.items():
-            freed[node] += [key] if key not in self.returned else []
-        reused = self._reuse(freed)
-        for node in self._order:
-            new, old = self._allocated[node], freed[node]
-            first = [key for key in old if key in reused or self._is_free_before(key, node)]
-            rest = [key for key in old if key not in first]
-            for sign, keys in ((-1, first), (1, new), (-1, rest)):
-                yield from (_Event(self.kind, node.name, key, self.memory[key], sign) for key in keys)
-
-    def _is_free_before(self, key: Hashable, node: fx.Node) -> bool:
-        """Tell whether ``node`` frees what it reads last before its results need memory."""
-        return nodes.is_wait(node) and (keeps_buffer(nodes.bucket_of(node)) or self.memory[key].name == GLOO)
-
-    def _reuse(self, freed: dict[fx.Node, list[Hashable]]) -> set[Hashable]:
-        """Free later what Inductor keeps for the next result of its size, and return what it keeps.
-
-        A fused kernel also overwrites what it reads last. Inductor does not know of packed buffers, and keeps nothing
-        that would raise the peak that it knows of.
-        """
-        order, reused = self._order, set[Hashable]()
-        made = {key for keys in self._allocated.values() for key in keys}
-        size_of = {key: 0 if each.part == "packed buffers" else each.bytes for key, each in self.memory.items()}
-        now, levels = sum(size_of[key] for key in self._last if key not in made), list[int]()
-        for node in order:
-            levels.append(now := now + sum(map(size_of.__getitem__, self._allocated[node])))
-            now -= sum(map(size_of.__getitem__, freed[node]))
-        peak, pool = max(levels), defaultdict[int, list[tuple[int, Hashable]]](list)
-        for index, node in enumerate(order):
-            unknown = ("packed buffers", "unsharded parameters")
-            left = [(index, key) for key in freed[node] if self.memory[key].part not in unknown]
-            for each in left if not _is_alone(node) else ():
-                pool[size_of[each[1]]].append(each)
-            for key in self._allocated[node] if node not in self._lists and not nodes.is_ours(node) else ():
-                at, old = pool[size_of[key]].pop() if pool[size_of[key]] else (index, None)
-                if old is not None and (index - at < 2 or max(levels[at + 1 : index]) + size_of[old] <= peak):
-                    levels[at + 1 : index] = [level + size_of[old] for level in levels[at + 1 : index]]
-                    freed[order[at]].remove(old)
-                    freed[node].append(old)
-                    reused.add(old)
-            for each in left if _is_alone(node) else ():
-                pool[size_of[each[1]]].append(each)
-        return reused
-
-    def _read_placeholders(self, forward: _GraphMemory | None) -> None:
-        """Find what a graph begins with; parameters and what else outlives the step are counted apart."""
-        given = self.graph.find_nodes(op="placeholder")
-        saved = [node for node in given if "tangents" not in str(node.target)]
-        for node in (node for node in given if node not in saved):
-            self._allocate(node, node, [(node.name, "logits and loss", sum(map(tensor_bytes, tensors_of(node))))])
-        if forward is not None:
-            (left,), (end,) = (graph.find_nodes(op="output") for graph in (forward.graph, self.graph))
-            self.memory |= forward.memory
-            self._last |= dict.fromkeys(forward.returned, end)  # unless something reads it
-            pairs = zip(reversed(saved), reversed(left.args[0]), strict=False)
-            self._keys |= {node: forward._keys[source] for node, source in pairs}
-
-    def _allocate(self, node: fx.Node, owner: fx.Node, results: Iterable[tuple[str, Part, int]]) -> None:
-        """Let ``node`` allocate what ``owner`` returns."""
-        made: dict[Hashable, Allocation] = {(owner, i): Allocation(*result) for i, result in enumerate(results)}
-        self.memory |= made
-        self._last |= dict.fromkeys(made, node)
-        self._allocated[node] += made
-        self._keys[owner] = tuple(made)
-
-    def _call(self, key: Hashable, before: Part, part: Part) -> None:
-        """Let memory that belongs to part ``before`` belong to ``part``."""
-        if self.memory[key].part == before:
-            self.memory[key] = replace(self.memory[key], part=part)
-
-    def _read(self, node: fx.Node) -> None:
-        """Find where a result lies; until then a node has the keys of its inputs."""
-        if nodes.is_getitem(node):
-            if (made := self._lists.get(nodes.list_of(node))) and not nodes.is_part(node):
-                self._keys[node] = (made[nodes.index_of(node)],)
-        elif nodes.is_first_launch(node):
-            self._launch(node, buffers_of(node))
-        elif node in self._lists:  # a wait, for what has its memory since the launch
-            self._keys[node] = self._lists[node]
-        elif nodes.is_wait(node) and nodes.stage_of(node) == nodes.bucket_of(node).stages[-1]:
-            self._wait(node, node)
-        elif not nodes.is_ours(node) and not _is_same_memory(node) and self._has_memory(node):
-            part: Part = "logits and loss" if self._is_logits(node) else "temporaries"
-            self._allocate(node, node, [(node.name, part, size) for size in _sizes_of(node)])
-            self._lists |= {node: self._keys[node]} if isinstance(node.meta.get("val"), (list, tuple)) else {}
-            self._costly.discard(node)
-            if (region := nodes.region_of(node)) is not None:
-                self.memory[node] = Allocation(node.name, "temporaries", _own_bytes(region))
-                self._last[node] = node
-                self._allocated[node].append(node)
-
-    def _has_memory(self, node: fx.Node) -> bool:
-        """Tell whether a result is written, by the rules above."""
-        readers = list(_readers(node))
-        if _is_alone(node) or any(reader.op == "output" or _is_alone(reader) for reader in readers):
-            return True
-        reduces = any(_count(each) > _count(node) for each in node.all_input_nodes)
-        is_costly = node in self._costly and len(node.users) > 1
-        is_read_later = any(self._level[reader] > self._level[node] for reader in readers)
-        return is_read_later and (reduces or is_costly or len(self._keys[node]) > _REREAD)
-
-    def _is_logits(self, node: fx.Node) -> bool:
-        """Tell the last product's result, its copies and their gradients, before the first product of backward."""
-        level, count = self._logits
-        return _count(node) == count and (
-            self._level[node] >= level if self.kind == "forward" else not self._level[node]
-        )
-
-    def _launch(self, node: fx.Node, buffers: Buffers) -> None:
-        for key in self._keys[node] if not nodes.kind_of(node).is_ahead else ():
-            self._call(key, "temporaries", "unsharded gradients")
-        packed = {node.name: buffers.packed, GLOO: buffers.copied}
-        self._allocate(node, node, [(name, "packed buffers", size) for name, size in packed.items() if size])
-        if buffers.has_results:
-            self._wait(next(iter(node.users)), node)
-
-    def _wait(self, node: fx.Node, allocating: fx.Node) -> None:
-        bucket, is_ahead = nodes.bucket_of(node), nodes.kind_of(node).is_ahead
-        part: Part = "unsharded parameters" if is_ahead else "gradients"
-        pairs = zip(bucket.layouts, bucket.params, strict=True)
-        sizes = bucket.sizes if is_ahead else [each.shard_numel * param.dtype.itemsize for each, param in pairs]
-        results = [(param.name, part, size) for param, size in zip(bucket.params, sizes, strict=True)]
-        self._allocate(allocating, node, results)
-        self._lists[node] = self._keys[node]
-
-
-def _is_alone(node: fx.Node) -> bool:
-    """Tell whether a node is a kernel of its own: a product, attention, a collective, a region."""
-    is_heavy = node.op == "call_function" and (packet_of(node) in flop_registry or is_attention(node))
-    return is_heavy or nodes.is_launch(node) or nodes.is_wait(node) or nodes.region_of(node) is not None
-
-
-def _is_same_memory(node: fx.Node) -> bool:
-    """Tell whether a result lies in the memory of what it is computed from."""
-    if packet_of(node) is torch.ops.aten.reshape:
-        return nodes.value_of(nodes.source_of(node)).is_contiguous()
-    return str(packet_of(node)) == "aten._unsafe_view" or is_view(node)
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what reads a result, also through views of it."""
-    for user in node.users:
-        yield from _readers(user) if user.op == "call_function" and _is_same_memory(user) else (user,)
-
-
-def _sizes_of(node: fx.Node) -> list[int]:
-    """Return the bytes of each result, 0 for what is no tensor, in the order in which they are taken out."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [tensor_bytes(each) if isinstance(each, Tensor) else 0 for each in values]
-
-
-def _count(node: fx.Node) -> int:
-    """Return the number of elements of a node's results."""
-    return sum(tensor_bytes(tensor) // tensor.element_size() for tensor in tensors_of(node))
-
-
-def _own_bytes(region: fx.Graph) -> int:
-    """Return the most that a region needs at a time, without what it is given and what it returns."""
-    read = _GraphMemory("inference", region)
-    levels = accumulate(event.sign * event.what.bytes for event in read.events())
-    return max(levels, default=0) - sum(read.memory[key].bytes for key in read.returned)
-
-
-def _put(node: fx.Node, also: dict[fx.Node, list[fx.Node]], found: dict[fx.Node, bool]) -> None:
-    """Put a node behind its inputs, and behind those that it has to wait for, unless these wait for it."""
-    if node not in found:
-        found[node] = False
-        for source in (*node.all_input_nodes, *also[node]):
-            _put(source, also, found)
-        del found[node]
-        found[node] = True  # the last one now
+    return StepMemory(
+        optimizer, tuple(MemoryLevel(*at, level) for at, level in curve.items()), tuple(largest), gradients
+    )

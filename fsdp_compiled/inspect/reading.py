@@ -22,6 +22,7 @@ from ..passes.graph.emit import PLACE, POSITION, Place
 from ..passes.kinds import Request
 from ..passes.planning.tasks import Load, Plan, Timed, bytes_in_flight, simulate
 from ..passes.schedule_policy import SchedulePolicy
+from .lifetimes import GraphMemory, is_alone
 from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region, Verdict
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
@@ -92,13 +93,19 @@ def _compute_of(graph: fx.Graph, positions: int) -> list[list[fx.Node]]:
 
 
 def _estimates_us(cluster: Cluster) -> Callable[[fx.Node], float]:
-    """Return what estimates nodes with the sizes that they have, and each region once."""
-    of_region = cache(lambda region: sum(map(of_node, region.nodes)))
+    """Return what estimates nodes with the sizes that they have: kernels as fused, and each region once."""
+    traffic = cache(lambda graph: GraphMemory("inference", graph).traffic())
 
     def of_node(node: fx.Node) -> float:
         region = nodes.region_of(node)
-        return node_us(node, cluster) if region is None else of_region(region)
+        if region is not None:
+            return of_region(region)
+        if is_alone(node):
+            return node_us(node, cluster)
+        size = traffic(node.graph).get(node, 0)
+        return max(cluster.memory_us(size), cluster.kernel_us) if size else 0.0
 
+    of_region = cache(lambda region: sum(map(of_node, region.nodes)))
     return of_node
 
 

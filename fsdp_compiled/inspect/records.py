@@ -227,6 +227,7 @@ class CapturedModel:
         graph_breaks: a reason for each.
         graphs: in order of compilation.
         memory: estimated, of one training step; None where only a graph of it is known.
+        optimizer_us: estimated time of the optimizer's step, by the memory that it reads and writes.
     """
 
     model: str
@@ -238,6 +239,15 @@ class CapturedModel:
     graph_breaks: tuple[str, ...]
     graphs: tuple[CapturedGraph, ...]
     memory: StepMemory | None = None
+    optimizer_us: float = 0.0
+
+    @property
+    def step_us(self) -> float:
+        """The estimated time of a step: forward and backward with what compute waits for, and the optimizer.
+
+        What runs outside of the graphs is not in it: a loss that is not compiled, clipping of gradients, the host.
+        """
+        return sum(graph.total_us for graph in self.graphs) + self.optimizer_us
 
     @property
     def peak_bytes(self) -> int | None:

@@ -112,8 +112,11 @@ class Cluster:
             same cores, 0 where an engine of its own moves the data.
         piece_us: added to an all-gather by each further buffer that it gathers into.
         host_bytes_per_s: from device to host, or back. *Source* of the default: 16 lanes of PCIe 5.0.
-        efficiency: share of peak FLOP/s and of bandwidths that kernels reach. *Source* of the default: AutoParallel's
-            compute model.
+        efficiency: share of peak FLOP/s that matrix products reach, and of the bandwidth to the host. *Source* of the
+            default: AutoParallel's compute model.
+        memory_efficiency: share of ``memory_bytes_per_s`` that kernels reach.
+        attention_efficiency: share of ``flops_16bit`` that fused attention reaches, forward and backward; None for
+            ``efficiency``, also where elements are larger.
         products_16bit: measured FLOP/s of bf16 matrix products by their FLOPs, in place of the peak's share.
         products_32bit: the same of fp32 ones.
         copies: measured bytes a second, read and written, by the bytes of both, in place of the bandwidth's share.
@@ -131,6 +134,8 @@ class Cluster:
     piece_us: float = 0.0
     host_bytes_per_s: float = 64e9
     efficiency: float = 0.7
+    memory_efficiency: float = 0.7
+    attention_efficiency: tuple[float, float] | None = None
     products_16bit: Curve = ()
     products_32bit: Curve = ()
     copies: Curve = ()
@@ -140,6 +145,7 @@ class Cluster:
         for name in ("intra", "inter"):
             expect(f"Cluster.{name}", getattr(self, name), Link, "a Link")
         _check_fraction(self)
+        _check_shares(self)
         _check_curves(self, may_be_empty=True)
 
     def link(self, group: str, world: int) -> Link:
@@ -175,17 +181,24 @@ class Cluster:
         return Lane(link, group.world, "inside a node" if link is self.intra else "between nodes", blocked)
 
     def product_us(self, flops: float, traffic_bytes: float, itemsize: int) -> float:
-        """Return the time of a matrix product, or attention, on elements of ``itemsize`` bytes."""
+        """Return the time of a matrix product on elements of ``itemsize`` bytes."""
         is_16bit = itemsize <= 2
         curve = self.products_16bit if is_16bit else self.products_32bit
         peak = self.flops_16bit if is_16bit else self.flops_32bit
         rate = per_second(curve, flops) if curve else self.efficiency * peak
         return max(1e6 * flops / rate, self.memory_us(traffic_bytes), self.kernel_us)
 
+    def attention_us(self, flops: float, traffic_bytes: float, itemsize: int, is_backward: bool) -> float:
+        """Return the time of attention in one kernel; ``flops`` are those that it needs, the masked ones left out."""
+        if self.attention_efficiency is None or itemsize > 2:
+            return self.product_us(flops, traffic_bytes, itemsize)
+        rate = self.attention_efficiency[is_backward] * self.flops_16bit
+        return max(1e6 * flops / rate, self.memory_us(traffic_bytes), self.kernel_us)
+
     def memory_us(self, traffic_bytes: float) -> float:
         """Return the time to move so many bytes to and from device memory, read and written ones together."""
-        rate = per_second(self.copies, traffic_bytes) if self.copies else self.efficiency * self.memory_bytes_per_s
-        return 1e6 * traffic_bytes / rate
+        usable = self.memory_efficiency * self.memory_bytes_per_s
+        return 1e6 * traffic_bytes / (per_second(self.copies, traffic_bytes) if self.copies else usable)
 
     def copy_us(self, size_bytes: int) -> float:
         """Return the time to read and write ``size_bytes`` in device memory."""
@@ -262,6 +275,19 @@ def _check_fraction(record: Link | Cluster) -> None:
     expect(name, value, int | float | None, "0 to 1")
     if value is not None and not 0 <= value <= 1:
         raise unexpected(name, "0 to 1", value)
+
+
+def _check_shares(cluster: Cluster) -> None:
+    for name in ("efficiency", "memory_efficiency", "attention_efficiency"):
+        value = getattr(cluster, name)
+        shares, number = (value, 2) if name.startswith("attention") else ((value,), 1)
+        expected = "a number, more than 0 and at most 1" if number == 1 else "None or two of these"
+        if shares is not None and not (
+            isinstance(shares, tuple)
+            and len(shares) == number
+            and all(isinstance(x, int | float) and 0 < x <= 1 for x in shares)
+        ):
+            raise unexpected(f"Cluster.{name}", expected, repr(value))
 
 
 def _check_curves(record: Measured | Cluster, may_be_empty: bool = False) -> None:

@@ -6,7 +6,7 @@ vary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -17,6 +17,13 @@ from torch.utils.flop_counter import flop_registry
 
 from .cluster import Cluster
 
+# What has no formula of its own counts as another operator that takes the same arguments first.
+COUNTED_AS: Mapping[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
+}
 _UNKNOWN = 8192  # a size that depends on data. *Source:* Inductor's unbacked_symint_fallback.
 
 
@@ -28,14 +35,25 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     """
     if node.op != "call_function" or is_view(node):
         return 0.0
-    formula = flop_registry.get(packet_of(node))
+    formula = flop_registry.get(COUNTED_AS.get(packet_of(node), packet_of(node)))
     if formula is None:
         return cluster.memory_us(_bytes(node))
     traffic = sum(map(_bytes, [node, *node.all_input_nodes]))
     stand_in = _with_equal_heads(node) if is_attention(node) else _stand_in
     args, kwargs = map_aggregate(node.args, stand_in), map_aggregate(node.kwargs, stand_in)
     flops = formula(*args, **kwargs, out_val=stand_in(node))
-    return cluster.product_us(flops, traffic, min((tensor.element_size() for tensor in tensors_of(node)), default=4))
+    itemsize = min((tensor.element_size() for tensor in tensors_of(node)), default=4)
+    if is_attention(node):
+        needed = flops / 2 if _is_causal(node) else flops
+        return cluster.attention_us(needed, traffic, itemsize, "backward" in str(node.target))
+    return cluster.product_us(flops, traffic, itemsize)
+
+
+def _is_causal(node: fx.Node) -> bool:
+    """Tell whether attention skips what lies behind each query: about half of the products that formulas count."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return given.get("is_causal") is True
 
 
 def packet_of(node: fx.Node) -> Any:

@@ -15,9 +15,30 @@ _NVLINK_USABLE = 370 / 450  # of its line rate, after protocol. *Source:* NVIDIA
 # 100 GB/s for the eight 100 Gb/s cards of an A100 node, NVIDIA/nccl issue 495.
 _CARD_USABLE, _A100_CARD_USABLE = 46 / 50, 75 / 100
 
+# Of the peak, what matrix products of the shapes of language models reach. *Source:* H100, 720 of 989 TFLOP/s
+# (SemiAnalysis, MI300X vs H100 vs H200 Benchmark Part 1); B200, 1448 to 1562 of 2250 (arXiv:2604.23466, tables III
+# and IV). A100: the best of all shapes reaches 0.859 there and 0.803 on the H100 (stas00/ml-engineering, Maximum
+# Achievable Matmul FLOPS), where those of language models have 0.73.
+_PRODUCTS = {"H100": 0.73, "A100": 0.73 * 0.859 / 0.803, "B200": 0.67}
+# Of these rates alone, what products and attention reach within steps. *Source:* fitted to all of the published steps
+# that examples/bench/published.py lists, together.
+_PRODUCTS_IN_STEPS, _ATTENTION_IN_STEPS = 0.85, 0.6
+# Of the bandwidth, what copies and sums of arrays reach. *Source:* 3.02 to 3.09 of 3.35 TB/s on an H100.
+_MEMORY = 0.9
+# Of the peak, what flash attention of version 2, which PyTorch has, reaches with heads of 128 features, forward
+# (causal) and backward. *Source:* H100, sequences of 8192: 333 and 318 TFLOP/s (figures of arXiv:2407.08608). A100:
+# up to 0.73 and 0.63 (arXiv:2307.08691), times 0.9, which causal ones reach of others on the H100. B200: as the H100.
+_ATTENTION = {"H100": (333 / 989, 318 / 989), "A100": (0.9 * 0.73, 0.9 * 0.63), "B200": (333 / 989, 318 / 989)}
+# Of the clock, and so of the FLOP/s of products and attention, what is left at 500 of 700 W: power above that of an
+# idle GPU, some 100 W, grows as the clock to the power of 2.5. An estimate: not measured, and fitted to nothing.
+_AT_500_W = (400 / 600) ** (1 / 2.5)
 
-def _gpu(name: str, tflops: tuple[float, float], memory_gb: float, nvlink_gb: float, card_gb: float) -> Cluster:
+
+def _gpu(
+    name: str, tflops: tuple[float, float], memory_gb: float, nvlink_gb: float, card_gb: float, like: str = ""
+) -> Cluster:
     tflops_16, tflops_32 = tflops
+    forward, backward = _ATTENTION[like or name]
     return Cluster(
         name=name,
         flops_16bit=tflops_16 * 1e12,
@@ -27,14 +48,28 @@ def _gpu(name: str, tflops: tuple[float, float], memory_gb: float, nvlink_gb: fl
         intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, _NVLINK_USABLE * nvlink_gb * 1e9),
         inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, card_gb * 1e9),
         piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
+        efficiency=_PRODUCTS_IN_STEPS * _PRODUCTS[like or name],
+        memory_efficiency=_MEMORY,
+        attention_efficiency=(_ATTENTION_IN_STEPS * forward, _ATTENTION_IN_STEPS * backward),
     )
+
+
+_H100 = _gpu("H100", (989, 67), 3350, 450, _CARD_USABLE * 50)
 
 
 CLUSTERS: Mapping[str, Cluster] = {
     # *Source:* NVIDIA's datasheets (SXM parts): dense bf16 and fp32 FLOP/s, memory, half of NVLink's two-way
     # bandwidth; one network card for each GPU as in NVIDIA's DGX systems; PCIe 5.0, for the A100 4.0.
-    "H100": _gpu("H100", (989, 67), 3350, 450, _CARD_USABLE * 50),
-    "H200": _gpu("H200", (989, 67), 4800, 450, _CARD_USABLE * 50),
+    "H100": _H100,
+    # The part with 96 GB of HBM2e at 500 W.
+    "H100-500W": replace(
+        _H100,
+        name="H100-500W",
+        flops_16bit=_AT_500_W * _H100.flops_16bit,
+        flops_32bit=_AT_500_W * _H100.flops_32bit,
+        memory_bytes_per_s=2400e9,
+    ),
+    "H200": _gpu("H200", (989, 67), 4800, 450, _CARD_USABLE * 50, like="H100"),
     "A100": replace(_gpu("A100", (312, 19.5), 2039, 300, _A100_CARD_USABLE * 25), host_bytes_per_s=32e9),
     "B200": _gpu("B200", (2250, 75), 8000, 900, _CARD_USABLE * 50),
     # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32

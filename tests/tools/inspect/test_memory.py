@@ -42,7 +42,7 @@ def test_what_a_rank_holds_is_counted_exactly():
 def test_optimizers_differ_by_their_state(kind):
     captured, least = _captured(optimizer=kind), _captured(optimizer="sgd")
     assert "optimizer state" not in {part for part, size in least.memory.parts.items() if size}
-    assert captured.peak_bytes - least.peak_bytes == OPTIMIZERS[kind][0] * 2 * 16 * 16 * 4 // 4
+    assert captured.peak_bytes - least.peak_bytes == OPTIMIZERS[kind].state * 2 * 16 * 16 * 4 // 4
 
 
 @pytest.mark.usefixtures("fake_group")

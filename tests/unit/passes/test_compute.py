@@ -50,9 +50,30 @@ def test_attention_of_fewer_keys_than_queries(name):
     assert us(2) == us(8) == pytest.approx(4 * 8 * 64**3 / 1e12 / 0.7 * 1e6)
 
 
+@pytest.mark.parametrize("name", ["_for_cpu", ""])
+def test_causal_attention_computes_half(name):
+    b, free = Builder(), replace(TOY, kernel_us=0.0, memory_bytes_per_s=1e20)
+    q, k, v = (b.input(n, 1, 8, 64, 64) for n in "qkv")
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{name}")
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{name}_backward")
+
+    def us(is_causal):
+        node = b.graph.call_function(forward.default, (q, k, v, 0.0, is_causal))
+        node.meta["val"] = (q.meta["val"],)
+        sums, more = b.input("sums", 1, 8, 64), () if name else (None, None, 64, 64)
+        args = (q, q, k, v, q, sums, *more, 0.0, is_causal, *(() if name else (None, None)))
+        back = b.graph.call_function(backward.default, args)
+        back.meta["val"] = (q.meta["val"],) * 3
+        return node_us(node, free), node_us(back, free)
+
+    whole = 4 * 8 * 64**3 / 1e12 / 0.7 * 1e6
+    assert us(False) == pytest.approx((whole, 2.5 * whole))
+    assert us(True) == pytest.approx((whole / 2, 2.5 * whole / 2))
+
+
 @pytest.mark.parametrize("length", [512, 520])
 def test_attention_of_sequences_in_one_tensor(length):
-    """Its formula reads lengths and numbers; the three documents count as long as the longest."""
+    """Its formula reads lengths and numbers; documents count as long as the longest one, and half where causal."""
     b = Builder()
     q, k, v = (b.input(n, 4 * length, heads, 64, device="cuda") for n, heads in (("q", 18), ("k", 6), ("v", 6)))
     ends = b.input("ends", 4, dtype=torch.int32, device="cuda")
@@ -60,7 +81,7 @@ def test_attention_of_sequences_in_one_tensor(length):
     node = b.graph.call_function(forward, (q, k, v, ends, ends, length, length, 0.0, True, False))
     node.meta["val"] = (q.meta["val"],)
     us = node_us(node, replace(TOY, kernel_us=0.0, memory_bytes_per_s=1e20))
-    assert us == pytest.approx(3 * 4 * 18 * length * length * 64 / 1e12 / 0.7 * 1e6)
+    assert us == pytest.approx(3 * 4 * 18 * length * length * 64 / 2 / 1e12 / 0.7 * 1e6)
 
 
 @pytest.mark.parametrize("length", [7, 520])

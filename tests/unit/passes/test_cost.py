@@ -285,7 +285,7 @@ def test_wrong_cluster_files(text):
 
 
 def test_neither_a_cluster_nor_a_file(tmp_path, alone):
-    expected = r"cluster: expected H100, H200, .* or a cluster file, got 'V100'.*; use one of those"
+    expected = r"cluster: expected H100, .*H200, .* or a cluster file, got 'V100'.*; use one of those"
     with pytest.raises(ValueError, match=expected):
         SchedulePolicy(cluster="V100")
     alone.setenv("FSDP_COMPILED_CLUSTER", "V100")
@@ -296,10 +296,26 @@ def test_neither_a_cluster_nor_a_file(tmp_path, alone):
 
 
 def test_the_clusters_that_ship():
-    assert set(CLUSTERS) == {"CPU", "H100", "H200", "A100", "B200"}
+    assert set(CLUSTERS) == {"CPU", "H100", "H100-500W", "H200", "A100", "B200"}
     for name, cluster in CLUSTERS.items():
         assert cluster.name == name
         assert cluster.intra.bytes_per_s >= cluster.inter.bytes_per_s
+
+
+def test_attention_has_a_rate_of_its_own_for_small_elements():
+    cluster = replace(TOY, kernel_us=0.0, attention_efficiency=(0.5, 0.25))
+    assert cluster.attention_us(1e9, 0, 2, is_backward=False) == pytest.approx(1e9 / (0.5 * 2e12) * 1e6)
+    assert cluster.attention_us(1e9, 0, 2, is_backward=True) == pytest.approx(1e9 / (0.25 * 2e12) * 1e6)
+    assert cluster.attention_us(1e9, 0, 4, is_backward=True) == cluster.product_us(1e9, 0, 4)
+    assert TOY.attention_us(1e9, 0, 2, is_backward=True) == TOY.product_us(1e9, 0, 2)
+    assert cluster.attention_us(0.0, 7e8, 2, is_backward=False) == pytest.approx(7e8 / 0.7e12 * 1e6)
+
+
+@pytest.mark.parametrize("wrong", [0.0, 1.5, (0.5,), (0.5, 0.0), (0.5, 2.0), "half"])
+@pytest.mark.parametrize("name", ["memory_efficiency", "efficiency", "attention_efficiency"])
+def test_shares_are_more_than_0_and_at_most_1(name, wrong):
+    with pytest.raises((TypeError, ValueError), match=f"Cluster.{name}: expected "):
+        replace(TOY, **{name: wrong})
 
 
 @pytest.mark.parametrize("given", ["", "0"])

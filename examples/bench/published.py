@@ -1,0 +1,265 @@
+"""Hold estimates of a step against what others have published of real clusters, without a GPU.
+
+    python examples/bench/published.py                                  # every row, a process each
+    python examples/bench/published.py --row 1 --out published.json
+
+A compiled model is sharded over as many ranks as published, in a process group that sends nothing, and captured:
+nothing is computed. One that was published uncompiled runs with fake tensors, unsharded: each operator reads and
+writes its tensors, and collectives count as hidden.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from memory import CHECKPOINTING, checkpointed
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import flop_registry
+
+from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from fsdp_compiled.inspect import OPTIMIZERS, Capture, capture
+from fsdp_compiled.inspect.memory import ALLOCATOR_FRACTION
+from fsdp_compiled.passes.cost import CLUSTERS, Cluster
+from fsdp_compiled.passes.cost.compute import COUNTED_AS
+from fsdp_compiled.testing.llama import PRESETS, Llama
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was published: tokens per second and GPU, and where.
+
+    Args:
+        model: "llama" or "mpt".
+        width, layers: of an MPT; a Llama has 8 billion parameters.
+        batch: sequences of a rank at a time.
+        accumulation: how many such batches make a step.
+        memory_gib: that PyTorch's allocator reserved; 0 where it was not published.
+    """
+
+    source: str
+    model: str
+    cluster: str
+    gpus: int
+    seq: int
+    batch: int
+    tokens_per_s: float
+    checkpointing: str
+    is_compiled: bool = False
+    accumulation: int = 1
+    memory_gib: float = 0.0
+    width: int = 4096
+    layers: int = 32
+
+    @property
+    def step_s(self) -> float:
+        return self.batch * self.seq * self.accumulation / self.tokens_per_s
+
+
+_TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
+_TITAN_A100 = "pytorch/torchtitan, docs/performance.md of May 2024"
+_FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
+
+
+def _mpt(width: int, layers: int, seq: int, gpus: int, batch: int, accumulation: int, kind: str, tps: float) -> Row:
+    sizes: dict[str, Any] = {"width": width, "layers": layers, "accumulation": accumulation}
+    return Row(_FOUNDRY, "mpt", "H100", gpus, seq, batch, tps, kind, **sizes)
+
+
+ROWS = [
+    Row(_TITAN, "llama", "H100-500W", 8, 8192, 2, 6667, "selective", is_compiled=True, memory_gib=77.0),
+    Row(_TITAN, "llama", "H100-500W", 8, 8192, 2, 5762, "selective", memory_gib=82.4),
+    Row(_TITAN_A100, "llama", "A100", 64, 8192, 1, 2973, "selective", is_compiled=True),
+    _mpt(1536, 24, 2048, 8, 24, 2, "none", 63147),
+    _mpt(2048, 24, 2048, 16, 20, 1, "none", 46037),
+    _mpt(2560, 32, 4096, 8, 5, 6, "none", 20964),
+    _mpt(4096, 32, 4096, 8, 16, 2, "blocks", 8611),
+    _mpt(4096, 32, 8192, 8, 8, 2, "blocks", 6935),
+    _mpt(5120, 40, 2048, 8, 2, 1, "none", 4792),
+    _mpt(5120, 40, 16384, 8, 3, 3, "blocks", 2985),
+    _mpt(7168, 48, 2048, 16, 10, 3, "blocks", 2263),
+]
+
+
+class MptBlock(nn.Module):
+    """LayerNorm, causal attention, LayerNorm, GELU with four times the width; no biases."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width, bias=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (each.unflatten(-1, (-1, 128)).transpose(1, 2) for each in self.qkv(self.norms[0](x)).chunk(3, -1))
+        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class Mpt(nn.Module):
+    """A GPT with learned positions and tied embeddings, which returns the loss."""
+
+    def __init__(self, row: Row) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(50368, row.width), nn.Embedding(row.seq, row.width)
+        self.blocks = nn.ModuleList(MptBlock(row.width) for _ in range(row.layers))
+        self.norm, self.recomputes = nn.LayerNorm(row.width, bias=False), row.checkpointing == "blocks"
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def made(row: Row) -> Any:
+    """Return the model, unsharded."""
+    if row.model == "mpt":
+        return Mpt(row)
+    return checkpointed(Llama(replace(PRESETS["8b"], max_seq=row.seq)), row.checkpointing)
+
+
+def captured(row: Row) -> Capture:
+    """Return what a rank's step of one batch costs by estimate."""
+    dist.init_process_group("fake", rank=0, world_size=row.gpus)
+    with torch.device("meta"):
+        model = made(row)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device="cpu")  # memory that the system has promised; nothing touches it
+    tokens = torch.zeros(row.batch, row.seq, dtype=torch.int64)
+    inputs = (tokens,) if row.model == "llama" else (tokens, tokens)
+    return capture(model, *inputs, loss=_one, schedule=SchedulePolicy(cluster=row.cluster), code=False)
+
+
+def _one(output: Tensor) -> Tensor:
+    return output[(0,) * output.dim()]
+
+
+class Eager(TorchDispatchMode):
+    """Sums what operators take on a cluster, one after the other, by kind."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self.cluster, self.us = cluster, {"products": 0.0, "attention": 0.0, "others": 0.0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        made = [each for each in tree_leaves(out) if isinstance(each, Tensor)]
+        given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if func.is_view or not made or "empty" in func.name():
+            return out
+        traffic = sum({id(each): each.numel() * each.element_size() for each in (*given, *made)}.values())
+        if "embedding" in func.name():
+            traffic = 2 * sum(each.nbytes for each in made)
+        operator = func.overloadpacket
+        operator = COUNTED_AS.get(operator, operator)
+        cluster, itemsize = self.cluster, made[0].element_size()
+        if operator not in flop_registry:
+            self.us["others"] += max(cluster.memory_us(traffic), cluster.kernel_us)
+            return out
+        flops = flop_registry[operator](*args, **(kwargs or {}), out_val=out)
+        if "attention" in func.name():  # causal
+            self.us["attention"] += cluster.attention_us(flops / 2, traffic, itemsize, "backward" in func.name())
+        else:
+            self.us["products"] += cluster.product_us(flops, traffic, itemsize)
+        return out
+
+
+def estimate_uncompiled(row: Row) -> dict[str, Any]:
+    with FakeTensorMode():
+        torch.set_default_dtype(torch.bfloat16)
+        model = made(row)
+        torch.set_default_dtype(torch.float32)
+        tokens = torch.zeros(row.batch, row.seq, dtype=torch.int64)
+        with Eager(CLUSTERS[row.cluster]) as eager:
+            model(tokens, tokens).backward()
+        shard_bytes = 4 * sum(param.numel() for param in model.parameters()) / row.gpus
+    optimizer_us = CLUSTERS[row.cluster].memory_us(OPTIMIZERS["adamw"].traffic * shard_bytes)
+    step_s = (row.accumulation * sum(eager.us.values()) + optimizer_us) / 1e6
+    parts = {part: row.accumulation * us / 1e6 for part, us in eager.us.items()}
+    return {"estimated_step_s": step_s, "parts_s": parts | {"optimizer": optimizer_us / 1e6}}
+
+
+def estimate_compiled(row: Row) -> dict[str, Any]:
+    """The published models compile each block; their loss is not compiled and works on copies of the logits."""
+    found = captured(row)
+    assert found.memory is not None
+    with FakeTensorMode():
+        logits = torch.empty(row.batch * row.seq, PRESETS["8b"].vocab, dtype=torch.bfloat16, requires_grad=True)
+        with Eager(CLUSTERS[row.cluster]) as eager:
+            F.cross_entropy(logits.float(), torch.zeros(len(logits), dtype=torch.int64)).backward()
+    loss_us, exposed_us = sum(eager.us.values()), sum(graph.exposed_us for graph in found.graphs)
+    step_us = row.accumulation * (found.step_us - found.optimizer_us + loss_us) + found.optimizer_us
+    # in backward: log-softmax, its gradient and that of the logits, all fp32
+    (before,) = [level.bytes for level in found.memory.curve if level.graph == "forward"][-1:]
+    peak = max(found.memory.peak.bytes, before + 3 * 4 * logits.numel())
+    parts = {"exposed": row.accumulation * exposed_us, "optimizer": found.optimizer_us, "loss": loss_us}
+    return {
+        "estimated_step_s": step_us / 1e6,
+        "parts_s": {part: us / 1e6 for part, us in parts.items()},
+        "estimated_memory_gib": (1 + ALLOCATOR_FRACTION) * peak / GIB,
+    }
+
+
+def estimate(row: Row) -> dict[str, Any]:
+    """Return a published row with the estimate beside it."""
+    found = estimate_compiled(row) if row.is_compiled else estimate_uncompiled(row)
+    return asdict(row) | {"step_s": row.step_s, "error": found["estimated_step_s"] / row.step_s - 1} | found
+
+
+def line(found: dict[str, Any]) -> str:
+    size = "8B" if found["model"] == "llama" else f"{found['width']} x {found['layers']}"
+    batch = f"{found['batch']} x {found['seq']}" + f" x {found['accumulation']}" * (found["accumulation"] > 1)
+    memory = f"{found['memory_gib'] or ''} | {round(found.get('estimated_memory_gib', 0), 1) or ''}"
+    cells = [f"{found['model']} {size}", found["cluster"], found["gpus"], batch, found["checkpointing"]]
+    cells += [
+        "compiled" if found["is_compiled"] else "",
+        f"{found['step_s']:.2f}",
+        f"{found['estimated_step_s']:.2f}",
+    ]
+    return f"| {' | '.join(map(str, cells))} | {found['error']:+.0%} | {memory} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", type=int, nargs="*", default=list(range(len(ROWS))), help="0 is the first")
+    parser.add_argument("--out", type=Path, help="write what is found as JSON")
+    args = parser.parse_args()
+    if len(args.row) == 1:
+        found = [estimate(ROWS[args.row[0]])]
+        print(line(found[0]), flush=True)
+    else:
+        print("| model | cluster | GPUs | batch | checkpointing | | step, s | estimate | | GiB | estimate |")
+        print("|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
+        found = []
+        for index in args.row:
+            one = Path(f"{args.out or 'published'}.{index}")
+            subprocess.run([sys.executable, __file__, "--row", str(index), "--out", str(one)], check=True)
+            found += json.loads(one.read_text())
+            one.unlink()
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    assert CHECKPOINTING.keys() >= {row.checkpointing for row in ROWS}
+    main()

@@ -1,0 +1,53 @@
+"""Which values get memory, and what fused kernels read and write, by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import fully_shard
+from fsdp_compiled.inspect import OPTIMIZERS, capture
+from fsdp_compiled.inspect.lifetimes import GraphMemory
+from tests.support.builder import Builder
+
+aten = torch.ops.aten
+
+
+def _traffic(b, *returned):
+    b.graph.output(returned)
+    return {node.name: size for node, size in GraphMemory("inference", b.graph).traffic().items()}
+
+
+def test_a_chain_reads_its_input_once_and_writes_its_end():
+    b = Builder()
+    x = b.input("x", 100, 10)
+    end = b.call(aten.mul.Tensor, b.call(aten.exp.default, b.call(aten.relu.default, x)), x)
+    assert _traffic(b, end) == {"mul_tensor": 2 * 4000}
+
+
+def test_kernels_lie_between_products():
+    b = Builder()
+    x, w = b.input("x", 100, 10), b.input("w", 10, 10)
+    product = b.call(aten.mm.default, b.call(aten.relu.default, x), w)
+    end = b.call(aten.add.Tensor, product, x)
+    assert _traffic(b, end) == {"relu_default": 2 * 4000, "add_tensor": 3 * 4000}
+
+
+def test_a_lookup_reads_what_it_returns():
+    b = Builder()
+    table, index = b.input("table", 5000, 10), b.input("index", 100, dtype=torch.int64)
+    found = b.call(aten.embedding.default, table, index)
+    assert _traffic(b, b.call(aten.relu.default, found)) == {"relu_default": 2 * 4000}
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_step_is_its_graphs_and_the_optimizer():
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    fully_shard(model)
+    captured = {kind: capture(model, torch.ones(4, 16), code=False, optimizer=kind) for kind in OPTIMIZERS}
+    shard, cluster = 16 * 16 * 4 // 4, captured["sgd"].cluster
+    for kind, each in captured.items():
+        assert each.optimizer_us == cluster.memory_us(OPTIMIZERS[kind].traffic * shard) > 0
+        assert each.step_us == sum(graph.total_us for graph in each.graphs) + each.optimizer_us
+    assert captured["adamw"].step_us > captured["sgd"].step_us
