@@ -1,7 +1,7 @@
 """Hold estimates of a step against what others have published of real clusters, without a GPU.
 
     python examples/bench/published.py                                  # every row, a process each
-    python examples/bench/published.py --row 1 --out published.json
+    python examples/bench/published.py --row 1 --out published.json     # one of them
 
 A compiled model is sharded over as many ranks as published, in a process group that sends nothing, and captured:
 nothing is computed. One that was published uncompiled runs with fake tensors, unsharded: each operator reads and

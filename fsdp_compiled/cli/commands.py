@@ -24,7 +24,7 @@ from .target import UsageError, build, find
 WIDTH = 118
 SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
 _SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-GPUS = tuple(name for name in CLUSTERS if name != "CPU")  # whose programs capture generates
+GPUS = tuple(name for name in CLUSTERS if name not in ("CPU", "H100-500W"))  # whose programs capture generates
 WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
 _INSPECT = """\

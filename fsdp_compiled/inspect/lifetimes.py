@@ -282,8 +282,13 @@ class GraphMemory:
 
 def is_alone(node: fx.Node) -> bool:
     """Tell whether a node is a kernel of its own: a product, attention, a collective, a region."""
-    is_heavy = node.op == "call_function" and (packet_of(node) in flop_registry or is_attention(node))
+    is_heavy = is_product(node) or is_attention(node)
     return is_heavy or nodes.is_launch(node) or nodes.is_wait(node) or nodes.region_of(node) is not None
+
+
+def is_product(node: fx.Node) -> bool:
+    """Tell whether a node is a matrix product or a convolution."""
+    return node.op == "call_function" and packet_of(node) in flop_registry and not is_attention(node)
 
 
 def _is_same_memory(node: fx.Node) -> bool:

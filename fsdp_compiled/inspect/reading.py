@@ -16,13 +16,13 @@ from itertools import chain, pairwise, takewhile
 from torch import fx
 
 from ..passes.cost import Cluster
-from ..passes.cost.compute import node_us
+from ..passes.cost.compute import is_attention, node_us
 from ..passes.graph import nodes
 from ..passes.graph.emit import PLACE, POSITION, Place
 from ..passes.kinds import Request
 from ..passes.planning.tasks import Load, Plan, Timed, bytes_in_flight, simulate
 from ..passes.schedule_policy import SchedulePolicy
-from .lifetimes import GraphMemory, is_alone
+from .lifetimes import GraphMemory, is_alone, is_product
 from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region, Verdict
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
@@ -41,8 +41,10 @@ class Scheduled:
         self.launches = {(place.task, place.stage): node for node, place in places.items()}
         self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))
         self.compute = _compute_of(graph, len(self.plan.load.compute_us))
-        estimate_us = _estimates_us(policy.cluster_for(nodes.device_of(graph)))
-        self.us = {node: estimate_us(node) for together in self.compute for node in together}
+        estimate_us, is_any = _estimates_us(policy.cluster_for(nodes.device_of(graph))), lambda node: True
+        self.us = {node: estimate_us(node, is_any) for together in self.compute for node in together}
+        self.attention_us = sum(estimate_us(node, is_attention) for node in self.us)
+        self.products_us = sum(estimate_us(node, is_product) for node in self.us)
         compute_us = tuple(sum(map(self.us.__getitem__, together)) for together in self.compute)
         self.load = replace(self.plan.load, compute_us=compute_us)
         self.timeline = simulate(self.load, self.plan.actions)
@@ -92,20 +94,25 @@ def _compute_of(graph: fx.Graph, positions: int) -> list[list[fx.Node]]:
     return found
 
 
-def _estimates_us(cluster: Cluster) -> Callable[[fx.Node], float]:
-    """Return what estimates nodes with the sizes that they have: kernels as fused, and each region once."""
+def _estimates_us(cluster: Cluster) -> Callable[[fx.Node, Callable[[fx.Node], bool]], float]:
+    """Return what estimates nodes with the sizes that they have: kernels as fused, and each region once.
+
+    The second argument tells which nodes count, in regions also.
+    """
     traffic = cache(lambda graph: GraphMemory("inference", graph).traffic())
 
-    def of_node(node: fx.Node) -> float:
+    def of_node(node: fx.Node, counts: Callable[[fx.Node], bool]) -> float:
         region = nodes.region_of(node)
         if region is not None:
-            return of_region(region)
+            return of_region(region, counts)
+        if not counts(node):
+            return 0.0
         if is_alone(node):
             return node_us(node, cluster)
         size = traffic(node.graph).get(node, 0)
         return max(cluster.memory_us(size), cluster.kernel_us) if size else 0.0
 
-    of_region = cache(lambda region: sum(map(of_node, region.nodes)))
+    of_region = cache(lambda region, counts: sum(of_node(node, counts) for node in region.nodes))
     return of_node
 
 
@@ -123,6 +130,8 @@ def captured_graph(read: Scheduled, kind: GraphKind, module: fx.GraphModule) -> 
         kept_bytes=sum(request.kept_bytes for request in read.requests),
         code="",
         regions=tuple(read.regions()),
+        products_us=read.products_us,
+        attention_us=read.attention_us,
     )
 
 

@@ -176,6 +176,8 @@ class CapturedGraph:
         regions: in order of first call; the timeline counts each call as compute.
         passes: names of the passes that made ``module`` of ``before``, a user's among them.
         kernels: in order of launch, where the program of a GPU was asked for.
+        products_us: estimated, of the compute: matrix products.
+        attention_us: estimated, of the compute: attention.
     """
 
     kind: GraphKind
@@ -191,6 +193,8 @@ class CapturedGraph:
     regions: tuple[Region, ...] = ()
     passes: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    products_us: float = 0.0
+    attention_us: float = 0.0
 
     @property
     def compute_us(self) -> float:
@@ -248,6 +252,22 @@ class CapturedModel:
         What runs outside of the graphs is not in it: a loss that is not compiled, clipping of gradients, the host.
         """
         return sum(graph.total_us for graph in self.graphs) + self.optimizer_us
+
+    @property
+    def step_parts_us(self) -> dict[str, float]:
+        """What ``step_us`` is made of; compute is what neither waits nor copies buffers of collectives."""
+        total, waits, compute, products, attention = (
+            sum(getattr(graph, f"{name}_us") for graph in self.graphs)
+            for name in ("total", "exposed", "compute", "products", "attention")
+        )
+        return {
+            "matrix products": products,
+            "attention": attention,
+            "fused kernels": compute - products - attention,
+            "waits for collectives": waits,
+            "copies of buffers": max(0.0, total - waits - compute),
+            "optimizer": self.optimizer_us,
+        }
 
     @property
     def peak_bytes(self) -> int | None:

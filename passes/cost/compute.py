@@ -44,16 +44,21 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     flops = formula(*args, **kwargs, out_val=stand_in(node))
     itemsize = min((tensor.element_size() for tensor in tensors_of(node)), default=4)
     if is_attention(node):
-        needed = flops / 2 if _is_causal(node) else flops
-        return cluster.attention_us(needed, traffic, itemsize, "backward" in str(node.target))
+        return cluster.attention_us(flops * needed_of(node), traffic, itemsize, is_backward(node))
     return cluster.product_us(flops, traffic, itemsize)
 
 
-def _is_causal(node: fx.Node) -> bool:
-    """Tell whether attention skips what lies behind each query: about half of the products that formulas count."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
-    return given.get("is_causal") is True
+def is_backward(attention: fx.Node) -> bool:
+    """Tell whether an attention is the backward of one."""
+    return "backward" in str(attention.target)
+
+
+def needed_of(attention: fx.Node) -> float:
+    """Return the share of FLOPs by formula that attention needs: half where it skips what lies behind a query."""
+    schema = getattr(attention.target, "_schema", None)  # higher-order operators have none
+    names = [argument.name for argument in schema.arguments] if schema else []
+    given = dict(zip(names, attention.args, strict=False)) | attention.kwargs
+    return 0.5 if given.get("is_causal") is True else 1.0
 
 
 def packet_of(node: fx.Node) -> Any:

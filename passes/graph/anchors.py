@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..cost import Cluster
-from ..cost.compute import is_attention, is_view, packet_of, tensors_of
+from ..cost.compute import is_attention, is_backward, is_view, needed_of, packet_of, tensors_of
 from . import nodes
 
 SEQUENCE = 4096  # nominal length of a sequence, in tokens, unless there are fewer tokens
@@ -177,16 +177,18 @@ def _anchor_us(node: fx.Node, read: Weight | Read, cluster: Cluster, tokens: int
 def _product_us(node: fx.Node, weight: Weight, cluster: Cluster, tokens: int) -> float:
     """Return the longer of FLOPs and memory traffic: every token meets every element of a parameter once.
 
-    Attention is quadratic in the length of a sequence, and counts no causal mask, as torch's formulas do not.
+    Attention is quadratic in the length of a sequence.
     What is no product reads and writes a token's worth of the parameter's last dimension.
     """
     itemsize = min((tensor.element_size() for tensor in tensors_of(node)), default=4)
     traffic, flops = 2 * tokens * weight.width, 0.0
     if is_attention(node):
         width = _width_of_attention(node)
-        factor = _BACKWARD_OF_ATTENTION if "backward" in str(node.target) else 1.0
-        flops, traffic = factor * 4 * tokens * min(tokens, SEQUENCE) * width, int(factor * 4 * tokens * width)
-    elif not weight.is_vector and packet_of(node) in flop_registry:
+        factor = _BACKWARD_OF_ATTENTION if is_backward(node) else 1.0
+        flops = factor * needed_of(node) * 4 * tokens * min(tokens, SEQUENCE) * width
+        traffic = int(factor * 4 * tokens * width) * itemsize
+        return cluster.attention_us(flops, traffic, itemsize, is_backward(node))
+    if not weight.is_vector and packet_of(node) in flop_registry:
         flops = 2.0 * weight.numel * tokens * _products(node)
         traffic = weight.numel + tokens * (weight.width + weight.numel // max(weight.width, 1))
     traffic *= itemsize

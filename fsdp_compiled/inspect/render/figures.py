@@ -140,6 +140,12 @@ def graph_facts(graph: CapturedGraph) -> dict[str, str]:
     }
 
 
+def step_facts(capture: CapturedModel) -> dict[str, str]:
+    """Return how long a step takes, and of that each part."""
+    parts = {part: f"{duration(us)} ({us / capture.step_us:.0%})" for part, us in capture.step_parts_us.items() if us}
+    return {"all": duration(capture.step_us)} | parts
+
+
 def memory_facts(memory: StepMemory) -> dict[str, str]:
     """Return the peak of a step, where it is, and what is alive there by part, the largest first."""
     peak = memory.peak

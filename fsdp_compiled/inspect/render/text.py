@@ -49,8 +49,11 @@ def capture_text(capture: CapturedModel) -> str:
         head += _wrapped(" ".join(reason.split()), "  - ", "    ")
     graphs = figures.titled(capture.graphs)
     kernels = (_kernels(title, graph) for title, graph in graphs if graph.kernels)
-    memory = [_facts("memory of a step, by estimate", figures.memory_facts(capture.memory))] if capture.memory else []
-    return _joined(head, *(_graph(title, graph) for title, graph in graphs), *kernels, *memory)
+    step = list[Iterable[str]]()
+    if capture.memory:
+        step.append(_facts("time of a step, by estimate", figures.step_facts(capture)))
+        step.append(_facts("memory of a step, by estimate", figures.memory_facts(capture.memory)))
+    return _joined(head, *(_graph(title, graph) for title, graph in graphs), *kernels, *step)
 
 
 def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:

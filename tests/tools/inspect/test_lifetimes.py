@@ -9,7 +9,10 @@ from torch import nn
 from fsdp_compiled import fully_shard
 from fsdp_compiled.inspect import OPTIMIZERS, capture
 from fsdp_compiled.inspect.lifetimes import GraphMemory
+from fsdp_compiled.passes.cost import CLUSTERS
+from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.builder import Builder
+from tests.support.training import with_regions
 
 aten = torch.ops.aten
 
@@ -50,4 +53,25 @@ def test_a_step_is_its_graphs_and_the_optimizer():
     for kind, each in captured.items():
         assert each.optimizer_us == cluster.memory_us(OPTIMIZERS[kind].traffic * shard) > 0
         assert each.step_us == sum(graph.total_us for graph in each.graphs) + each.optimizer_us
+        assert sum(each.step_parts_us.values()) == pytest.approx(each.step_us)
+        assert "time of a step, by estimate: all" in str(each)
     assert captured["adamw"].step_us > captured["sgd"].step_us
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("regions", [False, True])
+def test_parts_of_a_step_are_found_in_regions_too(regions):
+    config = Config(width=64, layers=3, heads=2, kv_heads=1, hidden=96, max_seq=32)
+    model = Llama(config)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    if regions:
+        with_regions(model, model.blocks)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    parts = capture(model, tokens, tokens, code=False).step_parts_us
+    assert all(parts[name] > 0 for name in ("matrix products", "attention", "fused kernels", "optimizer"))
+    products = 2 * 64 * (3 * (64 * 2 + 32 * 2 + 3 * 96) + 256)  # FLOPs of a token in forward
+    cluster, count = CLUSTERS["CPU"], 3 * 3 * 7 + 3
+    assert parts["matrix products"] >= 3 * 1e6 * 64 * products / (cluster.efficiency * cluster.flops_32bit)
+    assert parts["matrix products"] >= count * cluster.kernel_us

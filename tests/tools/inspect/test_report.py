@@ -238,7 +238,7 @@ def test_several_graphs_of_a_kind_are_numbered():
 @corners
 def test_json_holds_everything(capture, tmp_path):
     data = json.loads(capture.save(tmp_path / "report.json").read_text(encoding="utf-8"))
-    more = ["headline", "peak_bytes", "peak_unsharded_bytes", "step_us"]
+    more = ["headline", "peak_bytes", "peak_unsharded_bytes", "step_parts_us", "step_us"]
     assert list(data) == [*(field.name for field in fields(capture)), *more]
     assert data["peak_bytes"] == capture.peak_bytes
     assert (data["headline"], data["peak_unsharded_bytes"]) == (capture.headline, capture.peak_unsharded_bytes)
