@@ -5,8 +5,8 @@
 Every contender takes one step in turn, so that drift of the machine affects all equally. So does the wire: two
 all-gathers and one reduce-scatter of all parameters without compute, which fully sharded training has to send.
 Prints the median step time of each, its ratio to the best FSDP2 and to the limit (unsharded compiled step plus
-wire), and the loss after the last step. ``--memory`` also captures the full graphs and prints their peak of
-unsharded bytes and its bound; ``--json FILE`` keeps the figures.
+wire), and the loss after the last step. ``--memory`` also captures the full graphs and prints their estimated step,
+their peak of unsharded bytes and its bound; ``--json FILE`` keeps the figures.
 """
 
 from __future__ import annotations
@@ -182,10 +182,11 @@ def table(contenders: list[Contender], wire: Wire, args: argparse.Namespace) -> 
 
 
 def add_memory(rows: list[dict[str, float | str | None]], contenders: list[Contender], batch: list[Tensor]) -> None:
-    """Capture every full graph; note its peak of unsharded bytes and the bound."""
+    """Capture every full graph; note the estimated step, its peak of unsharded bytes and the bound."""
     for row, contender in zip(rows[1:], contenders, strict=True):
         if contender.schedule is not None:
             captured = capture(contender.model, *batch, schedule=contender.schedule)
+            row["estimate_ms"] = captured.step_us / 1e3
             row["collectives"] = sum(len(graph.collectives) for graph in captured.graphs)
             row["peak_mib"] = captured.peak_unsharded_bytes / MIB
             row["bound_mib"] = max(graph.bound_bytes for graph in captured.graphs) / MIB
@@ -199,7 +200,12 @@ def show(rows: list[dict[str, float | str | None]], args: argparse.Namespace) ->
         f"{os.cpu_count()} cores, {args.steps} steps, AdamW ({args.optimizer})\n"
     )
     columns = {"median_ms": "median ms", "of_best_fsdp2": "of best FSDP2", "of_limit": "of limit", "loss": "loss"}
-    columns |= {"collectives": "collectives", "peak_mib": "peak MiB", "bound_mib": "bound MiB"}
+    columns |= {
+        "estimate_ms": "estimate ms",
+        "collectives": "collectives",
+        "peak_mib": "peak MiB",
+        "bound_mib": "bound MiB",
+    }
     columns = {key: title for key, title in columns.items() if any(key in row for row in rows)}
     print(f"{'':30}" + "".join(f"{title:>14}" for title in columns.values()))
     for row in rows:
@@ -208,7 +214,9 @@ def show(rows: list[dict[str, float | str | None]], args: argparse.Namespace) ->
 
 
 def figure(value: float | str | None, key: str) -> str:
-    digits = {"median_ms": 1, "loss": 5, "collectives": 0, "peak_mib": 1, "bound_mib": 1}.get(key, 3)
+    digits = {"median_ms": 1, "estimate_ms": 1, "loss": 5, "collectives": 0, "peak_mib": 1, "bound_mib": 1}.get(
+        key, 3
+    )
     return "" if value is None else f"{value:.{digits}f}"
 
 
@@ -226,7 +234,9 @@ def parse() -> argparse.Namespace:
         "more full graphs, scheduled for a cluster each, a name or a file; called by the file's name without suffix"
     )
     parser.add_argument("--cluster", nargs="*", default=[], metavar="NAME|FILE", help=about)
-    parser.add_argument("--memory", action="store_true", help="compile full graphs once more to see their memory")
+    parser.add_argument(
+        "--memory", action="store_true", help="compile full graphs once more to see their memory and estimate"
+    )
     parser.add_argument("--json", metavar="FILE")
     return parser.parse_args()
 

@@ -196,7 +196,7 @@ def test_the_kernels_of_regions_count_at_every_call():
     with_regions(model, model.blocks)
     for graph in capture(model, tokens, tokens, device="A100").graphs:
         generated = _check_generated(graph, "A100")
-        (calls,) = {len(region.calls) for region in graph.regions}
+        calls = sum(len(region.calls) for region in graph.regions)
         assert calls == sum("flash" in kernel.name for kernel in graph.kernels) == 2
         assert len({kernel.name for kernel in generated}) < len(generated)
 
