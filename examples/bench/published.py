@@ -221,7 +221,7 @@ def estimate_compiled(row: Row) -> dict[str, Any]:
 
 
 def estimate(row: Row) -> dict[str, Any]:
-    """Return a published row with the estimate beside it."""
+    """Return what was published, its estimate and the error."""
     found = estimate_compiled(row) if row.is_compiled else estimate_uncompiled(row)
     return asdict(row) | {"step_s": row.step_s, "error": found["estimated_step_s"] / row.step_s - 1} | found
 

@@ -39,11 +39,10 @@ Part = Literal[
     "logits and loss",  # what the last product of forward makes, its copies and its gradient
     "temporaries",
 ]
+
 _REREAD = 4  # *Source:* realize_reads_threshold of torch._inductor.config
 _NEAR = 64  # *Source:* Scheduler.are_long_distant_nodes of torch 2.13.0
 _COSTLY = (torch.ops.aten.exp, torch.ops.aten.sigmoid)  # *Source:* StorageBox.should_realize_on_reuse of torch 2.13.0
-
-
 _LOOKUPS = (torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
