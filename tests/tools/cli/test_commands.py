@@ -174,7 +174,7 @@ MISTAKES = {
     "program.py:build --bucket 0": "SchedulePolicy.bucket: expected 'auto' or 'unit' or 'none' or an integer of",
     "program.py:build --prefetch 1.5": "--prefetch: expected 'auto' or a number, got '1.5'",
     "program.py:build --keep-unsharded-bytes auto": "expected a number of bytes such as 65536, 64MiB or 1GiB, got",
-    "program.py:build --cluster V100": "argument --cluster: cluster: expected H100, H100-500W, H200, A100, B200, CPU or",
+    "program.py:build --cluster V100": "--cluster: cluster: expected H100, H100-500W, H200, A100, B200, CPU or",
     "program.py:build --world 4 --rank 4": "--rank: expected 0 to 3 for --world 4, got 4",
     "program.py:build --world 0": "--world: expected at least 1, got 0",
     "program.py:build --save a.txt": "--save: expected a file that ends in .html, .json, .trace.json or .png, got",
