@@ -60,8 +60,7 @@ def capture(
         device: "A100", "B200", "H100" or "H200": generate and assemble, from a model on the CPU, the program of this
             GPU, which need not be there. Its cluster is the default. Nothing is computed, as with ``code=False``.
         passes: your own graph passes, as for ``fsdp_compiled.compile``.
-        optimizer: whose state the estimated memory counts, and whose step the estimated time: "adamw", "adam",
-            "rmsprop", "sgd_momentum" or "sgd".
+        optimizer: whose state and step the estimates count: "adamw", "adam", "rmsprop", "sgd_momentum" or "sgd".
         kwargs: of its forward.
 
     Raises:
@@ -82,11 +81,10 @@ def capture(
     breaks = counters["graph_break"].copy()
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
     cluster, memory = policy.cluster_for(states[0].device), step_memory(recorder.scheduled, held, optimizer)
-    meshes = [param.placement.mesh_info for state in states for param in state.params]
     return Capture(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
-        world=max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1),
+        world=_world_of(states),
         torch_version=torch.__version__,
         cluster=cluster,
         schedule=policy,
@@ -95,6 +93,11 @@ def capture(
         memory=memory,
         optimizer_us=cluster.memory_us(OPTIMIZERS[optimizer].traffic * memory.reduced_bytes),
     )
+
+
+def _world_of(states: Sequence[FSDPState]) -> int:
+    meshes = (param.placement.mesh_info for state in states for param in state.params)
+    return max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1)
 
 
 def _policy_for(gpu: Gpu | None, policy: SchedulePolicy, states: Sequence[FSDPState]) -> SchedulePolicy:
