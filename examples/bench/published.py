@@ -15,6 +15,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,23 +76,20 @@ _TITAN_A100 = "pytorch/torchtitan, docs/performance.md of May 2024"
 _FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
 
 
-def _mpt(width: int, layers: int, seq: int, gpus: int, batch: int, accumulation: int, kind: str, tps: float) -> Row:
-    sizes: dict[str, Any] = {"width": width, "layers": layers, "accumulation": accumulation}
-    return Row(_FOUNDRY, "mpt", "H100", gpus, seq, batch, tps, kind, **sizes)
-
+_MPT = partial(Row, _FOUNDRY, "mpt", "H100")
 
 ROWS = [
     Row(_TITAN, "llama", "H100-500W", 8, 8192, 2, 6667, "selective", is_compiled=True, memory_gib=77.0),
     Row(_TITAN, "llama", "H100-500W", 8, 8192, 2, 5762, "selective", memory_gib=82.4),
     Row(_TITAN_A100, "llama", "A100", 64, 8192, 1, 2973, "selective", is_compiled=True),
-    _mpt(1536, 24, 2048, 8, 24, 2, "none", 63147),
-    _mpt(2048, 24, 2048, 16, 20, 1, "none", 46037),
-    _mpt(2560, 32, 4096, 8, 5, 6, "none", 20964),
-    _mpt(4096, 32, 4096, 8, 16, 2, "blocks", 8611),
-    _mpt(4096, 32, 8192, 8, 8, 2, "blocks", 6935),
-    _mpt(5120, 40, 2048, 8, 2, 1, "none", 4792),
-    _mpt(5120, 40, 16384, 8, 3, 3, "blocks", 2985),
-    _mpt(7168, 48, 2048, 16, 10, 3, "blocks", 2263),
+    _MPT(8, 2048, 24, 63147, "none", accumulation=2, width=1536, layers=24),
+    _MPT(16, 2048, 20, 46037, "none", accumulation=1, width=2048, layers=24),
+    _MPT(8, 4096, 5, 20964, "none", accumulation=6, width=2560, layers=32),
+    _MPT(8, 4096, 16, 8611, "blocks", accumulation=2, width=4096, layers=32),
+    _MPT(8, 8192, 8, 6935, "blocks", accumulation=2, width=4096, layers=32),
+    _MPT(8, 2048, 2, 4792, "none", accumulation=1, width=5120, layers=40),
+    _MPT(8, 16384, 3, 2985, "blocks", accumulation=3, width=5120, layers=40),
+    _MPT(16, 2048, 10, 2263, "blocks", accumulation=3, width=7168, layers=48),
 ]
 
 

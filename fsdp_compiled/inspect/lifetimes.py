@@ -5,8 +5,9 @@ A result takes memory from its node to the last node that reads it:
 - matrix products, attention, collectives and regions write their results;
 - what lies between them is fused: a value has memory if one of these reads it or the graph returns it. Else whatever
   reads it computes it again, and what it was computed from lives until then;
-- a reduction, a value computed from more than four others and, on the CPU, one by way of an exponential that several
-  read, have memory also if something reads them behind a later product: Inductor does not compute those again;
+- a reduction, a value computed from more than four others and, on the CPU, one that takes an exponential and that
+  several read, have memory also if something reads them behind a later product: Inductor does not compute these
+  again;
 - values of one size that read the same memory are computed at the same time, if they are near each other;
 - freed memory is kept for the next result of its size, unless that would raise the peak.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from ..passes.cost.compute import is_attention, is_view, packet_of, tensor_bytes, tensors_of
+from ..passes.cost.compute import is_attention, is_view, node_bytes, packet_of, tensor_bytes, tensors_of
 from ..passes.graph import nodes
 from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
 
@@ -159,7 +160,7 @@ class GraphMemory:
             is_written = node in self._allocated and not is_alone(node) and node.op == "call_function"
             if is_written:
                 own = inputs if not is_source else {node}
-                found[node] = sum(map(_bytes, own)) + _bytes(node)
+                found[node] = sum(map(node_bytes, own)) + node_bytes(node)
             read[node] = frozenset({node}) if is_source or is_written else inputs
         return found
 
@@ -202,7 +203,7 @@ class GraphMemory:
         given = self.graph.find_nodes(op="placeholder")
         saved = [node for node in given if "tangents" not in str(node.target)]
         for node in (node for node in given if node not in saved):
-            self._allocate(node, node, [(node.name, "logits and loss", sum(map(tensor_bytes, tensors_of(node))))])
+            self._allocate(node, node, [(node.name, "logits and loss", node_bytes(node))])
         if forward is not None:
             (left,), (end,) = (graph.find_nodes(op="output") for graph in (forward.graph, self.graph))
             self.memory |= forward.memory
@@ -308,10 +309,6 @@ def _sizes_of(node: fx.Node) -> list[int]:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return [tensor_bytes(each) if isinstance(each, Tensor) else 0 for each in values]
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(map(tensor_bytes, tensors_of(node)))
 
 
 def _count(node: fx.Node) -> int:

@@ -37,8 +37,8 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
         return 0.0
     formula = flop_registry.get(COUNTED_AS.get(packet_of(node), packet_of(node)))
     if formula is None:
-        return cluster.memory_us(_bytes(node))
-    traffic = sum(map(_bytes, [node, *node.all_input_nodes]))
+        return cluster.memory_us(node_bytes(node))
+    traffic = sum(map(node_bytes, [node, *node.all_input_nodes]))
     stand_in = _with_equal_heads(node) if is_attention(node) else _stand_in
     args, kwargs = map_aggregate(node.args, stand_in), map_aggregate(node.kwargs, stand_in)
     flops = formula(*args, **kwargs, out_val=stand_in(node))
@@ -71,7 +71,8 @@ def is_attention(node: fx.Node) -> bool:
     return node.op == "call_function" and any(word in str(node.target) for word in ("attention", "attn"))
 
 
-def _bytes(node: fx.Node) -> int:
+def node_bytes(node: fx.Node) -> int:
+    """Return the bytes of a node's results."""
     return sum(map(tensor_bytes, tensors_of(node)))
 
 
