@@ -22,9 +22,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ..passes.cost.compute import is_attention, is_view, node_bytes, packet_of, tensor_bytes, tensors_of
+from ..passes.cost.compute import is_attention, is_view, node_bytes, packet_of, results_of, tensor_bytes, tensors_of
 from ..passes.graph import nodes
 from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
 
@@ -238,7 +239,7 @@ class GraphMemory:
         elif not nodes.is_ours(node) and not _is_same_memory(node) and self._has_memory(node):
             part: Part = "logits and loss" if self._is_logits(node) else "temporaries"
             self._allocate(node, node, [(node.name, part, size) for size in _sizes_of(node)])
-            self._lists |= {node: self._keys[node]} if isinstance(node.meta.get("val"), (list, tuple)) else {}
+            self._lists |= {node: self._keys[node]} if isinstance(results_of(node), (list, tuple)) else {}
             self._costly.discard(node)
             if (region := nodes.region_of(node)) is not None:
                 self.memory[node] = Allocation(node.name, "temporaries", _own_bytes(region))
@@ -306,9 +307,10 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 def _sizes_of(node: fx.Node) -> list[int]:
     """Return the bytes of each result, 0 for what is no tensor, in the order in which they are taken out."""
-    value = node.meta.get("val")
+    value = results_of(node)
     values = value if isinstance(value, (list, tuple)) else [value]
-    return [tensor_bytes(each) if isinstance(each, Tensor) else 0 for each in values]
+    tensors = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in values)
+    return [sum(map(tensor_bytes, each)) for each in tensors]
 
 
 def _count(node: fx.Node) -> int:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from .cluster import Cluster
@@ -24,6 +25,8 @@ COUNTED_AS: Mapping[Any, Any] = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
+# Higher-order operators, and where among their arguments the operator stands that they call.
+_WITH_RANDOM_STATE = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
 _UNKNOWN = 8192  # a size that depends on data. *Source:* Inductor's unbacked_symint_fallback.
 
 
@@ -35,40 +38,67 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     """
     if node.op != "call_function" or is_view(node):
         return 0.0
-    formula = flop_registry.get(COUNTED_AS.get(packet_of(node), packet_of(node)))
-    if formula is None:
+    flops = flops_of(node)
+    if flops is None:
         return cluster.memory_us(node_bytes(node))
     traffic = sum(map(node_bytes, [node, *node.all_input_nodes]))
-    stand_in = _with_equal_heads(node) if is_attention(node) else _stand_in
-    args, kwargs = map_aggregate(node.args, stand_in), map_aggregate(node.kwargs, stand_in)
-    flops = formula(*args, **kwargs, out_val=stand_in(node))
     itemsize = min((tensor.element_size() for tensor in tensors_of(node)), default=4)
     if is_attention(node):
-        return cluster.attention_us(flops * needed_of(node), traffic, itemsize, is_backward(node))
+        return cluster.attention_us(flops, traffic, itemsize, is_backward(node))
     return cluster.product_us(flops, traffic, itemsize)
+
+
+def flops_of(node: fx.Node) -> float | None:
+    """Return the FLOPs that a product or an attention needs, by torch's formulas; None for other nodes."""
+    formula = flop_registry.get(COUNTED_AS.get(packet_of(node), packet_of(node)))
+    if node.op != "call_function" or formula is None:
+        return None
+    stand_in = _with_equal_heads(node) if is_attention(node) else _stand_in
+    call = call_of(node)
+    args, kwargs = map_aggregate(call.args, stand_in), map_aggregate(call.kwargs, stand_in)
+    return formula(*args, **kwargs, out_val=stand_in(node)) * (needed_of(node) if is_attention(node) else 1.0)
+
+
+class Call(NamedTuple):
+    """What a node calls, and with what."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def call_of(node: fx.Node) -> Call:
+    """Return what a node calls, also where it saves or restores the random state for it, as checkpointing does."""
+    first = _WITH_RANDOM_STATE.get(str(node.target))
+    if first is None:
+        return Call(node.target, node.args, node.kwargs)
+    given = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
+    return Call(node.args[first], node.args[first + 1 :], given)
 
 
 def is_backward(attention: fx.Node) -> bool:
     """Tell whether an attention is the backward of one."""
-    return "backward" in str(attention.target)
+    return "backward" in str(call_of(attention).target)
 
 
 def needed_of(attention: fx.Node) -> float:
     """Return the share of FLOPs by formula that attention needs: half where it skips what lies behind a query."""
-    schema = getattr(attention.target, "_schema", None)  # higher-order operators have none
+    call = call_of(attention)
+    schema = getattr(call.target, "_schema", None)  # higher-order operators have none
     names = [argument.name for argument in schema.arguments] if schema else []
-    given = dict(zip(names, attention.args, strict=False)) | attention.kwargs
+    given = dict(zip(names, call.args, strict=False)) | dict(call.kwargs)
     return 0.5 if given.get("is_causal") is True else 1.0
 
 
 def packet_of(node: fx.Node) -> Any:
     """Return the operator that a node calls, whatever its overload; None for other functions."""
-    return getattr(node.target, "overloadpacket", None)
+    return getattr(call_of(node).target, "overloadpacket", None)
 
 
 def is_attention(node: fx.Node) -> bool:
     """Tell by its operator's name whether a node is an attention, or the backward of one."""
-    return node.op == "call_function" and any(word in str(node.target) for word in ("attention", "attn"))
+    name = str(call_of(node).target)
+    return node.op == "call_function" and any(word in name for word in ("attention", "attn"))
 
 
 def node_bytes(node: fx.Node) -> int:
@@ -120,6 +150,16 @@ def is_view(node: fx.Node) -> bool:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """Return the fake tensors that stand for a node's results."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor)]
+    return [each for each in tree_leaves(results_of(node)) if isinstance(each, torch.Tensor)]
+
+
+def results_of(node: fx.Node) -> Any:
+    """Return the fake values of a node's results, None for those that are unknown.
+
+    Where AOTAutograd lets a node save the random state it notes no value, but on those that take results out of it.
+    """
+    if "val" in node.meta:
+        return node.meta["val"]
+    items: list[Any] = [user for user in node.users if getattr(user.target, "__name__", "") == "getitem"]
+    taken: dict[int, Any] = {item.args[1]: results_of(item) for item in items}
+    return tuple(taken.get(index) for index in range(1 + max(taken))) if taken else None

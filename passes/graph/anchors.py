@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..cost import Cluster
-from ..cost.compute import is_attention, is_backward, is_view, needed_of, packet_of, tensors_of
+from ..cost.compute import call_of, is_attention, is_backward, is_view, needed_of, packet_of, tensors_of
 from . import nodes
 
 SEQUENCE = 4096  # nominal length of a sequence, in tokens, unless there are fewer tokens
@@ -120,7 +120,7 @@ def _with_derived(graph: fx.Graph, known: _Weights) -> _Weights:
         sources = [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), _SIZES)]
         if node.op != "call_function" or not sources or node in found or not found.keys() >= set(sources):
             continue
-        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        is_random = torch.Tag.nondeterministic_seeded in getattr(call_of(node).target, "tags", ())
         if not is_random and not nodes.is_communication(node) and nodes.region_of(node) is None:
             weights = [found[source] for source in sources]
             found[node] = Weight(sum(each.numel for each in weights), max(each.width for each in weights))
@@ -203,9 +203,12 @@ def _products(node: fx.Node) -> int:
 
 def _width_of_attention(node: fx.Node) -> int:
     """Return heads times features: operators take ``[batch, heads, length, features]`` or heads before features."""
-    shape = next((tensor.shape for each in node.all_input_nodes for tensor in tensors_of(each)), ())
-    if len(shape) < 3:
+    shapes = (tensor.shape for each in node.all_input_nodes for tensor in tensors_of(each))
+    shape = next((shape for shape in shapes if len(shape) > 2), None)  # a random state may come first
+    if shape is None:
         return 0
-    heads_first = len(shape) == 4 and not any(word in str(node.target) for word in ("aten._flash", "aten._efficient"))
+    heads_first = len(shape) == 4 and not any(
+        word in str(call_of(node).target) for word in ("aten._flash", "aten._efficient")
+    )
     heads, features = shape[1 if heads_first else -2], shape[-1]
     return heads * features if isinstance(heads, int) and isinstance(features, int) else 0

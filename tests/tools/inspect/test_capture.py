@@ -8,10 +8,11 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from memory import Case
 from torch import nn
 from torch._inductor import config
 
-from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, compile, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes import CLUSTERS
 from tests.support.graphs import after_inductors_passes, record, sequence, target_name
@@ -221,3 +222,19 @@ def test_bad_input():
         ValueError, match="Layers: expected a sharded model, got one without any unit; call fully_shard"
     ):
         capture(Layers(1), torch.randn(4, 16))
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("regions", ["off", "auto"])
+def test_attention_that_backward_computes_again_takes_its_time_again(regions):
+    def graphs(checkpointing):
+        model, batch = Case(layers=2, width=128, seq=128, batch=1, checkpointing=checkpointing).model()
+        compile(model, regions=regions)
+        return capture(model, *batch, code=False).graphs
+
+    forward, backward = graphs("none")
+    assert backward.attention_us > forward.attention_us > 0
+    again = [graph.attention_us for graph in graphs("blocks")]
+    assert again == pytest.approx([forward.attention_us, backward.attention_us + forward.attention_us])
+    saved = [graph.attention_us for graph in graphs("selective")]
+    assert saved == pytest.approx([forward.attention_us, backward.attention_us])

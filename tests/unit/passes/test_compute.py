@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import replace
 
 import pytest
 import torch
+from torch._prims import rng_prims
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from fsdp_compiled.passes.cost import Cluster, Link
-from fsdp_compiled.passes.cost.compute import node_us
+from fsdp_compiled.passes.cost.compute import is_attention, is_backward, node_us, tensors_of
 from tests.support.builder import Builder
 
 LINK = Link(1.0, 1.0, 1e9)
@@ -101,3 +103,22 @@ def test_a_size_that_varies_counts_as_traced_and_gets_no_guard(length):
         1e6 * 2 * length * 4 * 4 / (0.7 * 1e12)
     )
     assert len(shapes.guards) == before
+
+
+@pytest.mark.parametrize("saves", [True, False], ids=["forward", "recomputed"])
+def test_attention_that_checkpointing_gives_a_random_state(saves):
+    """The partitioner notes no value on what saves the state, but on those that take results out of it."""
+    b, free = Builder(), replace(TOY, kernel_us=0.0, memory_bytes_per_s=1e20)
+    q, k, v = (b.input(n, 1, 8, 64, 64) for n in "qkv")
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, q, k, v, 0.0, True
+    alone = b.graph.call_function(call[0], call[1:])
+    alone.meta["val"] = (q.meta["val"], b.input("sums", 1, 8, 64).meta["val"])
+    if saves:
+        node = b.graph.call_function(rng_prims.run_and_save_rng_state, call)
+        results = b.graph.call_function(operator.getitem, (node, 1))
+    else:
+        node = results = b.graph.call_function(rng_prims.run_with_rng_state, (b.input("state", 16), *call))
+    b.graph.call_function(operator.getitem, (results, 0)).meta["val"] = q.meta["val"]
+    assert is_attention(node) and not is_backward(node)
+    assert node_us(node, free) == node_us(alone, free)
+    assert [each.shape for each in tensors_of(node)] == [q.meta["val"].shape]
