@@ -1,5 +1,7 @@
 """Fully sharded data parallel training that lives inside the compiled graph."""
 
+from typing import Any
+
 from .agreement.ledger import set_rank_agreement
 from .api import compile, fully_shard, fully_shard_with_compiled_compute, options, register_fsdp_forward_method
 from .collectives import AllGather, Comm, ReduceScatter
@@ -18,6 +20,15 @@ from .sharding.mesh import (
     ShardPlacementResult,
 )
 from .torch_fsdp.switch import as_torch_fsdp, disable, enable
+
+
+def __getattr__(name: str) -> Any:
+    if name != "plan":  # the planner reads graphs, which training need not import
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .planner import plan
+
+    return plan
+
 
 __all__ = [
     "AllGather",
@@ -46,6 +57,7 @@ __all__ = [
     "fully_shard",
     "fully_shard_with_compiled_compute",
     "options",
+    "plan",
     "register_fsdp_forward_method",
     "set_rank_agreement",
     "share_comm_ctx",

@@ -22,7 +22,7 @@ from .graph.anchors import AnchoredCompute
 from .graph.emit import do_locally, emit
 from .kinds import Request
 from .planning.buckets import decide
-from .planning.tasks import Requests
+from .planning.tasks import Requests, in_order
 from .schedule_policy import DEFAULT, SchedulePolicy
 from .torch_internals import config
 
@@ -90,14 +90,9 @@ def _requests_of(asked: Mapping[fx.Node, Bucket], compute: AnchoredCompute, clus
             key=number[kind.opaque, alone.spec.key(param)],
         )
 
-    def place(each: Request) -> tuple[bool, str, int, str]:
-        """What starts ahead comes first. Within a position by name: the order of nodes there may differ by rank."""
-        is_ahead = each.kind.is_ahead
-        return not is_ahead, each.kind.noun, each.needed if is_ahead else each.ready, each.param.name
-
     params = nodes.params_of(asked)
-    order = sorted((request(index, *each) for index, each in enumerate(asked.items())), key=place)
-    return Requests(compute.time(cluster), tuple(order), cluster)
+    each = (request(index, *each) for index, each in enumerate(asked.items()))
+    return Requests(compute.time(cluster), in_order(each), cluster)
 
 
 def _computes_on(opaque: fx.Node) -> torch.device:

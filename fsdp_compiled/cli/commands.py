@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from ..inspect.memory import OPTIMIZERS
 from ..passes.cost import CLUSTERS, Cluster, named
 from ..policy import SchedulePolicy
 from . import doctor
@@ -71,15 +72,30 @@ to two minutes. Start it as training is started, on all machines:
   torchrun --nproc-per-node 8 -m fsdp_compiled calibrate --out cluster.json"""
 
 
+_PLAN = """\
+For each number of ranks, estimate which mesh, batch, activation checkpointing and reshard_after_forward train fastest
+and fit, what they take, and what to write to get them. Nothing is computed or communicated.
+
+MODULE is a dotted module or a path to a .py file. BUILD is a function in it that takes a number of sequences and
+returns (model, args) or (model, args, kwargs): a model that is not sharded, whose forward returns the loss, and
+inputs that many sequences long in dimension 0. It is called with torch's default device "meta".
+
+  fsdp-compiled plan train.py:build --cluster H100 --ranks 8,64,512 --tokens-per-step 4M --save plan.html
+
+exit status: 0, 1 if nothing fits on any number of ranks, or 2 for a mistake in the command or in what BUILD
+returns."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status: 0, 1 for problems that ``doctor`` found, 2 for wrong usage.
+    """Run one command and return the exit status: 0, 1 for problems that were found, 2 for wrong usage.
 
     Args:
         argv: without the program's name; None takes the process's.
     """
     args = _parser().parse_args(argv)
     try:
-        return {"inspect": _inspect, "doctor": _doctor, "calibrate": _calibrate}[args.command](args)
+        commands = {"inspect": _inspect, "doctor": _doctor, "calibrate": _calibrate, "plan": _plan}
+        return commands[args.command](args)
     except UsageError as error:
         print(f"fsdp-compiled {args.command}: error: {error}", file=sys.stderr)
         return 2
@@ -167,6 +183,31 @@ def _calibrate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from ..planner import plan  # only here, as inspect
+
+    builder = find(args.target, 1)
+    tokens, memory = args.tokens_per_step, args.memory
+    try:
+        found = plan(
+            builder,
+            cluster=args.cluster,
+            ranks=args.ranks,
+            tokens_per_step=tokens,
+            optimizer=args.optimizer,
+            memory_bytes=memory,
+            progress=_say,
+        )
+    except (TypeError, ValueError) as error:
+        if not str(error).startswith(("plan: ", "build: ", "memory_bytes: ", "optimizer: ")):
+            raise  # of the user's code
+        raise UsageError(str(error)) from error
+    print(found)
+    if args.save:
+        _say(f"saved {found.save(args.save)}")
+    return 0 if any(found.best(ranks, 1) for ranks in found.options) else 1
+
+
 def _doctor(_: argparse.Namespace) -> int:
     findings = doctor.diagnose()
     width = max(len(found.subject) for found in findings)
@@ -203,6 +244,7 @@ def _parser() -> argparse.ArgumentParser:
     about = "measure this machine for estimates"
     calibrate = commands.add_parser("calibrate", help=about, description=_CALIBRATE)
     calibrate.add_argument("--out", type=_new_file, required=True, metavar="FILE", help="the cluster file, JSON")
+    _add_plan(commands.add_parser("plan", help="which mesh, batch and checkpointing to use", description=_PLAN))
     add = inspect.add_argument
     add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
     add("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
@@ -229,6 +271,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "%(prog)s MODULE:BUILD [options]"
+    add = parser.add_argument
+    add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
+    about = f"{', '.join(CLUSTERS)} or a file by calibrate (H100)"
+    add("--cluster", type=_cluster, metavar="NAME|FILE", default="H100", help=about)
+    add("--ranks", type=_counts, metavar="N,N", default=(8, 64, 512), help="numbers of ranks (8,64,512)")
+    about = "of all ranks together, such as 4000000, 512K or 4M (4M)"
+    add("--tokens-per-step", type=_tokens, metavar="N", default=4_000_000, help=about)
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose state and step count (adamw)")
+    add("--memory", type=_or(byte_size), metavar="BYTES", help="of each rank (the cluster's)")
+    add("--save", type=_page, metavar="FILE", help="also save the plan as .html")
+
+
 def byte_size(text: str) -> int:
     """Return the bytes that ``65536``, ``64MiB``, ``1.5GiB`` or ``10 MB`` mean."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+) *(?:(?:([KMGT])(I?))?B)?\s*", text.upper())
@@ -245,6 +301,25 @@ def _count(text: str) -> int:
     if not text.isdecimal():
         raise ValueError(f"expected a number, got {text!r}")
     return int(text)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    if not all(each.isdecimal() and int(each) for each in text.split(",")):
+        raise argparse.ArgumentTypeError(f"expected numbers of at least 1 such as 8,64, got {text!r}")
+    return tuple(map(int, text.split(",")))
+
+
+def _tokens(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+)([KM]?)", text)
+    if match is None or not int(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1 such as 4000000, 512K or 4M, got {text!r}")
+    return int(match[1]) * {"": 1, "K": 10**3, "M": 10**6}[match[2]]
+
+
+def _page(text: str) -> Path:
+    if not text.endswith(".html"):
+        raise argparse.ArgumentTypeError(f"expected a file that ends in .html, got {text!r}")
+    return _new_file(text)
 
 
 def _or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]:

@@ -23,8 +23,8 @@ class UsageError(Exception):
     """A mistake in the command or in what BUILD returns; it is reported in one line, without a traceback."""
 
 
-def find(target: str) -> Callable[[], Any]:
-    """Import MODULE, a dotted name or a path to a .py file, and return BUILD, a function without arguments.
+def find(target: str, *args: int) -> Callable[..., Any]:
+    """Import MODULE, a dotted name or a path to a .py file, and return BUILD, a function that takes ``args``.
 
     The working directory, and a file's folder, come first on ``sys.path``.
     """
@@ -40,10 +40,11 @@ def find(target: str) -> Callable[[], Any]:
         advice = f"it defines {', '.join(own) or 'none'}"
         raise UsageError(f"{name}: expected a function {attribute!r}, found none; {advice}")
     try:
-        signature(found).bind()
+        signature(found).bind(*args)
     except TypeError as error:
         got = f"{attribute}{signature(found)}"
-        raise UsageError(f"{target}: expected a function that can be called without arguments, got {got}") from error
+        how = "with the number of sequences" if args else "without arguments"
+        raise UsageError(f"{target}: expected a function that can be called {how}, got {got}") from error
     return found
 
 

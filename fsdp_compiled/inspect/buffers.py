@@ -20,18 +20,21 @@ class Buffers(NamedTuple):
     has_results: bool = False
 
 
-def buffers_of(launch: fx.Node) -> Buffers:
-    """Return what the recipe of a bucket's collective allocates; of kinds that others define, one packed buffer."""
-    bucket, on_cpu = nodes.bucket_of(launch), nodes.value_of(launch).device.type == "cpu"
+def buffers_of(launch: fx.Node, copies: bool) -> Buffers:
+    """Return what the recipe of a bucket's collective allocates; of kinds that others define, one packed buffer.
+
+    ``copies`` tells whether the collective works on copies of its buffers, as gloo's do.
+    """
+    bucket = nodes.bucket_of(launch)
     world, itemsize = bucket.spec.world, bucket.spec.dtype.itemsize
     mine = bucket.packed.numel * itemsize  # what this rank contributes, or gets of a reduce-scatter
-    copied = world * mine if on_cpu and world > 1 else 0
+    copied = world * mine if copies and world > 1 else 0
     if isinstance(bucket, AllGatherBucket):
         is_cast = len(bucket.params) > 1 and any(param.dtype != bucket.spec.dtype for param in bucket.params)
         in_place = bucket.into_place or world == 1
         packed = mine * is_cast if in_place else world * mine
         copied += mine * (in_place and world > 1 and len(bucket.params) > 1)
-        return Buffers(packed + mine * (not bucket.inputs_persist), copied, has_results=in_place or not on_cpu)
+        return Buffers(packed + mine * (not bucket.inputs_persist), copied, has_results=in_place or not copies)
     if isinstance(bucket, ReductionBucket):
         return Buffers(world * mine + mine * (world > 1), copied)
     return Buffers(world * mine)

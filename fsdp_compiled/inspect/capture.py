@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -21,7 +21,9 @@ from ..hooks.forward import tensors_in
 from ..hooks.state import FSDPState, states_below
 from ..module import user_class
 from ..passes import Pass, beside_users_passes, region_options, slots
+from ..passes.cost import Cluster
 from ..passes.inductor import name_of
+from ..passes.schedule_policy import DEFAULT
 from ..policy import SchedulePolicy
 from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
@@ -69,30 +71,56 @@ def capture(
         ImportError: ``device`` is given and triton is not installed.
         NotImplementedError: ``device`` is given, and shards of CPUOffloadPolicy.
     """
+    breaks = counters["graph_break"].copy()
+    traced = trace(model, args, kwargs, loss, schedule or SchedulePolicy(), code, device, passes, optimizer)
+    cluster = traced.cluster
+    memory = step_memory(traced.scheduled, traced.held, optimizer, cluster.copies_buffers)
+    return Capture(
+        model=user_class(model).__name__,
+        parameters=sum(param.numel() for param in model.parameters()),
+        world=_world_of(states_below([model])),
+        torch_version=torch.__version__,
+        cluster=cluster,
+        schedule=traced.schedule,
+        graph_breaks=tuple(counters["graph_break"] - breaks),
+        graphs=tuple(traced.graphs),
+        memory=memory,
+        optimizer_us=cluster.memory_us(OPTIMIZERS[optimizer].traffic * memory.reduced_bytes),
+    )
+
+
+class Traced(NamedTuple):
+    """A model's graphs as :func:`trace` found them, and for which cluster and policy."""
+
+    graphs: list[CapturedGraph]
+    scheduled: list[tuple[GraphKind, fx.Graph]]  # before Inductor's own passes
+    held: list[Allocation]  # by a rank, before a step
+    schedule: SchedulePolicy
+    cluster: Cluster
+
+
+def trace(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    loss: Callable[[Any], Tensor] | None = None,
+    schedule: SchedulePolicy = DEFAULT,
+    code: bool = False,
+    device: str | None = None,
+    passes: Sequence[Pass] = (),
+    optimizer: str = "adamw",
+) -> Traced:
+    """Compile and run a model once and return its graphs. Parameters and errors as of :func:`capture`."""
     expect("model", model, nn.Module, "an nn.Module", "give the module, not its result")
     gpu = gpu_of(device)
     states = states_below([model])
     if not states:
         raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
-    policy = _policy_for(gpu, schedule or SchedulePolicy(), states)
+    policy = _policy_for(gpu, schedule, states)
     held = _held(model, states, tensors_in((args, kwargs)), optimizer)
     recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code, gpu)
-
-    breaks = counters["graph_break"].copy()
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
-    cluster, memory = policy.cluster_for(states[0].device), step_memory(recorder.scheduled, held, optimizer)
-    return Capture(
-        model=user_class(model).__name__,
-        parameters=sum(param.numel() for param in model.parameters()),
-        world=_world_of(states),
-        torch_version=torch.__version__,
-        cluster=cluster,
-        schedule=policy,
-        graph_breaks=tuple(counters["graph_break"] - breaks),
-        graphs=tuple(recorder.graphs),
-        memory=memory,
-        optimizer_us=cluster.memory_us(OPTIMIZERS[optimizer].traffic * memory.reduced_bytes),
-    )
+    return Traced(recorder.graphs, recorder.scheduled, held, policy, policy.cluster_for(states[0].device))
 
 
 def _world_of(states: Sequence[FSDPState]) -> int:

@@ -31,7 +31,7 @@ from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
 
 Part = Literal[
     "parameters",  # shards, and parameters outside of units
-    "optimizer state",
+    "optimizer state",  # and what its step needs for a while
     "batch and buffers",
     "gradients",  # reduced
     "unsharded gradients",  # until their reduction has packed them
@@ -74,10 +74,11 @@ class GraphMemory:
         kind: of the graph.
         graph: with launches and waits.
         forward: of a backward: what left it the values that it begins with.
+        copies: whether collectives work on copies of their buffers.
     """
 
-    def __init__(self, kind: str, graph: fx.Graph, forward: GraphMemory | None = None) -> None:
-        self.kind, self.graph = kind, graph
+    def __init__(self, kind: str, graph: fx.Graph, forward: GraphMemory | None = None, copies: bool = False) -> None:
+        self.kind, self.graph, self._copies = kind, graph, copies
         self.memory = dict[Hashable, Allocation]()
         self._keys = defaultdict[fx.Node, tuple[Hashable, ...]](tuple)
         self._inputs = dict[fx.Node, frozenset[Hashable]]()
@@ -231,7 +232,7 @@ class GraphMemory:
             if (made := self._lists.get(nodes.list_of(node))) and not nodes.is_part(node):
                 self._keys[node] = (made[nodes.index_of(node)],)
         elif nodes.is_first_launch(node):
-            self._launch(node, buffers_of(node))
+            self._launch(node, buffers_of(node, self._copies))
         elif node in self._lists:  # a wait, for what has its memory since the launch
             self._keys[node] = self._lists[node]
         elif nodes.is_wait(node) and nodes.stage_of(node) == nodes.bucket_of(node).stages[-1]:

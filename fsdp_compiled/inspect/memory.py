@@ -91,22 +91,9 @@ class StepMemory:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str) -> StepMemory:
-    """Return the memory of a step that runs these graphs in turn.
-
-    Args:
-        graphs: as scheduled, in order; each backward belongs to the last forward that has none yet.
-        held: what is there before the step and after it.
-        optimizer: a key of :data:`OPTIMIZERS`.
-    """
-    events, forwards = [Event("step", "start", each.name, each) for each in held], list[GraphMemory]()
-    for kind, graph in graphs:
-        read = GraphMemory(kind, graph, forwards.pop() if kind == "backward" and forwards else None)
-        events += read.events()
-        forwards += [read] if kind == "forward" else []
-    gradients = sum(event.sign * event.what.bytes for event in events if event.what.part == "gradients")
-    step = Allocation("intermediate results", "temporaries", OPTIMIZERS[optimizer].temporaries * gradients)
-    events += [Event("optimizer", "step", "step", step, sign) for sign in (1, -1)]
+def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str, copies: bool) -> StepMemory:
+    """Return the memory of a step, see :func:`step_events`."""
+    events = step_events(graphs, held, optimizer, copies)
     levels, curve = list(accumulate(event.sign * event.what.bytes for event in events)), dict[tuple[str, str], int]()
     for event, level in zip(events, levels, strict=True):
         curve[event.graph, event.at] = max(level, curve.get((event.graph, event.at), 0))
@@ -117,5 +104,32 @@ def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str) -> S
             del alive[event.key]
     largest = sorted(alive.values(), key=lambda each: -each.bytes)
     return StepMemory(
-        optimizer, tuple(MemoryLevel(*at, level) for at, level in curve.items()), tuple(largest), gradients
+        optimizer,
+        tuple(MemoryLevel(*at, level) for at, level in curve.items()),
+        tuple(largest),
+        reduced_bytes(events),
     )
+
+
+def reduced_bytes(events: Sequence[Event]) -> int:
+    """Return the bytes of all gradients that backward leaves."""
+    return sum(event.sign * event.what.bytes for event in events if event.what.part == "gradients")
+
+
+def step_events(graphs: Graphs, held: Sequence[Allocation], optimizer: str, copies: bool) -> list[Event]:
+    """Return what a step that runs these graphs in turn allocates and frees.
+
+    Args:
+        graphs: as scheduled, in order; each backward belongs to the last forward that has none yet.
+        held: what is there before the step and after it.
+        optimizer: a key of :data:`OPTIMIZERS`.
+        copies: whether collectives work on copies of their buffers.
+    """
+    events, forwards = [Event("step", "start", each.name, each) for each in held], list[GraphMemory]()
+    for kind, graph in graphs:
+        read = GraphMemory(kind, graph, forwards.pop() if kind == "backward" and forwards else None, copies)
+        events += read.events()
+        forwards += [read] if kind == "forward" else []
+    needed = OPTIMIZERS[optimizer].temporaries * reduced_bytes(events)
+    step = Allocation("intermediate results", "optimizer state", needed)
+    return events + [Event("optimizer", "step", "step", step, sign) for sign in (1, -1)]

@@ -133,6 +133,10 @@ class Spec:
         """Return what must be equal for parameters that share a collective."""
         return self
 
+    def over(self, shards: Group, replicas: Group) -> Spec:
+        """Return how the same would travel if these ranks shared each parameter, and these had equal shards."""
+        raise NotImplementedError(f"{type(self).__name__} over other ranks")
+
     def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...] | None:
         """Return what is left to do if nothing travels, casts and divisions by a number; None if anything does."""
         return None
@@ -148,6 +152,9 @@ class AllGatherSpec(Spec):
     @property
     def world(self) -> int:
         return self.group.world
+
+    def over(self, shards: Group, replicas: Group) -> AllGatherSpec:
+        return replace(self, group=shards)
 
     @property
     def how(self) -> str:
@@ -172,6 +179,10 @@ class ReductionSpec(Spec):
     @property
     def world(self) -> int:
         return self.shards.world
+
+    def over(self, shards: Group, replicas: Group) -> ReductionSpec:
+        world = shards.world * replicas.world
+        return replace(self, shards=shards, replicas=replicas, scaling=scaling_for(self.dtype, world))
 
     @property
     def how(self) -> str:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ...expect import expect, unexpected
+from ...expect import expect, expect_bool, unexpected
 from ...sharding.dtensor import process_group
 from ...sharding.spec import AllGatherBucket, Group
 
@@ -120,6 +120,8 @@ class Cluster:
         products_16bit: measured FLOP/s of bf16 matrix products by their FLOPs, in place of the peak's share.
         products_32bit: the same of fp32 ones.
         copies: measured bytes a second, read and written, by the bytes of both, in place of the bandwidth's share.
+        memory_bytes: device memory of one rank; 0 where it is unknown.
+        copies_buffers: whether collectives work on copies of their buffers, as gloo's do.
     """
 
     name: str
@@ -139,9 +141,12 @@ class Cluster:
     products_16bit: Curve = ()
     products_32bit: Curve = ()
     copies: Curve = ()
+    memory_bytes: int = 0
+    copies_buffers: bool = False
 
     def __post_init__(self) -> None:
-        _check_numbers(self, may_be_0=("kernel_us", "compute_blocked_fraction", "piece_us"))
+        _check_numbers(self, may_be_0=("kernel_us", "compute_blocked_fraction", "piece_us", "memory_bytes"))
+        expect_bool("Cluster.copies_buffers", self.copies_buffers)
         for name in ("intra", "inter"):
             expect(f"Cluster.{name}", getattr(self, name), Link, "a Link")
         _check_fraction(self)
@@ -149,16 +154,20 @@ class Cluster:
         _check_curves(self, may_be_empty=True)
 
     def link(self, group: str, world: int) -> Link:
-        """Return the link that a process group runs over.
+        """Return the link that a process group runs over, see :meth:`link_of`."""
+        try:  # what this looks at, compile-cache keys hold: see group_places
+            ranks = dist.get_process_group_ranks(process_group(group))
+        except (LookupError, RuntimeError, ValueError):
+            ranks = list(range(world))
+        return self.link_of(ranks)
+
+    def link_of(self, ranks: Sequence[int]) -> Link:
+        """Return the link that a group of these ranks runs over.
 
         A ring enters a node by the card of every rank that the group has there, as fast as ``intra`` permits, and
         hops between nodes as often as there are nodes. *Source:* NCCL's src/graph/tuning.cc, which counts hops within
         nodes and between them apart; bus bandwidths above one card's in NVIDIA/nccl issue 1218.
         """
-        try:  # what this looks at, compile-cache keys hold: see group_places
-            ranks = dist.get_process_group_ranks(process_group(group))
-        except (LookupError, RuntimeError, ValueError):
-            ranks = list(range(world))
         in_node = Counter(rank // self.ranks_per_node for rank in ranks)
         if len(in_node) == 1:
             return self.intra
@@ -175,10 +184,13 @@ class Cluster:
         """Return the link that collectives of a process group queue for; without one, copies to the host."""
         if group is None:
             return Lane(self.intra, 1, "to the host", self.compute_blocked_fraction)
-        link = self.link(group.name, group.world)
+        return self.lane_of(self.link(group.name, group.world), group.world)
+
+    def lane_of(self, link: Link, world: int) -> Lane:
+        """Return the lane of a link, for collectives of ``world`` ranks."""
         blocked = link.compute_blocked_fraction
         blocked = self.compute_blocked_fraction if blocked is None else blocked
-        return Lane(link, group.world, "inside a node" if link is self.intra else "between nodes", blocked)
+        return Lane(link, world, "inside a node" if link is self.intra else "between nodes", blocked)
 
     def product_us(self, flops: float, traffic_bytes: float, itemsize: int) -> float:
         """Return the time of a matrix product on elements of ``itemsize`` bytes."""

@@ -29,13 +29,25 @@ _MEMORY = 0.9
 # (causal) and backward. *Source:* H100, sequences of 8192: 333 and 318 TFLOP/s (figures of arXiv:2407.08608). A100:
 # up to 0.73 and 0.63 (arXiv:2307.08691), times 0.9, which causal ones reach of others on the H100. B200: as the H100.
 _ATTENTION = {"H100": (333 / 989, 318 / 989), "A100": (0.9 * 0.73, 0.9 * 0.63), "B200": (333 / 989, 318 / 989)}
+# Of GPU memory, which NVIDIA counts in GiB, what PyTorch finds. *Source:* 79.25 of an A100's 80 GiB, in its messages
+# (wbfwonderful/Vad-R1 issue 11).
+_MEMORY_FOUND = 79.25 / 80
 # Of the clock, and so of the FLOP/s of products and attention, what is left at 500 of 700 W: power above that of an
 # idle GPU, some 100 W, grows as the clock to the power of 2.5. An estimate: not measured, and fitted to nothing.
 _AT_500_W = (400 / 600) ** (1 / 2.5)
 
 
+def _found(memory_gib: int) -> int:
+    return int(_MEMORY_FOUND * memory_gib * 2**30)
+
+
 def _gpu(
-    name: str, tflops: tuple[float, float], memory_gb: float, nvlink_gb: float, card_gb: float, like: str = ""
+    name: str,
+    tflops: tuple[float, float],
+    memory: tuple[int, float],  # GiB, and 1e9 bytes a second
+    nvlink_gb: float,
+    card_gb: float,
+    like: str = "",
 ) -> Cluster:
     tflops_16, tflops_32 = tflops
     forward, backward = _ATTENTION[like or name]
@@ -43,18 +55,19 @@ def _gpu(
         name=name,
         flops_16bit=tflops_16 * 1e12,
         flops_32bit=tflops_32 * 1e12,
-        memory_bytes_per_s=memory_gb * 1e9,
+        memory_bytes_per_s=memory[1] * 1e9,
         kernel_us=7.0,  # *Source:* AutoParallel's launch floor.
         intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, _NVLINK_USABLE * nvlink_gb * 1e9),
         inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, card_gb * 1e9),
         piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
         efficiency=_PRODUCTS_IN_STEPS * _PRODUCTS[like or name],
         memory_efficiency=_MEMORY,
+        memory_bytes=_found(memory[0]),
         attention_efficiency=(_ATTENTION_IN_STEPS * forward, _ATTENTION_IN_STEPS * backward),
     )
 
 
-_H100 = _gpu("H100", (989, 67), 3350, 450, _CARD_USABLE * 50)
+_H100 = _gpu("H100", (989, 67), (80, 3350), 450, _CARD_USABLE * 50)
 
 
 CLUSTERS: Mapping[str, Cluster] = {
@@ -68,10 +81,11 @@ CLUSTERS: Mapping[str, Cluster] = {
         flops_16bit=_AT_500_W * _H100.flops_16bit,
         flops_32bit=_AT_500_W * _H100.flops_32bit,
         memory_bytes_per_s=2400e9,
+        memory_bytes=_found(96),
     ),
-    "H200": _gpu("H200", (989, 67), 4800, 450, _CARD_USABLE * 50, like="H100"),
-    "A100": replace(_gpu("A100", (312, 19.5), 2039, 300, _A100_CARD_USABLE * 25), host_bytes_per_s=32e9),
-    "B200": _gpu("B200", (2250, 75), 8000, 900, _CARD_USABLE * 50),
+    "H200": _gpu("H200", (989, 67), (141, 4800), 450, _CARD_USABLE * 50, like="H100"),
+    "A100": replace(_gpu("A100", (312, 19.5), (80, 2039), 300, _A100_CARD_USABLE * 25), host_bytes_per_s=32e9),
+    "B200": _gpu("B200", (2250, 75), (180, 8000), 900, _CARD_USABLE * 50),
     # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
     # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
     # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for
@@ -89,5 +103,6 @@ CLUSTERS: Mapping[str, Cluster] = {
         compute_blocked_fraction=1.0,
         piece_us=10.0,
         host_bytes_per_s=25e9,  # its own memory
+        copies_buffers=True,
     ),
 }

@@ -116,6 +116,10 @@ class Requests:
         """Return what a schedule has to place for these buckets; tasks of equal buckets are made once."""
         return Load(self.compute_us, tuple(map(self._task_of, buckets)))
 
+    def alone(self) -> Plan:
+        """Return the schedule of compute alone, where nothing is asked for."""
+        return Plan((), self.load(()), (), 0)
+
     def compressed(self) -> tuple[Requests, list[int]]:
         """Return the same requests with one position for each run of compute that nothing begins or ends in.
 
@@ -142,6 +146,17 @@ class Requests:
         )
         clock = self.load(()).clock
         return Requests(tuple(clock[b] - clock[a] for a, b in pairwise(positions)), each, self.cluster), positions
+
+
+def in_order(requests: Iterable[Request]) -> tuple[Request, ...]:
+    """Return requests in the order in which :class:`Requests` has them."""
+
+    def place(each: Request) -> tuple[bool, str, int, str]:
+        """What starts ahead comes first. Within a position by name: the order of nodes there may differ by rank."""
+        is_ahead = each.kind.is_ahead
+        return not is_ahead, each.kind.noun, each.needed if is_ahead else each.ready, each.param.name
+
+    return tuple(sorted(requests, key=place))
 
 
 @dataclass(frozen=True)

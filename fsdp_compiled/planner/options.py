@@ -1,0 +1,187 @@
+"""What may be tried on a number of ranks, and what each try costs: records and arithmetic. It knows no graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..inspect.lifetimes import Part
+from ..inspect.memory import ALLOCATOR_FRACTION
+from ..passes.cost import Cluster
+
+Checkpointing = Literal["none", "selective", "blocks"]
+CHECKPOINTING: Mapping[Checkpointing, str] = {
+    "none": "no activation checkpointing",
+    "selective": "attention and every second matrix product of a block saved",
+    "blocks": "blocks recomputed",
+}
+LARGEST_BATCH = 64  # sequences of a rank at a time
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share the model: ``shards`` of them have a part each, and ``replicas`` of those groups the same."""
+
+    shards: int
+    replicas: int = 1
+
+    @property
+    def mesh(self) -> str:
+        return f"{self.replicas} x {self.shards}" if self.replicas > 1 else str(self.shards)
+
+
+def layouts(ranks: int, ranks_per_node: int) -> list[Layout]:
+    """Return the meshes to try: fully sharded, and shards within a node, 8 nodes, 64 and so on, with replicas."""
+    found, shards = [Layout(ranks)], ranks_per_node
+    while shards < ranks:
+        found += [Layout(shards, ranks // shards)] if ranks % shards == 0 else []
+        shards *= 8
+    return found
+
+
+def batches(sequences: int) -> Iterator[tuple[int, int]]:
+    """Yield batches and how often they are accumulated, for at least so many sequences of a rank in a step."""
+    batch = 1
+    while batch <= min(sequences, LARGEST_BATCH):
+        yield batch, -(-sequences // batch)
+        batch *= 2
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to train on ``ranks`` ranks, by estimate.
+
+    Args:
+        ranks: all of them.
+        layout: how they share the model.
+        checkpointing: see :data:`CHECKPOINTING`.
+        reshard_after_forward: as of ``fully_shard``, for the blocks.
+        batch: sequences of a rank at a time.
+        accumulation: such batches in a step.
+        tokens: of all ranks in a step.
+        parts_us: what a step takes: compute, waits for collectives, copies of their buffers, the optimizer.
+        parts_bytes: of a rank's memory at its peak.
+        flops: that a rank's step needs, without what is computed again.
+    """
+
+    ranks: int
+    layout: Layout
+    checkpointing: Checkpointing
+    reshard_after_forward: bool
+    batch: int
+    accumulation: int
+    tokens: int
+    parts_us: Mapping[str, float]
+    parts_bytes: Mapping[Part, int]
+    flops: float
+
+    @property
+    def step_us(self) -> float:
+        return sum(self.parts_us.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that all ranks together train on in a second."""
+        return 1e6 * self.tokens / self.step_us
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of live bytes with the allocator's share, see :data:`ALLOCATOR_FRACTION`."""
+        return int((1 + ALLOCATOR_FRACTION) * sum(self.parts_bytes.values()))
+
+    def mfu(self, cluster: Cluster) -> float:
+        """Return which share of the peak FLOP/s of bf16 products the needed FLOPs take."""
+        return self.flops / (self.step_us / 1e6) / cluster.flops_16bit
+
+    def code(self) -> str:
+        """Return what to write to get it."""
+        made, given = "", f"reshard_after_forward={self.reshard_after_forward}, mp_policy=policy"
+        if self.layout.replicas > 1:
+            sizes = f"({self.layout.replicas}, {self.layout.shards})"
+            made = f'mesh = init_device_mesh(device_type, {sizes}, mesh_dim_names=("replicate", "shard"))\n'
+            given = f"mesh=mesh, {given}"
+        root = given.replace("reshard_after_forward=True, ", "")  # the root stays unsharded unless told otherwise
+        wrap = {"none": "block", "blocks": "checkpoint_wrapper(block)"}.get(self.checkpointing)
+        wrap = wrap or "checkpoint_wrapper(block, context_fn=save_some)"
+        return (
+            f"{made}for index, block in enumerate(blocks):\n    blocks[index] = fully_shard({wrap}, {given})\n"
+            f"model = fsdp_compiled.compile(fully_shard(model, {root}), fullgraph=True)\n"
+            f"# batch {self.batch} x {self.accumulation} a rank"
+        )
+
+
+@dataclass(frozen=True)
+class PlannedTraining:
+    """What was tried on each number of ranks.
+
+    Args:
+        model: its class name.
+        parameters: number of elements of all of them.
+        cluster: that it is estimated for.
+        memory_bytes: of each rank.
+        tokens_per_sequence: of the inputs.
+        tokens_per_step: that were asked for.
+        options: by number of ranks, the fastest first, whether they fit or not.
+    """
+
+    model: str
+    parameters: int
+    cluster: Cluster
+    memory_bytes: int
+    tokens_per_sequence: int
+    tokens_per_step: int
+    options: Mapping[int, tuple[Option, ...]]
+
+    def fits(self, option: Option) -> bool:
+        return option.peak_bytes <= self.memory_bytes
+
+    def best(self, ranks: int, count: int = 3) -> list[Option]:
+        """Return the fastest options that fit, those with the best batch for each mesh and checkpointing."""
+        found = dict[tuple[Layout, Checkpointing, bool], Option]()
+        for option in filter(self.fits, self.options[ranks]):
+            found.setdefault((option.layout, option.checkpointing, option.reshard_after_forward), option)
+        return list(found.values())[:count]
+
+    def smallest(self, ranks: int) -> Option:
+        """Return what needs the least memory."""
+        return min(self.options[ranks], key=lambda option: option.peak_bytes)
+
+    def advice(self, ranks: int) -> str:
+        """Return what would help most, or what is missing where nothing fits."""
+        if not (best := self.best(ranks, 1)):
+            missing = self.smallest(ranks).peak_bytes - self.memory_bytes
+            return f"nothing fits: at least {_gib(missing)} too much for each rank; shard over more ranks"
+        now, gains = best[0], list[tuple[float, str]]()
+        larger = max(self.options[ranks], key=lambda option: option.tokens_per_s)
+        if not self.fits(larger):
+            what = f"{_gib(larger.peak_bytes - self.memory_bytes)} more memory, for {describe(larger)}"
+            gains.append((1 - now.tokens_per_s / larger.tokens_per_s, what))
+        for part, what in _REMEDIES.items():
+            gains.append((now.parts_us[part] / now.step_us, what))
+        gain, what = max(gains)
+        saved = f"{gain:.0%} of the time could be saved at most by {what}"
+        return saved if gain >= 0.01 else "nothing: the rest is compute"
+
+
+_REMEDIES = {
+    "waits for collectives": "hiding all collectives: more tokens for each rank, or faster links",
+    "optimizer": "a cheaper optimizer step: more shards, or more tokens in a step",
+    "copies of buffers": "collectives without copies of their buffers",
+}
+
+
+def describe(option: Option) -> str:
+    """Return an option in a few words."""
+    unsharded = "" if option.reshard_after_forward else ", kept unsharded until backward"
+    return f"batch {option.batch} x {option.accumulation}, {CHECKPOINTING[option.checkpointing]}{unsharded}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"
+
+
+def check_counts(name: str, values: Sequence[int]) -> None:
+    """Raise ValueError unless there are values, all positive integers."""
+    if not values or any(not isinstance(value, int) or value < 1 for value in values):
+        raise ValueError(f"plan: {name}: expected integers of at least 1, got {list(values)}")

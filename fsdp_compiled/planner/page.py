@@ -1,0 +1,94 @@
+"""A plan as one HTML page that needs nothing else: a chart of time and memory over the ranks, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from jinja2 import Environment, FileSystemLoader
+
+from ..inspect import render
+from ..inspect.render.drawing import COLOURS
+from ..inspect.render.figures import duration, size, ticks
+from .options import PlannedTraining
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 64, 44, 16  # pixels of a chart
+SHADES = ("all-gather", "exposed", "copy", "reduce-scatter", "all-reduce", "compute", "muted", "rule", "ink", "panel")
+
+
+class Bar(NamedTuple):
+    """A part of a bar; the colour is one of the page's."""
+
+    x: float
+    y: float
+    width: float
+    height: float
+    colour: str
+    tip: str
+
+
+class Chart(NamedTuple):
+    title: str
+    bars: list[Bar]
+    names: list[tuple[float, str]]  # of bars, and where
+    lines: list[tuple[float, str]]  # height and label
+    limit: float | None  # height
+    legend: list[tuple[str, str]]  # part and colour
+
+
+class Section(NamedTuple):
+    """What the page says of a number of ranks."""
+
+    ranks: int
+    notes: Sequence[str]
+    lines: Sequence[Sequence[str]]  # of a table
+    code: str
+
+
+def html(plan: PlannedTraining, about: str, titles: Sequence[str], sections: Sequence[Section]) -> str:
+    """Return the page's source."""
+    loader = FileSystemLoader([Path(__file__).parent, Path(render.__file__).parent])
+    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    best = [options[0] for ranks in plan.options if (options := plan.best(ranks, 1))]
+    times = [(str(each.ranks), dict(each.parts_us)) for each in best]
+    memory = [(str(each.ranks), {str(part): count for part, count in each.parts_bytes.items()}) for each in best]
+    charts = [
+        chart("Time of a step", times, duration),
+        chart("Memory of a rank at its peak", memory, lambda count: size(int(count)), plan.memory_bytes),
+    ]
+    return environment.get_template("plan.html").render(
+        model=plan.model,
+        about=about,
+        titles=titles,
+        sections=sections,
+        charts=charts,
+        colours=COLOURS,
+        left=LEFT,
+        WIDTH=WIDTH,
+        HEIGHT=HEIGHT,
+    )
+
+
+def chart(
+    title: str,
+    values: Sequence[tuple[str, Mapping[str, float]]],
+    shown: Callable[[float], str],
+    limit: float | None = None,
+) -> Chart:
+    """Return stacked bars: for each name the values of parts."""
+    parts = list(dict.fromkeys(part for _, each in values for part in each))
+    colour = {part: SHADES[index % len(SHADES)] for index, part in enumerate(parts)}
+    top = 1.05 * max([limit or 0.0, *(sum(each.values()) for _, each in values), 1e-9])
+    scale, step = (HEIGHT - BOTTOM - TOP) / top, (WIDTH - LEFT) / max(1, len(values))
+    bars, names = list[Bar](), list[tuple[float, str]]()
+    for index, (name, each) in enumerate(values):
+        x, level = LEFT + (index + 0.2) * step, 0.0
+        names.append((x + 0.3 * step, name))
+        for part in parts:
+            value = each.get(part, 0.0)
+            level += value
+            tip = f"{name} ranks\n{part}: {shown(value)}"
+            bars.append(Bar(x, HEIGHT - BOTTOM - level * scale, 0.6 * step, value * scale, colour[part], tip))
+    lines = [(HEIGHT - BOTTOM - value * scale, shown(value)) for value in ticks(top, 5)]
+    return Chart(title, bars, names, lines, limit and HEIGHT - BOTTOM - limit * scale, list(colour.items()))

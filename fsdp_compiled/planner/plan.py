@@ -1,0 +1,129 @@
+"""Tries meshes, batches and checkpointing on captured graphs. It must not know how a plan is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import product
+
+import torch
+import torch.distributed as dist
+
+from ..expect import unexpected
+from ..inspect.memory import OPTIMIZERS
+from ..passes.cost import Cluster, named
+from ..policy import MixedPrecisionPolicy
+from .options import CHECKPOINTING, Checkpointing, Layout, Option, batches, check_counts, layouts
+from .training_plan import TrainingPlan
+from .trials import Build, Trial, trial
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def plan(
+    build: Build,
+    *,
+    cluster: str | Cluster = "H100",
+    ranks: Sequence[int] = (8, 64, 512),
+    tokens_per_step: int = 4_000_000,
+    optimizer: str = "adamw",
+    mp_policy: MixedPrecisionPolicy = BF16,
+    memory_bytes: int | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> TrainingPlan:
+    """Estimate, for each number of ranks, what trains fastest and what fits: nothing is computed or communicated.
+
+    Tried are the mesh (fully sharded; shards within a node, 8 nodes, 64 and so on, with replicas), the batch of a
+    rank and how often it is accumulated, activation checkpointing (none; selective; of whole blocks) and
+    ``reshard_after_forward``. The model is captured once for each kind of checkpointing, with regions; buckets are
+    decided anew for each mesh, as they would be there. Compute and activations are taken to grow with the batch.
+
+    Args:
+        build: given a number of sequences, returns ``(model, args)`` or ``(model, args, kwargs)``: a model that is
+            not sharded, whose forward returns the loss, and inputs, that many sequences in dimension 0. It is called
+            with torch's default device "meta". What modules hold in a ModuleList is a block, and sharded by itself.
+        cluster: a name, a cluster file, or a record.
+        ranks: numbers of ranks, each by itself.
+        tokens_per_step: of all ranks; more where one sequence for each rank is more. Where no input is an integer, a
+            sample counts as one token.
+        optimizer: as of ``capture``.
+        mp_policy: of every unit.
+        memory_bytes: of each rank; None takes the cluster's.
+        progress: is told what happens, a line at a time.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong, or what ``build`` returns.
+        RuntimeError: there is a default process group: a simulated one is started here.
+    """
+    cluster = named(cluster) if isinstance(cluster, str) else cluster
+    check_counts("ranks", ranks)
+    check_counts("tokens_per_step", [tokens_per_step])
+    if optimizer not in OPTIMIZERS:
+        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer))
+    memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
+    if memory_bytes < 1:
+        do = "give memory_bytes, or a cluster that has it"
+        raise unexpected("memory_bytes", "the bytes of a rank's device memory", memory_bytes, do)
+    trials = dict[Checkpointing, Trial]()
+    with _process_group(max(2, cluster.ranks_per_node)) as shards:
+        for checkpointing in CHECKPOINTING:
+            progress(f"capturing with {CHECKPOINTING[checkpointing]}")
+            trials[checkpointing] = trial(build, checkpointing, shards, cluster, mp_policy, optimizer)
+    first = trials["none"]
+    found = dict[int, tuple[Option, ...]]()
+    for count in ranks:
+        progress(f"deciding for {count} ranks")
+        each = _options(trials, count, tokens_per_step, optimizer, memory_bytes)
+        found[count] = tuple(sorted(each, key=lambda option: (-option.tokens_per_s, option.peak_bytes)))
+    return TrainingPlan(first.model, first.parameters, cluster, memory_bytes, first.tokens, tokens_per_step, found)
+
+
+@contextmanager
+def _process_group(world: int) -> Iterator[int]:
+    if dist.is_initialized():
+        raise RuntimeError("plan: starts a simulated process group of its own; call it where there is none")
+    dist.init_process_group("fake", rank=0, world_size=world)
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def _options(
+    trials: dict[Checkpointing, Trial], ranks: int, tokens_per_step: int, optimizer: str, memory_bytes: int
+) -> Iterator[Option]:
+    """Yield what can be tried: of each mesh and kind of checkpointing all batches that fit, and one that does not."""
+    first = trials["none"]
+    sequences = max(1, tokens_per_step // (ranks * first.tokens))
+    for (kind, each), layout, reshards in product(
+        trials.items(), layouts(ranks, first.cluster.ranks_per_node), (True, False)
+    ):
+        for batch, accumulation in batches(sequences):
+            parts = each.memory(layout, reshards, batch, accumulation > 1)
+            option = Option(
+                ranks=ranks,
+                layout=layout,
+                checkpointing=kind,
+                reshard_after_forward=reshards,
+                batch=batch,
+                accumulation=accumulation,
+                tokens=ranks * batch * accumulation * first.tokens,
+                parts_us=_times(each, layout, reshards, batch, accumulation, optimizer),
+                parts_bytes=parts,
+                flops=batch * accumulation * first.flops,
+            )
+            yield option
+            if option.peak_bytes > memory_bytes:
+                break
+
+
+def _times(
+    each: Trial, layout: Layout, reshards: bool, batch: int, accumulation: int, optimizer: str
+) -> dict[str, float]:
+    cost = each.cost(layout, reshards, batch)
+    return {
+        "compute": accumulation * cost.compute_us,
+        "waits for collectives": accumulation * cost.exposed_us,
+        "copies of buffers": accumulation * cost.copies_us,
+        "optimizer": each.optimizer_us(layout, optimizer),
+    }

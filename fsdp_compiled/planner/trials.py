@@ -1,0 +1,297 @@
+"""A model's graphs, captured once for each kind of checkpointing, and what they cost on other ranks and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from ..api import compile, fully_shard
+from ..expect import expect, shown, unexpected
+from ..hooks.state import states_below
+from ..inspect.capture import trace
+from ..inspect.lifetimes import Event, Part
+from ..inspect.memory import OPTIMIZERS, reduced_bytes, step_events
+from ..inspect.reading import Scheduled
+from ..passes.cost import Cluster
+from ..passes.cost.compute import flops_of
+from ..passes.graph import nodes
+from ..passes.kinds import Request
+from ..passes.planning.buckets import decide
+from ..passes.planning.tasks import Plan, Requests, in_order, simulate
+from ..policy import MixedPrecisionPolicy, SchedulePolicy
+from ..sharding.spec import Group
+from .options import Checkpointing, Layout
+
+BATCH = 2  # sequences that are traced; what depends on the batch is in proportion
+Build = Callable[[int], tuple[Any, ...]]
+_OF_SHARDS: tuple[Part, ...] = ("parameters", "optimizer state", "gradients")
+_OF_BATCH: tuple[Part, ...] = ("batch and buffers", "saved activations", "logits and loss", "temporaries")
+_SAVED = ("scaled_dot_product", "flash_attention", "flex_attention", "_c10d_functional")
+
+
+class SaveSome:
+    """A policy of selective checkpointing: attention and every second matrix product are saved."""
+
+    def __init__(self) -> None:
+        self.products = {True: 0, False: 0}
+
+    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        name = str(operation)
+        if name.startswith("aten.mm."):
+            self.products[context.is_recompute] += 1
+            saves = self.products[context.is_recompute] % 2 == 1
+        else:
+            saves = any(word in name for word in _SAVED)
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_some() -> Any:
+    """Return the contexts of selective checkpointing by :class:`SaveSome`: a ``context_fn``."""
+    return create_selective_checkpoint_contexts(SaveSome())
+
+
+_WRAPPED: Mapping[Checkpointing, Callable[[nn.Module], nn.Module]] = {
+    "none": lambda block: block,
+    "selective": lambda block: checkpoint_wrapper(block, context_fn=save_some),
+    "blocks": checkpoint_wrapper,
+}
+
+
+class Cost(NamedTuple):
+    """Of a batch: microseconds of compute, of waits for collectives, and of copies of their buffers."""
+
+    compute_us: float
+    exposed_us: float
+    copies_us: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Graph:
+    """What a captured graph asks to travel, and its compute."""
+
+    kind: str
+    requests: tuple[Request, ...]
+    again: frozenset[str]  # parameters that backward all-gathers
+    nominal_us: tuple[float, ...]  # at each position, by which is decided
+    compute_us: tuple[float, ...]  # for the batch that was traced
+
+    def on(self, layout: Layout, cluster: Cluster, reshards: bool) -> Requests:
+        """Return the requests as they would be for a layout; if not ``reshards``, backward all-gathers nothing."""
+        shards, replicas = Group("shards", layout.shards), Group("replicas", layout.replicas)
+        ranks = range(layout.shards * layout.replicas)
+        links = {
+            "shards": cluster.link_of(ranks[: layout.shards]),
+            "replicas": cluster.link_of(ranks[:: layout.shards]),
+        }
+
+        def moved(request: Request) -> Request:
+            spec = request.spec.over(shards, replicas)
+            bucket = request.kind.make([replace(request, spec=spec)], cluster)
+            groups = map(bucket.group_of, bucket.stages)
+            lanes = tuple(cluster.lane_of(links[g.name], g.world) if g else cluster.lane(None) for g in groups)
+            (size,) = bucket.sizes
+            kept = request.kept_bytes or (not reshards and request.kind.is_ahead and request.param.name in self.again)
+            return replace(request, spec=spec, bytes=size, lanes=lanes, kept_bytes=size if kept else 0)
+
+        here = [r for r in self.requests if reshards or self.kind == "forward" or not r.kind.is_ahead]
+        here = here if layout.shards * layout.replicas > 1 else []
+        return Requests(self.nominal_us, in_order(map(moved, here)), cluster)
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """A model with one kind of checkpointing, as captured on ``shards`` ranks.
+
+    Args:
+        parameters: number of elements of all of them.
+        tokens: of a sequence.
+        flops: of a sequence, forward and backward.
+        reduced_bytes: of all gradients that backward leaves on one of these ranks.
+    """
+
+    model: str
+    parameters: int
+    tokens: int
+    flops: float
+    shards: int
+    graphs: tuple[_Graph, ...]
+    events: tuple[Event, ...]
+    reduced_bytes: int
+    cluster: Cluster
+
+    def cost(self, layout: Layout, reshards: bool, batch: int) -> Cost:
+        """Return what forward and backward of a batch take: buckets are decided as they would be there."""
+        found = Cost(0.0, 0.0, 0.0)
+        for graph, plan in self._plans(layout, reshards):
+            compute_us = tuple(batch / BATCH * us for us in graph.compute_us)
+            timeline = simulate(replace(plan.load, compute_us=compute_us), plan.actions)
+            exposed = sum(timed.exposed_us for timed in timeline.operations.values())
+            total = sum(compute_us)
+            each = Cost(total, exposed, max(0.0, timeline.total_us - total - exposed))
+            found = Cost(*map(sum, zip(found, each, strict=True)))
+        return found
+
+    @cached_property
+    def _plans(self) -> Callable[[Layout, bool], list[tuple[_Graph, Plan]]]:
+        policy = SchedulePolicy(cluster=self.cluster)
+
+        @cache
+        def plans(layout: Layout, reshards: bool) -> list[tuple[_Graph, Plan]]:
+            each = [(graph, graph.on(layout, self.cluster, reshards)) for graph in self.graphs]
+            return [(graph, decide(asked, policy) if asked.each else asked.alone()) for graph, asked in each]
+
+        return plans
+
+    def memory(self, layout: Layout, reshards: bool, batch: int, accumulates: bool) -> dict[Part, int]:
+        """Return a rank's memory at the peak of a step, by part, the largest first."""
+        parts, levels = self._levels
+        scales = torch.ones(len(parts), dtype=torch.float64)
+        padding = self._unsharded_bytes(layout) / self._unsharded_bytes(Layout(self.shards))
+        for index, part in enumerate(parts):
+            if part in _OF_SHARDS:
+                scales[index] = padding * self.shards / layout.shards
+            elif part in _OF_BATCH:
+                scales[index] = batch / BATCH
+            else:
+                scales[index] = padding
+        scaled = levels * scales
+        if not reshards:
+            scaled[:, parts.index("unsharded parameters")] = padding * self._kept_levels
+        if accumulates:  # the sum of the batches before
+            scaled[:, parts.index("gradients")] += self.reduced_bytes * self.shards / layout.shards
+        at = int(scaled.sum(1).argmax())
+        found = {part: int(size) for part, size in zip(parts, scaled[at].tolist(), strict=True)}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def _levels(self) -> tuple[list[Part], Tensor]:
+        """Bytes that are alive after each event, by part: ``[events, parts]``."""
+        parts = list(get_args(Part))
+        changes = torch.zeros(len(self.events), len(parts), dtype=torch.float64)
+        for index, event in enumerate(self.events):
+            changes[index, parts.index(event.what.part)] = event.sign * event.what.bytes
+        return parts, changes.cumsum(0)
+
+    @cached_property
+    def _kept_levels(self) -> Tensor:
+        """Bytes of unsharded parameters after each event if forward left to backward those that it needs."""
+        is_unsharded = [event.what.part == "unsharded parameters" for event in self.events]
+        each = [pair for pair in enumerate(self.events) if is_unsharded[pair[0]]]
+        last = {event.what.name: index for index, event in each if event.graph == "backward" and event.sign < 0}
+        first = {event.what.name: index for index, event in reversed(each) if event.sign > 0}
+        changes = torch.zeros(len(self.events), dtype=torch.float64)
+        for index, event in each:
+            name = event.what.name
+            if name not in last or index in (first[name], last[name]):
+                changes[index] = event.sign * event.what.bytes
+        return changes.cumsum(0)
+
+    @cached_property
+    def _unsharded_bytes(self) -> Callable[[Layout], int]:
+        forward = next(graph for graph in self.graphs if graph.kind == "forward")
+
+        @cache
+        def total(layout: Layout) -> int:
+            each = forward.on(layout, self.cluster, True).each
+            return sum(request.bytes for request in each if request.kind.is_ahead)
+
+        return total
+
+    def optimizer_us(self, layout: Layout, optimizer: str) -> float:
+        reduced = self.reduced_bytes * self.shards / layout.shards
+        return self.cluster.memory_us(OPTIMIZERS[optimizer].traffic * reduced)
+
+
+def trial(
+    build: Build, checkpointing: Checkpointing, shards: int, cluster: Cluster, policy: MixedPrecisionPolicy, kind: str
+) -> Trial:
+    """Shard a model over ``shards`` ranks, in a process group that must exist, and capture it.
+
+    Raises:
+        TypeError, ValueError: ``build`` does not return a model that is not sharded, and inputs whose forward gives
+            a loss.
+    """
+    model, args, kwargs = _built(build)
+    for parent, name, block in list(_blocks(model)):
+        wrapped = _WRAPPED[checkpointing](block)
+        parent._modules[name] = wrapped
+        fully_shard(wrapped, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.to_empty(device="cpu")  # memory that the system has promised; nothing touches it
+    compile(model, regions="auto")
+    found = trace(model, args, kwargs, _loss_of, SchedulePolicy(cluster=cluster), optimizer=kind)
+    events = step_events(found.scheduled, found.held, kind, cluster.copies_buffers)
+    read = [(name, Scheduled(graph, found.schedule)) for name, graph in found.scheduled]
+    behind = (each.requests for name, each in read if name == "backward")
+    again = frozenset(r.param.name for requests in behind for r in requests if r.kind.is_ahead)
+    return Trial(
+        model=type(model).__name__,
+        parameters=sum(param.numel() for param in model.parameters()),
+        tokens=_tokens(args, kwargs),
+        flops=sum(map(_flops, (graph for _, graph in found.scheduled))) / BATCH,
+        shards=shards,
+        graphs=tuple(
+            _Graph(name, tuple(each.requests), again, each.plan.load.compute_us, each.load.compute_us)
+            for name, each in read
+        ),
+        events=tuple(events),
+        reduced_bytes=reduced_bytes(events),
+        cluster=cluster,
+    )
+
+
+def _built(build: Build) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return an unsharded model without memory, and inputs on the CPU."""
+    with torch.device("meta"):
+        result = build(BATCH)
+    expected = "a tuple (model, args) or (model, args, kwargs)"
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise unexpected("build", f"{expected} to be returned", shown(result), error=TypeError)
+    model, args, kwargs = (*result, {})[:3]
+    expect("build", model, nn.Module, "an nn.Module as the first result")
+    if states_below([model]):
+        raise unexpected("build", "a model that is not sharded", "one after fully_shard", "plan shards it")
+    args, kwargs = tree_map_only(
+        Tensor, lambda each: torch.zeros_like(each, device="cpu"), (tuple(args), dict(kwargs))
+    )
+    return model.to("meta"), args, kwargs
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Yield the blocks to shard: the members of the outermost lists of modules, each with the list and its name."""
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            members = child.named_children()
+            yield from ((child, name, each) for name, each in members if any(True for _ in each.parameters()))
+        else:
+            yield from _blocks(child)
+
+
+def _loss_of(output: Any) -> Tensor:
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else shown(output)
+        do = "wrap the model in a module that computes the loss, so that its time and memory count"
+        raise unexpected("build", "a model whose forward returns a loss, a tensor of one element", got, do)
+    return loss
+
+
+def _tokens(args: Any, kwargs: Any) -> int:
+    """Return the tokens of a sequence: elements of the first integer input; 1 where there is none, as for images."""
+    integers = (e for e in tree_leaves((args, kwargs)) if isinstance(e, Tensor) and not e.is_floating_point())
+    return max(1, next((each.numel() // BATCH for each in integers if each.dim() > 1), 1))
+
+
+def _flops(graph: fx.Graph) -> float:
+    """Return the FLOPs of a graph's products and attention, those of regions at every call."""
+    flops = cache(_flops)
+    regions = (region for node in graph.nodes if (region := nodes.region_of(node)) is not None)
+    return sum(flops_of(node) or 0.0 for node in graph.nodes) + sum(map(flops, regions))

@@ -1,0 +1,199 @@
+"""Plans against captures of the same model on the ranks that they speak of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_compiled
+from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from fsdp_compiled.cli import main
+from fsdp_compiled.inspect import capture
+from fsdp_compiled.passes.cost import CLUSTERS
+from fsdp_compiled.planner import Layout, plan
+from fsdp_compiled.planner.options import batches, layouts
+from fsdp_compiled.testing.llama import Config, Llama
+
+CONFIG = Config(vocab=512, width=256, layers=4, heads=4, kv_heads=2, hidden=512, max_seq=128)
+RANKS = (1, 8, 16)
+CLUSTER = replace(CLUSTERS["H100"], kernel_us=0.01)  # or such small kernels would all take the least time
+
+
+def build(batch):
+    tokens = torch.zeros(batch, CONFIG.max_seq, dtype=torch.int64)
+    return Llama(CONFIG), (tokens, tokens)
+
+
+class WithoutLoss(Llama):
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+
+def build_without_loss(batch):
+    return WithoutLoss(CONFIG), (torch.zeros(batch, CONFIG.max_seq, dtype=torch.int64),)
+
+
+def build_sharded(batch):
+    model = nn.Linear(8, 8)
+    return fully_shard(model), (torch.zeros(batch, 8),)
+
+
+@pytest.fixture(scope="module")
+def planned():
+    return plan(build, cluster=CLUSTER, ranks=RANKS, tokens_per_step=16 * 4 * CONFIG.max_seq)
+
+
+def option(planned, ranks, shards, batch, reshards=True, checkpointing="none"):
+    (found,) = (
+        each
+        for each in planned.options[ranks]
+        if (each.layout.shards, each.batch, each.reshard_after_forward) == (shards, batch, reshards)
+        and each.checkpointing == checkpointing
+    )
+    return found
+
+
+def captured(ranks, shards, batch, reshards=True):
+    """Capture the model on these ranks."""
+    dist.init_process_group("fake", rank=0, world_size=ranks)
+    names, sizes = ("replicate", "shard"), (ranks // shards, shards)
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    mesh = mesh if shards < ranks else mesh["shard"]
+    model, inputs = build(batch)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    given = {} if reshards else {"reshard_after_forward": False}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, **given)
+    fully_shard(model, mesh=mesh, mp_policy=policy, **given)
+    fsdp_compiled.compile(model, regions="auto")
+    try:
+        return capture(model, *inputs, schedule=SchedulePolicy(cluster=CLUSTER), code=False)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shards", "reshards"), [(8, 8, True), (16, 16, True), (16, 8, True), (8, 8, False)]
+)
+def test_an_option_costs_what_a_capture_on_its_ranks_says(planned, ranks, shards, reshards):
+    found, there = option(planned, ranks, shards, 2, reshards), captured(ranks, shards, 2, reshards)
+    once = found.accumulation
+    parts = there.step_parts_us
+    assert found.parts_us["optimizer"] == pytest.approx(parts["optimizer"])
+    compute = parts["matrix products"] + parts["attention"] + parts["fused kernels"]
+    assert found.parts_us["compute"] == pytest.approx(once * compute)
+    assert found.step_us == pytest.approx(once * (there.step_us - there.optimizer_us) + there.optimizer_us, rel=0.02)
+    assert found.parts_us["waits for collectives"] > 0
+    gradients = there.memory.reduced_bytes if once > 1 else 0
+    held = sum(found.parts_bytes.values()) - gradients
+    assert held == pytest.approx(there.peak_bytes, rel=0.05)
+
+
+def test_a_larger_batch_costs_what_a_capture_of_it_says(planned):
+    found, there = option(planned, 8, 8, 4), captured(8, 8, 4)
+    step_us = found.accumulation * (there.step_us - there.optimizer_us) + there.optimizer_us
+    assert found.step_us == pytest.approx(step_us, rel=0.05)
+    assert sum(found.parts_bytes.values()) - there.memory.reduced_bytes == pytest.approx(there.peak_bytes, rel=0.05)
+
+
+def test_checkpointing_takes_time_and_saves_memory(planned):
+    none, some, blocks = (option(planned, 8, 8, 8, True, kind) for kind in ("none", "selective", "blocks"))
+    assert none.parts_us["compute"] < min(some.parts_us["compute"], blocks.parts_us["compute"])
+    saved = [each.parts_bytes["saved activations"] for each in (none, some, blocks)]
+    assert saved == sorted(saved, reverse=True) and saved[2] < saved[0]
+    assert none.flops == blocks.flops  # what is computed again is not needed
+
+
+def test_flops_are_those_of_the_products(planned):
+    c, tokens = CONFIG, 8 * CONFIG.max_seq
+    matrices = c.layers * (2 * c.width * c.width + 2 * c.width * c.width // 2 + 3 * c.width * c.hidden)
+    products = 6 * tokens * (matrices + c.width * c.vocab)
+    attention = 3.5 * c.layers * 4 * tokens * c.max_seq * c.width / 2  # causal; backward is 2.5 times forward
+    assert option(planned, 8, 8, 8).flops == pytest.approx(products + attention, rel=0.01)
+
+
+def test_what_is_tried():
+    assert layouts(8, 8) == [Layout(8)]
+    assert layouts(512, 8) == [Layout(512), Layout(8, 64), Layout(64, 8)]
+    assert list(batches(6)) == [(1, 6), (2, 3), (4, 2)]
+
+
+def test_one_rank_communicates_nothing(planned):
+    alone = option(planned, 1, 1, 1)
+    assert alone.parts_us["waits for collectives"] == alone.parts_us["copies of buffers"] == 0.0
+    assert alone.tokens == planned.tokens_per_step
+
+
+def test_what_fits_and_what_is_missing(planned):
+    least = planned.smallest(8).peak_bytes
+    tight = replace(planned, memory_bytes=least)
+    assert {each.peak_bytes for each in tight.best(8)} == {least}
+    none = replace(planned, memory_bytes=least - 2**30)
+    assert none.best(8) == []
+    assert none.advice(8).startswith("nothing fits: at least 1.0 GiB too much")
+    assert "too much" in str(none)
+
+
+def test_text_and_page(planned, tmp_path):
+    text = str(planned)
+    assert "16 ranks: what would help most: " in text
+    assert "fully_shard(block, " in text and "batch" in text
+    page = planned.save(tmp_path / "plan.html").read_text()
+    assert page.count("<svg") == 2 and page.count("<section") == 1 + len(RANKS)
+    assert "http" not in page.replace("http-equiv", "")
+    with pytest.raises(ValueError, match=r"saved as .html"):
+        planned.save(tmp_path / "plan.png")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ranks": (0,)}, r"ranks: expected integers of at least 1, got \[0\]"),
+        ({"ranks": ()}, "ranks: expected integers"),
+        ({"tokens_per_step": 0}, "tokens_per_step: expected"),
+        ({"optimizer": "muon"}, "optimizer: expected one of adamw"),
+        ({"cluster": "H1000"}, "cluster: expected H100, "),
+        ({"cluster": CLUSTERS["CPU"]}, "memory_bytes: expected"),
+        (
+            {"build": build_without_loss},
+            r"build: expected a model whose forward returns a loss.*got a tensor \[2, ",
+        ),
+        ({"build": lambda batch: nn.Linear(2, 2)}, r"build: expected a tuple \(model, args\)"),
+    ],
+)
+def test_mistakes(given, message):
+    with pytest.raises(Exception, match=message):
+        plan(given.pop("build", build), **given)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_process_group_of_ones_own():
+    with pytest.raises(RuntimeError, match="plan: starts a simulated process group"):
+        plan(build)
+
+
+def test_a_model_that_is_sharded_already():
+    dist.init_process_group("fake", rank=0, world_size=2)
+    model = fully_shard(nn.Linear(8, 8))
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="build: expected a model that is not sharded"):
+        plan(lambda batch: (model, (torch.zeros(batch, 8),)))
+
+
+def test_the_command_line(tmp_path, capsys):
+    target, page = f"{__name__}:build", tmp_path / "plan.html"
+    words = ["plan", target, "--ranks", "8", "--tokens-per-step", "8K"]
+    assert main([*words, "--save", str(page)]) == 0
+    out = capsys.readouterr()
+    assert "8 ranks: what would help most" in out.out and "capturing" in out.err
+    assert page.exists()
+    assert main([*words, "--memory", "1KiB"]) == 1
+    assert "nothing fits" in capsys.readouterr().out
+    assert main(["plan", f"{__name__}:build_without_loss", "--ranks", "8"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fsdp-compiled plan: error: build: expected a model")
