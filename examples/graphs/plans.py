@@ -4,8 +4,8 @@
     fsdp-compiled plan examples/graphs/plans.py:llama_70b --ranks 64,512,16384
     fsdp-compiled plan examples/graphs/plans.py:moe_30b --ranks 64,512,16384
 
-The third has the sizes of Qwen3-30B-A3B: 128 experts in each of 48 blocks, 8 of them for a token. Every expert gets as
-many tokens here, and ranks share experts as they share all parameters: by all-gathers.
+The third has the sizes of Qwen3-30B-A3B: 128 experts in each of 48 blocks, 8 of them for a token. Here every expert
+gets as many tokens, and ranks share experts as they share all parameters: by all-gathers.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ..collectives import backend
 from ..passes.cost import Cluster, Curve, Link, Measured, as_text, detect
+from .host_costs import with_host_costs
 
 KIB = 2**10
 _SIZES = tuple(64 * KIB * 2**n for n in range(11))  # of collectives, bytes of the unsharded buffer: to 64 MiB
@@ -56,8 +57,9 @@ def calibrate(out: Path) -> Cluster:
             products_32bit=products_32bit,
             products_16bit=products_16bit,
             copies=copies,
+            memory_bytes=_memory_bytes(device),
         )
-        found = _with_links(found, bench)
+        found = with_host_costs(_with_links(found, bench), device, lambda run: bench.seconds(run, 20))
         if dist.get_rank() == 0:
             out.write_text(as_text(found, _machine(device)))
         dist.barrier()
@@ -252,6 +254,13 @@ class _Groups:
         coalesced = partial(backend.all_gather_coalesced, unsharded, shard, self.group)
         more = self._seconds(coalesced, 20) - self._seconds(self.all_gather(16 * KIB * _PIECES), 20)
         return max(0.0, 1e6 * more / (_PIECES - 1))
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Return the device's memory; of the host's, what each of its ranks may take."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

@@ -41,10 +41,12 @@ class Scheduled:
         self.launches = {(place.task, place.stage): node for node, place in places.items()}
         self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))
         self.compute = _compute_of(graph, len(self.plan.load.compute_us))
-        estimate_us, is_any = _estimates_us(policy.cluster_for(nodes.device_of(graph))), lambda node: True
-        self.us = {node: estimate_us(node, is_any) for together in self.compute for node in together}
-        self.attention_us = sum(estimate_us(node, is_attention) for node in self.us)
-        self.products_us = sum(estimate_us(node, is_product) for node in self.us)
+        estimate_us = _estimate_us(policy.cluster_for(nodes.device_of(graph)))
+        self.us = {node: sum(map(estimate_us, _inside(node))) for together in self.compute for node in together}
+        kernels = [(each, us) for node in self.us for each in _inside(node) if (us := estimate_us(each))]
+        self.kernels = len(kernels)
+        self.attention_us = sum(us for each, us in kernels if is_attention(each))
+        self.products_us = sum(us for each, us in kernels if is_product(each))
         compute_us = tuple(sum(map(self.us.__getitem__, together)) for together in self.compute)
         self.load = replace(self.plan.load, compute_us=compute_us)
         self.timeline = simulate(self.load, self.plan.actions)
@@ -94,26 +96,25 @@ def _compute_of(graph: fx.Graph, positions: int) -> list[list[fx.Node]]:
     return found
 
 
-def _estimates_us(cluster: Cluster) -> Callable[[fx.Node, Callable[[fx.Node], bool]], float]:
-    """Return what estimates nodes with the sizes that they have: kernels as fused, and each region once.
-
-    The second argument tells which nodes count, in regions also.
-    """
+def _estimate_us(cluster: Cluster) -> Callable[[fx.Node], float]:
+    """Return what estimates a node that calls no region, with the sizes that it has: kernels as they are fused."""
     traffic = cache(lambda graph: GraphMemory("inference", graph).traffic())
 
-    def of_node(node: fx.Node, counts: Callable[[fx.Node], bool]) -> float:
-        region = nodes.region_of(node)
-        if region is not None:
-            return of_region(region, counts)
-        if not counts(node):
-            return 0.0
+    @cache
+    def estimate_us(node: fx.Node) -> float:
         if is_alone(node):
             return node_us(node, cluster)
         size = traffic(node.graph).get(node, 0)
         return max(cluster.memory_us(size), cluster.kernel_us) if size else 0.0
 
-    of_region = cache(lambda region, counts: sum(of_node(node, counts) for node in region.nodes))
-    return of_node
+    return estimate_us
+
+
+def _inside(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes of the region that a node calls, or the node itself."""
+    region = nodes.region_of(node)
+    for each in (node,) if region is None else region.nodes:
+        yield from (each,) if region is None else _inside(each)
 
 
 def captured_graph(read: Scheduled, kind: GraphKind, module: fx.GraphModule) -> CapturedGraph:
@@ -132,6 +133,7 @@ def captured_graph(read: Scheduled, kind: GraphKind, module: fx.GraphModule) -> 
         regions=tuple(read.regions()),
         products_us=read.products_us,
         attention_us=read.attention_us,
+        kernel_count=read.kernels,
     )
 
 

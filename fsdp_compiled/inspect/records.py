@@ -178,6 +178,7 @@ class CapturedGraph:
         kernels: in order of launch, where the program of a GPU was asked for.
         products_us: estimated, of the compute: matrix products.
         attention_us: estimated, of the compute: attention.
+        kernel_count: kernels of compute by estimate, those of regions at every call.
     """
 
     kind: GraphKind
@@ -195,6 +196,7 @@ class CapturedGraph:
     kernels: tuple[Kernel, ...] = ()
     products_us: float = 0.0
     attention_us: float = 0.0
+    kernel_count: int = 0
 
     @property
     def compute_us(self) -> float:
@@ -232,6 +234,7 @@ class CapturedModel:
         graphs: in order of compilation.
         memory: estimated, of one training step; None where only a graph of it is known.
         optimizer_us: estimated time of the optimizer's step, by the memory that it reads and writes.
+        trained: number of parameters that require grad.
     """
 
     model: str
@@ -244,14 +247,17 @@ class CapturedModel:
     graphs: tuple[CapturedGraph, ...]
     memory: StepMemory | None = None
     optimizer_us: float = 0.0
+    trained: int = 0
 
     @property
     def step_us(self) -> float:
         """The estimated time of a step: forward and backward with what compute waits for, and the optimizer.
 
-        What runs outside of the graphs is not in it: a loss that is not compiled, clipping of gradients, the host.
+        What runs outside of the graphs is not in it: a loss that is not compiled, clipping of gradients. The host
+        counts as far as the cluster knows what it takes.
         """
-        return sum(graph.total_us for graph in self.graphs) + self.optimizer_us
+        device_us = sum(graph.total_us for graph in self.graphs) + self.optimizer_us
+        return self.cluster.step_us(device_us, sum(graph.kernel_count for graph in self.graphs), self.trained)
 
     @property
     def step_parts_us(self) -> dict[str, float]:
@@ -267,6 +273,7 @@ class CapturedModel:
             "waits for collectives": waits,
             "copies of buffers": max(0.0, total - waits - compute),
             "optimizer": self.optimizer_us,
+            "host": self.step_us - total - self.optimizer_us,
         }
 
     @property

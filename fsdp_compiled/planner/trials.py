@@ -228,7 +228,7 @@ def trial(
     model.to_empty(device="cpu")  # memory that the system has promised; nothing touches it
     compile(model, regions="auto")
     found = trace(model, args, kwargs, _loss_of, SchedulePolicy(cluster=cluster), optimizer=kind)
-    events = step_events(found.scheduled, found.held, kind, cluster.copies_buffers)
+    events = step_events(found.scheduled, found.held, kind, cluster.on_host)
     read = [(name, Scheduled(graph, found.schedule)) for name, graph in found.scheduled]
     behind = (each.requests for name, each in read if name == "backward")
     again = frozenset(r.param.name for requests in behind for r in requests if r.kind.is_ahead)

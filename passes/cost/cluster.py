@@ -15,6 +15,7 @@ from ...expect import expect, expect_bool, unexpected
 from ...sharding.dtensor import process_group
 from ...sharding.spec import AllGatherBucket, Group
 
+_MAY_BE_0 = ("kernel_us", "compute_blocked_fraction", "piece_us", "memory_bytes", "launch_us", "parameter_us")
 Curve = tuple[tuple[float, float], ...]  # measured: sizes, which increase, and what a second does at each
 
 
@@ -121,7 +122,10 @@ class Cluster:
         products_32bit: the same of fp32 ones.
         copies: measured bytes a second, read and written, by the bytes of both, in place of the bandwidth's share.
         memory_bytes: device memory of one rank; 0 where it is unknown.
-        copies_buffers: whether collectives work on copies of their buffers, as gloo's do.
+        on_host: whether ranks compute on the host: launching kernels takes its time from compute, and collectives,
+            which gloo does, work on copies of their buffers.
+        launch_us: of the host, to launch a kernel.
+        parameter_us: of the host, for each parameter in a step: guards, packing, its gradient, the optimizer.
     """
 
     name: str
@@ -142,11 +146,13 @@ class Cluster:
     products_32bit: Curve = ()
     copies: Curve = ()
     memory_bytes: int = 0
-    copies_buffers: bool = False
+    on_host: bool = False
+    launch_us: float = 0.0
+    parameter_us: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self, may_be_0=("kernel_us", "compute_blocked_fraction", "piece_us", "memory_bytes"))
-        expect_bool("Cluster.copies_buffers", self.copies_buffers)
+        _check_numbers(self, may_be_0=_MAY_BE_0)
+        expect_bool("Cluster.on_host", self.on_host)
         for name in ("intra", "inter"):
             expect(f"Cluster.{name}", getattr(self, name), Link, "a Link")
         _check_fraction(self)
@@ -206,6 +212,11 @@ class Cluster:
             return self.product_us(flops, traffic_bytes, itemsize)
         rate = self.attention_efficiency[is_backward] * self.flops_16bit
         return max(1e6 * flops / rate, self.memory_us(traffic_bytes), self.kernel_us)
+
+    def step_us(self, device_us: float, launches: int, parameters: int) -> float:
+        """Return the time of a step whose device computes, waits and copies for so long: the host has to keep up."""
+        host_us = launches * self.launch_us + parameters * self.parameter_us
+        return device_us + host_us if self.on_host else max(device_us, host_us)
 
     def memory_us(self, traffic_bytes: float) -> float:
         """Return the time to move so many bytes to and from device memory, read and written ones together."""

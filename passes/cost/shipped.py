@@ -103,6 +103,6 @@ CLUSTERS: Mapping[str, Cluster] = {
         compute_blocked_fraction=1.0,
         piece_us=10.0,
         host_bytes_per_s=25e9,  # its own memory
-        copies_buffers=True,
+        on_host=True,
     ),
 }
