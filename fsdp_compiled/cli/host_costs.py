@@ -15,7 +15,7 @@ from ..passes.cost import Cluster
 from ..policy import SchedulePolicy
 
 WIDTH = 16  # of matrices whose products take no time
-_LAYERS = 32
+_LAYERS = 96  # so that what a step takes whatever its parameters counts little
 Seconds = Callable[[Callable[[], object]], float]
 
 
