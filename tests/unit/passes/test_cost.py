@@ -357,3 +357,10 @@ def test_bad_numbers():
         Link(1.0, 1.0, 0)
     with pytest.raises(ValueError, match=r"Cluster.compute_blocked_fraction: expected 0 to 1, got 2"):
         Cluster("x", 1, 1, 1, 1, LINK, LINK, compute_blocked_fraction=2)
+
+
+def test_the_host_takes_its_time_from_compute_only_where_ranks_compute_on_it():
+    there = replace(TOY, launch_us=2.0, parameter_us=10.0)
+    assert there.step_us(100.0, launches=5, parameters=3) == 100.0  # meanwhile
+    assert there.step_us(30.0, launches=5, parameters=3) == 40.0  # the device waits for the host
+    assert replace(there, on_host=True).step_us(100.0, launches=5, parameters=3) == 140.0
