@@ -22,39 +22,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard, step_on_shards
 from fsdp_compiled.inspect import Capture, capture
 from fsdp_compiled.passes import CLUSTERS
+from fsdp_compiled.planner import save_some
 from fsdp_compiled.testing.llama import PRESETS, Block, Config, Llama
 
 MIB = 2**20
 SCHEDULES = {"default": SchedulePolicy(), "unit": SchedulePolicy(bucket="unit")}
-SAVED = ("_scaled_dot_product", "_c10d_functional")  # operators whose results selective checkpointing saves
-
-
-class KeepSecond:
-    """A policy of selective checkpointing: attention and every second matrix product are saved."""
-
-    def __init__(self) -> None:
-        self.products = {True: 0, False: 0}
-
-    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        name = str(operation)
-        if name.startswith("aten.mm."):
-            self.products[context.is_recompute] += 1
-            kept = self.products[context.is_recompute] % 2 == 1
-        else:
-            kept = any(word in name for word in SAVED)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 CHECKPOINTING: dict[str, dict[str, Any] | None] = {
     "none": None,
     "blocks": {},
-    "selective": {"context_fn": lambda: create_selective_checkpoint_contexts(KeepSecond())},
+    "selective": {"context_fn": save_some},
 }
 
 

@@ -187,15 +187,14 @@ def _plan(args: argparse.Namespace) -> int:
     from ..planner import plan  # only here, as inspect
 
     builder = find(args.target, 1)
-    tokens, memory = args.tokens_per_step, args.memory
     try:
         found = plan(
             builder,
             cluster=args.cluster,
             ranks=args.ranks,
-            tokens_per_step=tokens,
+            tokens_per_step=args.tokens_per_step,
             optimizer=args.optimizer,
-            memory_bytes=memory,
+            memory_bytes=args.memory,
             progress=_say,
         )
     except (TypeError, ValueError) as error:

@@ -50,7 +50,7 @@ def batches(sequences: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Option:
-    """One way to train on ``ranks`` ranks, by estimate.
+    """How to train on ``ranks`` ranks, by estimate.
 
     Args:
         ranks: all of them.

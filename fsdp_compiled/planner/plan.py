@@ -34,7 +34,7 @@ def plan(
     """Estimate, for each number of ranks, what trains fastest and what fits: nothing is computed or communicated.
 
     Tried are the mesh (fully sharded; shards within a node, 8 nodes, 64 and so on, with replicas), the batch of a
-    rank and how often it is accumulated, activation checkpointing (none; selective; of whole blocks) and
+    rank and how often it is accumulated, activation checkpointing (none; selective; of blocks) and
     ``reshard_after_forward``. The model is captured once for each kind of checkpointing, with regions; buckets are
     decided anew for each mesh, as they would be there. Compute and activations are taken to grow with the batch.
 
