@@ -120,8 +120,12 @@ def _inspect(args: argparse.Namespace) -> int:
         for graph in captured.graphs if args.code else ():
             print(f"\n{graph.kind}: code that Inductor generated\n{graph.code}")
         try:
+            measured = captured.compare(args.trace) if args.trace else None
+            if measured:
+                print(f"\nbeside {args.trace}: {measured}")
             for path in args.save:
-                _say(f"saved {captured.save(path)}")
+                shown = measured if path.suffix == ".html" else None
+                _say(f"saved {captured.save(path, measured=shown)}")
         except (ImportError, OSError, ValueError) as error:
             raise UsageError(str(error)) from error
     return 0
@@ -254,6 +258,8 @@ def _parser() -> argparse.ArgumentParser:
     about = f"generate and assemble the program of this GPU ({', '.join(GPUS)}), which need not be here"
     add("--device", choices=GPUS, metavar="NAME", help=about)
     add("--code", action="store_true", help="also print the code that Inductor generates")
+    about = "a file by torch.profiler: also hold the estimates against this run"
+    add("--trace", type=Path, metavar="FILE", help=about)
     about = "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
     add = inspect.add_argument_group("schedule", about).add_argument
     about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"

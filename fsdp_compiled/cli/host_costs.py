@@ -59,7 +59,7 @@ def with_host_costs(cluster: Cluster, device: torch.device, seconds_of: Seconds)
 
     step()
     found = capture(model, batch, schedule=schedule, code=False)
-    kernels = sum(graph.kernel_count for graph in found.graphs)
+    kernels = sum(len(graph.kernels) for graph in found.graphs)
     known_us = found.step_us if cluster.on_host else kernels * launch_us
     left_us = 1e6 * seconds_of(step) - known_us
     return replace(cluster, parameter_us=max(0.0, left_us / found.trained))

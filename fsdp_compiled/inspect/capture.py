@@ -251,5 +251,7 @@ class _Recorder:
         kind = "backward" if kwargs.get("is_backward") else kind
         self.scheduled.append((kind, self._scheduled or after.graph))
         found = captured_graph(read, kind, after)
-        self.graphs.append(replace(found, before=before, code=code, passes=self._passes, kernels=kernels))
+        self.graphs.append(
+            replace(found, before=before, code=code, passes=self._passes, kernels=kernels or found.kernels)
+        )
         return compiled

@@ -13,7 +13,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from operator import attrgetter
 from tempfile import NamedTemporaryFile
@@ -38,7 +38,7 @@ from torch.utils import _triton
 
 from ..expect import unexpected
 from ..passes.cost import CLUSTERS, Cluster
-from ..passes.cost.compute import node_us
+from ..passes.cost.compute import node_us, work_of
 from ..passes.graph import nodes
 from .records import Kernel
 
@@ -161,7 +161,7 @@ class _Program:
     cluster: Cluster
     # by the graph that code is generated for; that of a region is launched wherever it stands in another's list
     launches: dict[Any, list[Any]] = field(default_factory=lambda: defaultdict(list))
-    assembled: dict[str, dict[str, int]] = field(default_factory=dict)  # by name
+    assembled: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -220,7 +220,9 @@ class _Program:
     def _kernel(self, name: str, size_bytes: int, origin: fx.Node | None = None) -> Kernel:
         memory_us = self.cluster.memory_us(size_bytes)
         us = memory_us if origin is None else node_us(origin, self.cluster)
-        return Kernel(name, size_bytes, max(us, self.cluster.kernel_us))
+        return Kernel(
+            name, size_bytes, max(us, self.cluster.kernel_us), work_of(origin) if origin else "fused kernels"
+        )
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return what the outermost graph launches, which is the first that launched anything."""
@@ -229,7 +231,7 @@ class _Program:
     def _launched_by(self, graph: Any) -> Iterator[Kernel]:
         for each in self.launches.get(graph, ()):
             if isinstance(each, Kernel):
-                yield Kernel(each.name, each.bytes, each.estimate_us, **self.assembled.get(each.name, {}))
+                yield replace(each, **self.assembled.get(each.name, {}))
             else:
                 yield from self._launched_by(each)
 

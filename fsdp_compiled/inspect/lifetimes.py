@@ -23,9 +23,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from ..passes.cost.compute import is_attention, is_view, node_bytes, packet_of, results_of, tensor_bytes, tensors_of
+from ..passes.cost.compute import is_view, node_bytes, packet_of, results_of, tensor_bytes, tensors_of, work_of
 from ..passes.graph import nodes
 from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
 
@@ -284,13 +283,8 @@ class GraphMemory:
 
 def is_alone(node: fx.Node) -> bool:
     """Tell whether a node is a kernel of its own: a product, attention, a collective, a region."""
-    is_heavy = is_product(node) or is_attention(node)
+    is_heavy = work_of(node) != "fused kernels"
     return is_heavy or nodes.is_launch(node) or nodes.is_wait(node) or nodes.region_of(node) is not None
-
-
-def is_product(node: fx.Node) -> bool:
-    """Tell whether a node is a matrix product or a convolution."""
-    return node.op == "call_function" and packet_of(node) in flop_registry and not is_attention(node)
 
 
 def _is_same_memory(node: fx.Node) -> bool:

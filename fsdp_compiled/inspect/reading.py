@@ -16,14 +16,24 @@ from itertools import chain, pairwise, takewhile
 from torch import fx
 
 from ..passes.cost import Cluster
-from ..passes.cost.compute import is_attention, node_us
+from ..passes.cost.compute import node_bytes, node_us, signature_of, work_of
 from ..passes.graph import nodes
 from ..passes.graph.emit import PLACE, POSITION, Place
 from ..passes.kinds import Request
 from ..passes.planning.tasks import Load, Plan, Timed, bytes_in_flight, simulate
 from ..passes.schedule_policy import SchedulePolicy
-from .lifetimes import GraphMemory, is_alone, is_product
-from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, MemoryStep, Region, Verdict
+from .lifetimes import GraphMemory, is_alone
+from .records import (
+    CapturedGraph,
+    Collective,
+    ComputeSpan,
+    Copies,
+    GraphKind,
+    Kernel,
+    MemoryStep,
+    Region,
+    Verdict,
+)
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 
@@ -41,12 +51,12 @@ class Scheduled:
         self.launches = {(place.task, place.stage): node for node, place in places.items()}
         self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))
         self.compute = _compute_of(graph, len(self.plan.load.compute_us))
-        estimate_us = _estimate_us(policy.cluster_for(nodes.device_of(graph)))
-        self.us = {node: sum(map(estimate_us, _inside(node))) for together in self.compute for node in together}
-        kernels = [(each, us) for node in self.us for each in _inside(node) if (us := estimate_us(each))]
-        self.kernels = len(kernels)
-        self.attention_us = sum(us for each, us in kernels if is_attention(each))
-        self.products_us = sum(us for each, us in kernels if is_product(each))
+        kernel_of = _kernels_on(policy.cluster_for(nodes.device_of(graph)))
+        inside = {
+            node: [kernel for each in _inside(node) if (kernel := kernel_of(each))] for node in chain(*self.compute)
+        }
+        self.us = {node: sum(kernel.estimate_us for kernel in kernels) for node, kernels in inside.items()}
+        self.kernels = tuple(chain(*inside.values()))
         compute_us = tuple(sum(map(self.us.__getitem__, together)) for together in self.compute)
         self.load = replace(self.plan.load, compute_us=compute_us)
         self.timeline = simulate(self.load, self.plan.actions)
@@ -96,18 +106,19 @@ def _compute_of(graph: fx.Graph, positions: int) -> list[list[fx.Node]]:
     return found
 
 
-def _estimate_us(cluster: Cluster) -> Callable[[fx.Node], float]:
-    """Return what estimates a node that calls no region, with the sizes that it has: kernels as they are fused."""
+def _kernels_on(cluster: Cluster) -> Callable[[fx.Node], Kernel | None]:
+    """Return what tells the kernel of a node that calls no region, with the sizes that it has, if it is one."""
     traffic = cache(lambda graph: GraphMemory("inference", graph).traffic())
 
     @cache
-    def estimate_us(node: fx.Node) -> float:
+    def kernel_of(node: fx.Node) -> Kernel | None:
         if is_alone(node):
-            return node_us(node, cluster)
+            size, us = sum(map(node_bytes, [node, *node.all_input_nodes])), node_us(node, cluster)
+            return Kernel(signature_of(node), size, us, work_of(node))
         size = traffic(node.graph).get(node, 0)
-        return max(cluster.memory_us(size), cluster.kernel_us) if size else 0.0
+        return Kernel(node.name, size, max(cluster.memory_us(size), cluster.kernel_us)) if size else None
 
-    return estimate_us
+    return kernel_of
 
 
 def _inside(node: fx.Node) -> Iterator[fx.Node]:
@@ -131,9 +142,7 @@ def captured_graph(read: Scheduled, kind: GraphKind, module: fx.GraphModule) -> 
         kept_bytes=sum(request.kept_bytes for request in read.requests),
         code="",
         regions=tuple(read.regions()),
-        products_us=read.products_us,
-        attention_us=read.attention_us,
-        kernel_count=read.kernels,
+        kernels=read.kernels,
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from ..passes.cost import Cluster
+from ..passes.cost.compute import Work
 from ..passes.schedule_policy import SchedulePolicy
 from .memory import StepMemory
 
@@ -135,10 +136,11 @@ class Region:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch of a GPU's program: of a kernel that Triton has generated, or of one that torch has.
+    """One kernel that a graph launches: of a GPU's program, where that was generated, else as the rules expect it.
 
     Args:
-        name: as the wrapper calls it.
+        name: as the wrapper of a GPU's program calls it; else an operator and the shapes of its operands, or the node
+            whose result a fused kernel writes.
         bytes: read and written.
         estimate_us: by the cluster's memory bandwidth, and for matrix products and attention by their FLOPs; at least
             the shortest time of any kernel.
@@ -150,6 +152,7 @@ class Kernel:
     name: str
     bytes: int
     estimate_us: float
+    work: Work = "fused kernels"
     registers: int | None = None
     spills: int | None = None
     shared_bytes: int | None = None
@@ -175,10 +178,8 @@ class CapturedGraph:
         code: what Inductor generated.
         regions: in order of first call; the timeline counts each call as compute.
         passes: names of the passes that made ``module`` of ``before``, a user's among them.
-        kernels: in order of launch, where the program of a GPU was asked for.
-        products_us: estimated, of the compute: matrix products.
-        attention_us: estimated, of the compute: attention.
-        kernel_count: kernels of compute by estimate, those of regions at every call.
+        kernels: of compute, in order of launch, those of regions at every call; collectives and their copies are not
+            among them.
     """
 
     kind: GraphKind
@@ -194,14 +195,20 @@ class CapturedGraph:
     regions: tuple[Region, ...] = ()
     passes: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
-    products_us: float = 0.0
-    attention_us: float = 0.0
-    kernel_count: int = 0
 
     @property
     def compute_us(self) -> float:
         """Estimated compute, without waits for collectives."""
         return sum(span.end_us - span.start_us for span in self.compute)
+
+    def work_us(self, work: Work) -> float:
+        """Return the estimated time of all kernels that do this work."""
+        return sum(kernel.estimate_us for kernel in self.kernels if kernel.work == work)
+
+    @property
+    def has_program(self) -> bool:
+        """Whether the program of a GPU was generated."""
+        return any(kernel.is_generated for kernel in self.kernels)
 
     @property
     def communication_us(self) -> float:
@@ -257,15 +264,16 @@ class CapturedModel:
         counts as far as the cluster knows what it takes.
         """
         device_us = sum(graph.total_us for graph in self.graphs) + self.optimizer_us
-        return self.cluster.step_us(device_us, sum(graph.kernel_count for graph in self.graphs), self.trained)
+        return self.cluster.step_us(device_us, sum(len(graph.kernels) for graph in self.graphs), self.trained)
 
     @property
     def step_parts_us(self) -> dict[str, float]:
         """What ``step_us`` is made of; compute is what neither waits nor copies buffers of collectives."""
-        total, waits, compute, products, attention = (
-            sum(getattr(graph, f"{name}_us") for graph in self.graphs)
-            for name in ("total", "exposed", "compute", "products", "attention")
+        total, waits, compute = (
+            sum(getattr(graph, f"{name}_us") for graph in self.graphs) for name in ("total", "exposed", "compute")
         )
+        products = sum(graph.work_us("matrix products") for graph in self.graphs)
+        attention = sum(graph.work_us("attention") for graph in self.graphs)
         return {
             "matrix products": products,
             "attention": attention,

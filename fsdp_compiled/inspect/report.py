@@ -15,13 +15,14 @@ from torch import fx
 from ..passes.graph import nodes
 from ..passes.log import trace_artifact
 from ..passes.schedule_policy import SchedulePolicy
+from .comparison import ComparedStep, compare
 from .reading import Scheduled, captured_graph
 from .records import CapturedModel, ExplainedModel, GraphKind
 from .render import figures
 from .render.data import as_json, trace
 from .render.html import html
 from .render.png import png
-from .render.text import capture_text, explanation_text
+from .render.text import capture_text, comparison_text, explanation_text
 
 _WRITERS: dict[str, Callable[[CapturedModel], str | bytes]] = {
     ".trace.json": lambda capture: as_json(trace(capture)),  # before .json, which it ends with
@@ -43,7 +44,22 @@ class Capture(CapturedModel):
         """How long the step takes by estimate, for how much of it compute waits, and what to try against that."""
         return figures.headline(self)
 
-    def save(self, path: str | Path, *, beside: CapturedModel | None = None) -> Path:
+    def compare(self, trace: str | Path) -> Comparison:
+        """Hold the estimates against a run: the file of ``torch.profiler``'s ``export_chrome_trace``, of one rank.
+
+        The run compiles this model with the schedule of the capture, on batches of its size, and the trace holds
+        complete steps. ``record_shapes=True`` tells matrix products of different shapes apart, and on the CPU
+        ``TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1`` shows generated kernels, which else count as the host's time.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: it is no trace, or not one of the collectives that were captured.
+        """
+        return Comparison(**vars(compare(self, trace)))
+
+    def save(
+        self, path: str | Path, *, beside: CapturedModel | None = None, measured: ComparedStep | None = None
+    ) -> Path:
         """Write the capture in the format that the path's suffix names. Equal captures make equal files.
 
         ``.html`` is one page that needs nothing else, ``.json`` the records as data (see :func:`as_json`),
@@ -53,9 +69,10 @@ class Capture(CapturedModel):
 
         Args:
             beside: another capture, which the page compares with this one, timelines on one time axis.
+            measured: what :meth:`compare` returned, which the page shows.
 
         Raises:
-            ValueError: the suffix is none of these, or not ``.html`` where there is another capture.
+            ValueError: the suffix is none of these, or not ``.html`` where something is compared.
             ImportError: matplotlib is missing and the suffix is ``.png``.
             OSError: the file cannot be written.
         """
@@ -63,15 +80,21 @@ class Capture(CapturedModel):
         writer = next((writer for suffix, writer in _WRITERS.items() if path.name.endswith(suffix)), None)
         if writer is None:
             raise ValueError(f"{path}: a capture is saved as {expected}, not as {path.suffix!r}; rename the file")
-        if beside is not None and writer is not html:
-            raise ValueError(f"{path}: two captures are compared in an .html file, not in {path.suffix!r}")
-        content = writer(self) if beside is None else html(self, beside)
+        if (beside is not None or measured is not None) and writer is not html:
+            raise ValueError(f"{path}: captures and runs are compared in an .html file, not in {path.suffix!r}")
+        content = writer(self) if writer is not html else html(self, beside, measured)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             partial.write_bytes(content.encode(errors="replace") if isinstance(content, str) else content)
             return partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
+
+
+class Comparison(ComparedStep):
+    """A capture and a run. ``print`` shows a table of a step's parts, and of the worst estimates."""
+
+    __str__ = comparison_text
 
 
 class Explanation(ExplainedModel):

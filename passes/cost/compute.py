@@ -6,9 +6,9 @@ vary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from .cluster import Cluster
+
+Work = Literal["matrix products", "attention", "fused kernels"]
 
 # What has no formula of its own counts as another operator that takes the same arguments first.
 COUNTED_AS: Mapping[Any, Any] = {
@@ -95,10 +97,34 @@ def packet_of(node: fx.Node) -> Any:
     return getattr(call_of(node).target, "overloadpacket", None)
 
 
+def signature_of(node: fx.Node) -> str:
+    """Return an operator and its operands' shapes as profilers name them, such as ``aten::mm 64x128 128x352``."""
+    given = (each.meta.get("val") for each in call_of(node).args if isinstance(each, fx.Node))
+    operator = str(COUNTED_AS.get(packet_of(node), packet_of(node))).replace(".", "::")
+    return shown_signature(operator, [list(map(_counted, t.shape)) for t in given if isinstance(t, torch.Tensor)])
+
+
+def shown_signature(operator: str, shapes: Iterable[Sequence[int]]) -> str:
+    """Return an operator's name and shapes as text."""
+    return " ".join([operator, *("x".join(map(str, shape)) for shape in shapes)])
+
+
 def is_attention(node: fx.Node) -> bool:
     """Tell by its operator's name whether a node is an attention, or the backward of one."""
-    name = str(call_of(node).target)
-    return node.op == "call_function" and any(word in name for word in ("attention", "attn"))
+    return node.op == "call_function" and names_attention(str(call_of(node).target))
+
+
+def names_attention(operator: str) -> bool:
+    """Tell whether an operator of this name is an attention, or the backward of one."""
+    return any(word in operator for word in ("attention", "attn"))
+
+
+def work_of(node: fx.Node) -> Work:
+    """Return what a node's kernel does. Convolutions count as matrix products."""
+    if is_attention(node):
+        return "attention"
+    is_product = node.op == "call_function" and packet_of(node) in flop_registry
+    return "matrix products" if is_product else "fused kernels"
 
 
 def node_bytes(node: fx.Node) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
+from ..comparison import ComparedStep
 from ..records import CapturedGraph, CapturedModel, Collective
 from . import figures
 from .drawing import COLOUR_OF, COLOURS, draw
@@ -20,19 +21,20 @@ NAMES = 30  # characters of a table cell's names; they unfold
 WIDEST = 8000  # pixels of a timeline
 
 
-def html(capture: CapturedModel, beside: CapturedModel | None = None) -> str:
-    """Return the page's source: of one capture, or of one and then another, with both compared above."""
+def html(capture: CapturedModel, beside: CapturedModel | None = None, measured: ComparedStep | None = None) -> str:
+    """Return the page's source: of one capture, or of two, compared above each other's, or of one and a run."""
     captures = [capture] if beside is None else [capture, beside]
     names, compared = figures.side_by_side(captures) if beside is not None else ([""], [])
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.get_template(
         "page.html",
-        globals={"figures": figures, "draw": draw, "zip": zip, "NAMES": NAMES, "WIDEST": WIDEST}
+        globals={"figures": figures, "draw": draw, "zip": zip, "map": map, "NAMES": NAMES, "WIDEST": WIDEST}
         | {"summary": _summary, "collective_lines": _collective_lines, "positions": _positions},
     )
     named = list(zip(names, captures, strict=True))
-    return template.render(captures=named, compared=compared, colours=COLOURS, colour_of=COLOUR_OF)
+    given = {"captures": named, "compared": compared, "measured": measured}
+    return template.render(**given, colours=COLOURS, colour_of=COLOUR_OF)
 
 
 def _summary(graphs: Sequence[tuple[str, CapturedGraph]]) -> list[dict[str, str]]:

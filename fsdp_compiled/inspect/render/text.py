@@ -6,12 +6,14 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from ..comparison import ComparedStep
 from ..records import CapturedGraph, CapturedModel, ExplainedModel, UnitExplanation
 from . import figures
 
 WIDTH = 118
 LEAST_NAMES = 16  # characters left for names of parameters or units, however wide the figures are
-LEFT = {"kind", "dtype", "unit", "in", "reduces in"}  # columns that are aligned left, as the last one is
+WORST = 30  # estimates that are shown beside what was measured
+LEFT = {"kind", "dtype", "unit", "in", "reduces in", "part"}  # columns that are aligned left, as the last one is
 TIED = "\u00a0"  # a space at which no line is broken
 
 
@@ -48,7 +50,7 @@ def capture_text(capture: CapturedModel) -> str:
     for reason in capture.graph_breaks:
         head += _wrapped(" ".join(reason.split()), "  - ", "    ")
     graphs = figures.titled(capture.graphs)
-    kernels = (_kernels(title, graph) for title, graph in graphs if graph.kernels)
+    kernels = (_kernels(title, graph) for title, graph in graphs if graph.has_program)
     step = list[Iterable[str]]()
     if capture.memory:
         step.append(_facts("time of a step, by estimate", figures.step_facts(capture)))
@@ -84,6 +86,14 @@ def _kernels(title: str, graph: CapturedGraph) -> Iterator[str]:
 def _facts(title: str, values: Mapping[str, str]) -> list[str]:
     tied = (f"{label} {value}".replace(" ", TIED) for label, value in values.items())
     return _wrapped(f"{title}: {', '.join(tied)}")
+
+
+def comparison_text(comparison: ComparedStep) -> str:
+    head = f"one step, the mean of {figures.counted(comparison.steps, 'step')} of a run"
+    parts = _table([figures.compared_part(each) for each in (comparison.step, *comparison.parts)])
+    rows = [figures.compared_facts(each) for each in comparison.rows]
+    more = [f"and {len(rows) - WORST} more, in the .html file"] if len(rows) > WORST else []
+    return _joined([head], parts, ["the worst estimates first"], _table(rows[:WORST]) if rows else [], more)
 
 
 def explanation_text(explanation: ExplainedModel) -> str:

@@ -62,10 +62,14 @@ class Captured:
     def __str__(self):
         return "the table"
 
-    def save(self, path):
+    def compare(self, path):
+        path.read_text()
+        return "the comparison"
+
+    def save(self, path, measured=None):
         if path.stem == "full":
             raise OSError(28, "No space left on device")
-        path.write_text("saved")
+        path.write_text(f"saved with {measured}")
         return path
 
 
@@ -131,6 +135,16 @@ def test_every_option(program, captures, capsys):
     assert err.endswith("saved a.html\nsaved b.json\nsaved c.png\n")
 
 
+def test_a_run_beside_the_estimates(program, captures, capsys):
+    Path("trace.json").write_text("{}")
+    assert _inspect("program.py:build", "--trace", "trace.json", "--save", "a.html", "b.json") == 0
+    assert capsys.readouterr().out.endswith("the table\n\nbeside trace.json: the comparison\n")
+    assert [Path(file).read_text() for file in ("a.html", "b.json")] == [
+        "saved with the comparison",
+        "saved with None",
+    ]
+
+
 @pytest.mark.parametrize("target", ["program:build", "program.py:compiled", "./program.py:build"])
 def test_ways_to_name_the_program(program, captures, target):
     assert _inspect(target) == 0
@@ -179,6 +193,7 @@ MISTAKES = {
     "program.py:build --world 0": "--world: expected at least 1, got 0",
     "program.py:build --save a.txt": "--save: expected a file that ends in .html, .json, .trace.json or .png, got",
     "program.py:build --save new/table.json": "--save: expected a file in a folder that exists, got 'new/table.json'",
+    "program.py:build --trace none.json": "No such file or directory: 'none.json'",
     "program.py:build --save full.json": "No space left on device",
 }
 

@@ -109,7 +109,7 @@ def test_a_page_compares_two_captures_on_one_time_axis(tmp_path):
 
 @pytest.mark.parametrize("suffix", [".json", ".png", ".trace.json"])
 def test_only_a_page_compares(tmp_path, suffix):
-    with pytest.raises(ValueError, match="two captures are compared in an .html file"):
+    with pytest.raises(ValueError, match="captures and runs are compared in an .html file"):
         PAIR[0].save(tmp_path / f"file{suffix}", beside=PAIR[1])
 
 

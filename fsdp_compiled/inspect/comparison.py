@@ -1,0 +1,106 @@
+"""Holds the estimated times of a step against those that a profiler has measured."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..expect import unexpected
+from .records import CapturedModel
+from .trace import Trace, Transfer
+
+TRANSFERS = "transfers"  # which may be hidden: no part of a step
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Times of one step, in microseconds: estimated, measured, None for what is only in one of them.
+
+    Args:
+        part: as in :attr:`CapturedModel.step_parts_us`, or "transfers": how long collectives take, waited for or not.
+        name: of kernels that are alike, or of a collective.
+        count: how many there are, in the one of capture and trace that has more.
+    """
+
+    part: str
+    name: str
+    count: int
+    estimate_us: float | None
+    measured_us: float | None
+
+    @property
+    def difference_us(self) -> float:
+        """By how much the estimate is wrong; what is only in one of them counts in whole."""
+        return abs((self.measured_us or 0.0) - (self.estimate_us or 0.0))
+
+
+@dataclass(frozen=True)
+class ComparedStep:
+    """A step's estimated and measured times.
+
+    Args:
+        steps: that the trace holds, of which the times are the mean.
+        parts: by part; "host" is, of the measured time, what the trace does not show as anything else.
+        rows: kernel by kernel and collective by collective, the worst estimate first.
+    """
+
+    steps: int
+    step: Compared
+    parts: tuple[Compared, ...]
+    rows: tuple[Compared, ...]
+
+
+def compare(capture: CapturedModel, path: str | Path) -> ComparedStep:
+    """Compare a capture with the trace of a run. Errors as of :meth:`Capture.compare`."""
+    trace = Trace(path)
+    rows = [*_kernels(capture, trace), *_collectives(capture, trace)]
+    estimated, measured = capture.step_parts_us, defaultdict[str, float](float)
+    for row in rows:
+        measured[row.part] += row.measured_us or 0.0
+    if not trace.has_kernels:  # else these may run at the same time as compute
+        measured["copies of buffers"] = trace.copies_us / trace.steps
+    measured["optimizer"] = trace.optimizer_us / trace.steps
+    measured["host"] = max(0.0, trace.step_us - sum(measured[part] for part in estimated))
+    parts = [Compared(part, "", 1, us, measured.get(part) or None) for part, us in estimated.items()]
+    rows.sort(key=lambda row: -row.difference_us)
+    step = Compared("step", "", 1, capture.step_us, trace.step_us)
+    return ComparedStep(trace.steps, step, tuple(parts), tuple(rows))
+
+
+def _kernels(capture: CapturedModel, trace: Trace) -> Iterator[Compared]:
+    """Yield kernels of equal names; fused ones together, unless the program of a GPU has their names."""
+    estimated, measured = (
+        defaultdict[tuple[str, str], list[float]](list),
+        defaultdict[tuple[str, str], list[float]](list),
+    )
+    for graph in capture.graphs:
+        for kernel in graph.kernels:
+            is_named = graph.has_program or kernel.work != "fused kernels"
+            estimated[kernel.work, kernel.name if is_named else ""].append(kernel.estimate_us)
+    known = {name for _, name in estimated}
+    for work, name, us in trace.compute(known):
+        measured[work, name if work != "fused kernels" or name in known else ""].append(us / trace.steps)
+    for part, name in estimated.keys() | measured.keys():
+        expected, found = estimated.get((part, name), []), measured.get((part, name), [])
+        count = max(len(expected), len(found) // trace.steps)
+        yield Compared(part, name, count, *(sum(each) if each else None for each in (expected, found)))
+
+
+def _collectives(capture: CapturedModel, trace: Trace) -> Iterator[Compared]:
+    """Yield for each collective how long compute waits for it, and how long it takes."""
+    expected = [(f"{graph.kind} #{n}", each) for graph in capture.graphs for n, each in enumerate(graph.collectives)]
+    found = trace.transfers({each.kind for _, each in expected})
+    kinds, steps = [each.kind for _, each in expected], trace.steps
+    if [each.kind for each in found] != kinds * steps:
+        got = ", ".join(f"{count} {kind}" for kind, count in Counter(each.kind for each in found).items())
+        wanted = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds * steps).items())
+        do = "give the trace of whole compiled steps of this model, with the schedule that it was captured with"
+        raise unexpected(f"trace of {steps} steps", f"as captured, {wanted or 'no collectives'}", got or "none", do)
+    for index, (place, each) in enumerate(expected):
+        alike: list[Transfer] = found[index :: len(expected)]
+        name = f"{place} {each.kind}"
+        yield Compared("waits for collectives", name, 1, each.exposed_us, sum(t.waited_us for t in alike) / steps)
+        busy = [t.busy_us for t in alike if t.busy_us is not None]
+        yield Compared(TRANSFERS, name, 1, each.estimate_us, sum(busy) / steps if busy else None)

@@ -1,0 +1,200 @@
+"""Reads what ``torch.profiler`` has recorded of training steps: compute, collectives, copies, the optimizer.
+
+It must not know what was estimated. Times are microseconds: on the CPU those of operators and ranges, with an
+accelerator those of the kernels that they launch.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.utils.flop_counter import flop_registry
+
+from ..expect import unexpected
+from ..passes.cost.compute import Work, names_attention, shown_signature
+
+_COUNTED = frozenset(str(operator).replace(".", "::") for operator in flop_registry)
+_RANGE = re.compile(r"FSDP::(all_gather|reduce_scatter|all_reduce|\w+_copy_\w+?)(_wait)? \((.*)\)")
+_FUSED = re.compile(r"triton_|(graph_\d+_)?cpp_fused")
+_TRANSFER = re.compile(r"gloo:(?!barrier)|nccl(Dev)?Kernel")
+_GZIP = b"\x1f\x8b"  # what compressed files begin with
+_STEP, _OPTIMIZER = "ProfilerStep#", "Optimizer.step#"
+
+
+class Span(NamedTuple):
+    """What ran from ``start_us`` on; of a kernel, ``thread`` is the stream and ``id`` that of what launched it."""
+
+    start_us: float
+    us: float
+    name: str
+    thread: Any
+    id: Any
+    shapes: tuple[tuple[int, ...], ...]  # of an operator's operands and results
+
+    @property
+    def end_us(self) -> float:
+        return self.start_us + self.us
+
+
+class Transfer(NamedTuple):
+    """A collective, how long compute waited for it and, where the trace tells, how long it took."""
+
+    kind: str
+    waited_us: float
+    busy_us: float | None
+
+
+class Trace:
+    """The events of one rank's trace file, in Chrome's format, also compressed by gzip.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no events of operators.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        content = Path(path).read_bytes()
+        spans = _spans(path, gzip.decompress(content) if content.startswith(_GZIP) else content)
+        self._host = sorted(spans["cpu_op"] + spans["user_annotation"], key=lambda span: (span.start_us, -span.us))
+        self._kernels = sorted(spans["kernel"] + spans["gpu_memcpy"] + spans["gpu_memset"])
+        if not spans["cpu_op"]:
+            raise unexpected(f"{path}", "events of operators", "none", "profile with ProfilerActivity.CPU")
+        self.has_kernels = bool(self._kernels)
+        self._launched = self._by_launch(spans["cpu_op"])
+        self._told = list(self._outermost())
+
+    @property
+    def steps(self) -> int:
+        """How many steps it holds: as many as the profiler, or an optimizer, has counted."""
+        names = [span.name for span in self._host]
+        return next((n for kind in (_STEP, _OPTIMIZER) if (n := sum(kind in name for name in names))), 1)
+
+    @property
+    def step_us(self) -> float:
+        """The time of a step: of those that the profiler has counted, else a share of what the events span."""
+        marked = [span.us for span in self._host if _STEP in span.name]
+        last_us = max(span.end_us for span in (*self._host, *self._kernels))
+        return sum(marked) / len(marked) if marked else (last_us - self._host[0].start_us) / self.steps
+
+    @property
+    def optimizer_us(self) -> float:
+        """What all steps of the optimizer took."""
+        return sum(us for span, us in self._told if _OPTIMIZER in span.name)
+
+    @property
+    def copies_us(self) -> float:
+        """What starting collectives, packing and unpacking took in all steps."""
+        return sum(us for span, us in self._told if (found := _RANGE.match(span.name)) and not found[2])
+
+    def compute(self, known: Collection[str]) -> Iterator[tuple[Work, str, float]]:
+        """Yield what kernels of compute do, their names and times.
+
+        A product's and an attention's name is the one of ``known`` that its operator and shapes begin with.
+        """
+        for span, us in self._told:
+            if (work := _work_of(span.name)) is not None:
+                yield work, _known(span, known), us
+
+    def transfers(self, kinds: Collection[str]) -> list[Transfer]:
+        """Return the collectives of these kinds in order of launch."""
+        waits, launches = defaultdict[tuple[str, str], list[float]](list), list[tuple[str, str]]()
+        for span, us in self._told:
+            if (found := _RANGE.match(span.name)) and found[1] in kinds:
+                if found[2]:
+                    waits[found[1], found[3]].append(us)
+                else:
+                    launches.append((found[1], found[3]))
+        wire = [span for span in (self._kernels or self._host) if _TRANSFER.match(span.name)]
+        if len(wire) == len(launches):
+            pairs = zip(launches, wire, strict=True)
+            if self.has_kernels:
+                return [Transfer(kind, self._exposed_us(span), span.us) for (kind, _), span in pairs]
+            return [Transfer(kind, sum(waits[kind, units][:1]), span.us) for (kind, units), span in pairs]
+        return [Transfer(kind, sum(waits[kind, units][:1]), None) for kind, units in launches]
+
+    def _exposed_us(self, wire: Span) -> float:
+        """Return how much of a transfer no kernel of compute covers."""
+        now_us, free_us = wire.start_us, 0.0
+        for kernel in self._kernels:
+            if kernel.end_us > now_us and kernel.start_us < wire.end_us and not _TRANSFER.match(kernel.name):
+                free_us, now_us = free_us + max(0.0, kernel.start_us - now_us), kernel.end_us
+        return free_us + max(0.0, wire.end_us - now_us)
+
+    def _by_launch(self, operators: Sequence[Span]) -> dict[Any, tuple[list[float], list[float]]]:
+        """Return for each thread of the host when it launched kernels, and the sum of their times up to each."""
+        launching, found = {span.id: span for span in operators}, defaultdict[Any, list[tuple[float, float]]](list)
+        for kernel in self._kernels:
+            if (operator := launching.get(kernel.id)) and not _TRANSFER.match(kernel.name):
+                found[operator.thread].append((operator.start_us, kernel.us))
+        pairs = {thread: sorted(each) for thread, each in found.items()}
+        return {t: ([at for at, _ in each], [0.0, *accumulate(us for _, us in each)]) for t, each in pairs.items()}
+
+    def _spent_us(self, span: Span) -> float:
+        """Return how long something on the host took; with an accelerator, the kernels that it launched."""
+        if not self.has_kernels:
+            return span.us
+        starts, sums = self._launched.get(span.thread, ([], [0.0]))
+        return sums[bisect_left(starts, span.end_us)] - sums[bisect_left(starts, span.start_us)]
+
+    def _outermost(self) -> Iterator[tuple[Span, float]]:
+        """Yield what is told apart and does not lie in something else that is, but ranges of ours, which may.
+
+        What a range takes within another does not count for that one.
+        """
+        around, found = defaultdict[Any, list[int]](list), list[tuple[Span, float]]()
+        for span in self._host:
+            is_range = _RANGE.match(span.name) is not None
+            if not is_range and _OPTIMIZER not in span.name and _work_of(span.name) is None:
+                continue
+            outer = around[span.thread]
+            while outer and found[outer[-1]][0].end_us <= span.start_us:
+                outer.pop()
+            if outer and not is_range:
+                continue
+            if outer:
+                found[outer[-1]] = found[outer[-1]][0], found[outer[-1]][1] - self._spent_us(span)
+            outer.append(len(found))
+            found.append((span, self._spent_us(span)))
+        return iter(found)
+
+
+def _spans(path: str | Path, content: bytes) -> dict[str, list[Span]]:
+    """Return the spans of a file by their category."""
+    found = defaultdict[str, list[Span]](list)
+    try:
+        for event in json.loads(content)["traceEvents"]:
+            if event.get("ph") == "X" and "dur" in event:
+                args = event.get("args", {})
+                shapes = tuple(tuple(each) for each in args.get("Input Dims", ()) if _is_shape(each))
+                at = float(event["ts"]), float(event["dur"])
+                thread, number = (event.get("pid"), event.get("tid")), args.get("External id")
+                found[event.get("cat", "")].append(Span(*at, event["name"], thread, number, shapes))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise unexpected(f"{path}", "a trace by torch.profiler", f"another file: {error}") from None
+    return found
+
+
+def _is_shape(value: Any) -> bool:
+    return bool(value) and isinstance(value, list) and all(isinstance(each, int) for each in value)
+
+
+def _work_of(name: str) -> Work | None:
+    if _FUSED.match(name):
+        return "fused kernels"
+    if name.removesuffix("_for_cpu") not in _COUNTED and "_for_cpu" not in name:
+        return None
+    return "attention" if names_attention(name) else "matrix products"
+
+
+def _known(span: Span, known: Collection[str]) -> str:
+    name = span.name.replace("_for_cpu", "")
+    candidates = (shown_signature(name, span.shapes[:end]) for end in range(len(span.shapes), 0, -1))
+    return next((each for each in candidates if each in known), name)
