@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader
 
 from ..inspect import render
 from ..inspect.render.drawing import COLOURS
-from ..inspect.render.figures import duration, size, ticks
-from .options import PlannedTraining
+from ..inspect.render.figures import duration, ticks
+from .options import Option, PlannedTraining
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 560, 300, 64, 44, 16  # pixels of a chart
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 64, 44, 16  # pixels of a chart
+GIB = 2**30
 SHADES = ("all-gather", "exposed", "copy", "reduce-scatter", "all-reduce", "compute", "muted", "rule", "ink", "panel")
 
 
@@ -51,11 +52,14 @@ def html(plan: PlannedTraining, about: str, titles: Sequence[str], sections: Seq
     loader = FileSystemLoader([Path(__file__).parent, Path(render.__file__).parent])
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     best = [options[0] for ranks in plan.options if (options := plan.best(ranks, 1))]
-    times = [(str(each.ranks), dict(each.parts_us)) for each in best]
-    memory = [(str(each.ranks), {str(part): count for part, count in each.parts_bytes.items()}) for each in best]
     charts = [
-        chart("Time of a step", times, duration),
-        chart("Memory of a rank at its peak", memory, lambda count: size(int(count)), plan.memory_bytes),
+        chart("What all ranks together take for a million tokens", {str(o.ranks): _costs(o) for o in best}, duration),
+        chart(
+            "Memory of a rank at its peak",
+            {str(o.ranks): {part: count / GIB for part, count in o.parts_bytes.items()} for o in best},
+            lambda count: f"{count:.3g} GiB",
+            plan.memory_bytes / GIB,
+        ),
     ]
     return environment.get_template("plan.html").render(
         model=plan.model,
@@ -70,19 +74,24 @@ def html(plan: PlannedTraining, about: str, titles: Sequence[str], sections: Seq
     )
 
 
+def _costs(option: Option) -> dict[str, float]:
+    """Return each part of a step, of all ranks together and for a million tokens."""
+    return {part: us * option.ranks * 1e6 / option.tokens for part, us in option.parts_us.items()}
+
+
 def chart(
     title: str,
-    values: Sequence[tuple[str, Mapping[str, float]]],
+    values: Mapping[str, Mapping[Any, float]],
     shown: Callable[[float], str],
     limit: float | None = None,
 ) -> Chart:
     """Return stacked bars: for each name the values of parts."""
-    parts = list(dict.fromkeys(part for _, each in values for part in each))
+    parts = list(dict.fromkeys(part for each in values.values() for part in each))
     colour = {part: SHADES[index % len(SHADES)] for index, part in enumerate(parts)}
-    top = 1.05 * max([limit or 0.0, *(sum(each.values()) for _, each in values), 1e-9])
+    top = 1.05 * max([limit or 0.0, *(sum(each.values()) for each in values.values()), 1e-9])
     scale, step = (HEIGHT - BOTTOM - TOP) / top, (WIDTH - LEFT) / max(1, len(values))
     bars, names = list[Bar](), list[tuple[float, str]]()
-    for index, (name, each) in enumerate(values):
+    for index, (name, each) in enumerate(values.items()):
         x, level = LEFT + (index + 0.2) * step, 0.0
         names.append((x + 0.3 * step, name))
         for part in parts:

@@ -20,6 +20,7 @@ from ..inspect.capture import trace
 from ..inspect.lifetimes import Event, Part
 from ..inspect.memory import OPTIMIZERS, reduced_bytes, step_events
 from ..inspect.reading import Scheduled
+from ..module import user_class
 from ..passes.cost import Cluster
 from ..passes.cost.compute import flops_of
 from ..passes.graph import nodes
@@ -233,7 +234,7 @@ def trial(
     behind = (each.requests for name, each in read if name == "backward")
     again = frozenset(r.param.name for requests in behind for r in requests if r.kind.is_ahead)
     return Trial(
-        model=type(model).__name__,
+        model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
         tokens=_tokens(args, kwargs),
         flops=sum(map(_flops, (graph for _, graph in found.scheduled))) / BATCH,

@@ -148,9 +148,11 @@ def step_facts(capture: CapturedModel) -> dict[str, str]:
 
 
 def step_lines(capture: CapturedModel) -> list[dict[str, str]]:
-    """Return a line for each part of a step that takes time; "%" is its share of the step."""
+    """Return a line for each part of a step that takes time."""
     parts = capture.step_parts_us.items()
-    return [{"part": part, "%": f"{us / capture.step_us:.1%}", "estimate": duration(us)} for part, us in parts if us]
+    return [
+        {"part": part, "share": f"{us / capture.step_us:.1%}", "estimate": duration(us)} for part, us in parts if us
+    ]
 
 
 def compared_part(each: Compared) -> dict[str, str]:
