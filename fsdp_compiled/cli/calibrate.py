@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import mmap
 import os
 import platform
 import statistics
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..collectives import backend
 from ..passes.cost import Cluster, Curve, Link, Measured, as_text, detect
@@ -27,7 +31,9 @@ KIB = 2**10
 _SIZES = tuple(64 * KIB * 2**n for n in range(11))  # of collectives, bytes of the unsharded buffer: to 64 MiB
 _COPIES = tuple(4 * KIB * 4**n for n in range(8))  # bytes copied: to 64 MiB
 _WIDTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # of square matrices
-_LONGEST_S = 0.1  # larger products are left out
+_LENGTHS = (16, 64, 256, 1024, 4096)  # of attention's sequences
+_LONGEST_S = 0.1  # larger products, and longer attention, are left out
+_COLD = 128  # MiB, more than what caches hold
 _PIECES = 16  # buffers of the all-gather that tells what a further one costs
 
 
@@ -45,6 +51,8 @@ def calibrate(out: Path) -> Cluster:
         base, bench = detect(device), _Bench(device)
         widths = list(bench.products(torch.float32)), list(bench.products(torch.bfloat16))
         products_32bit, products_16bit = (tuple((2.0 * n**3, 2.0 * n**3 / s) for n, s in each) for each in widths)
+        forward_16bit, backward_16bit = bench.attention(torch.bfloat16)
+        forward_32bit, backward_32bit = bench.attention(torch.float32)
         copies = tuple((2.0 * size, 2.0 * size / bench.copy(size)) for size in _COPIES)
         found = replace(
             base,
@@ -56,8 +64,13 @@ def calibrate(out: Path) -> Cluster:
             host_bytes_per_s=bench.host_bytes_per_s() / base.efficiency,
             products_32bit=products_32bit,
             products_16bit=products_16bit,
+            attention_16bit=forward_16bit,
+            attention_16bit_backward=backward_16bit,
+            attention_32bit=forward_32bit,
+            attention_32bit_backward=backward_32bit,
             copies=copies,
             memory_bytes=_memory_bytes(device),
+            new_mib_us=bench.new_mib_us() if base.on_host else 0.0,
         )
         found = with_host_costs(_with_links(found, bench), device, lambda run: bench.seconds(run, 20))
         if dist.get_rank() == 0:
@@ -92,7 +105,10 @@ class _Bench:
     device: torch.device
 
     def seconds(self, run: Callable[[], Any], times: int = 5) -> float:
-        """Return the median time of ``run`` over ``times`` runs, and over the ranks the mean of it."""
+        """Return the lower quartile of the times of several runs, and over the ranks the mean of it.
+
+        The lower one, since a scheduler takes a core away for milliseconds at a time, which is no property of a link.
+        """
         self._synchronize(run())  # warms up
         taken = []
         for _ in range(times):
@@ -100,7 +116,7 @@ class _Bench:
             start = time.perf_counter()
             self._synchronize(run())
             taken.append(time.perf_counter() - start)
-        return self._mean(statistics.median(taken))
+        return self._mean(statistics.quantiles(taken, n=4, method="inclusive")[0])
 
     def seconds_of_one(self, run: Callable[[], Any]) -> float:
         """Return the mean time of short runs that follow each other."""
@@ -121,13 +137,45 @@ class _Bench:
                 return  # the next takes up to eight times as long
 
     def seconds_of_product(self, width: int, dtype: torch.dtype) -> float:
-        left = torch.randn(width, width, device=self.device).to(dtype)
-        return self.seconds_of_one(partial(torch.mm, left, left, out=torch.empty_like(left)))
+        given = self._cold([width, width], dtype)
+        return self.seconds_of_one(lambda: torch.mm(next(given), next(given)))
+
+    def _cold(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
+        """Return tensors in turn, so many that none is in a cache when its turn comes, as in a training step."""
+        count = 1 + _COLD * KIB**2 // (math.prod(shape) * dtype.itemsize)
+        return itertools.cycle(torch.randn(count, *shape, device=self.device).to(dtype))
+
+    def attention(self, dtype: torch.dtype) -> tuple[Curve, Curve]:
+        """Return FLOP/s by FLOPs of causal attention, and of its backward, which has 2.5 times as many."""
+        heads, features = 8, 64
+        forward, backward = list[tuple[float, float]](), list[tuple[float, float]]()
+        for length in _LENGTHS:
+            query = torch.randn(1, heads, length, features, device=self.device).to(dtype).requires_grad_()
+            run = partial(scaled_dot_product_attention, query, query, query, is_causal=True)
+            flops, out = 2.0 * heads * length**2 * features, run()
+            forward_s = self.seconds_of_one(run)
+            backward_s = self.seconds_of_one(partial(torch.autograd.grad, out, query, out, retain_graph=True))
+            forward.append((flops, flops / forward_s))
+            backward.append((2.5 * flops, 2.5 * flops / backward_s))
+            if backward_s > _LONGEST_S / 16:
+                break  # the next takes sixteen times as long
+        return tuple(forward), tuple(backward)
+
+    def new_mib_us(self) -> float:
+        """Return what a MiB costs that the system gives and takes back."""
+        mib = 64
+        there = torch.zeros(mib * KIB**2, dtype=torch.uint8)
+
+        def use_new() -> None:
+            with mmap.mmap(-1, len(there), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+                torch.frombuffer(memory, dtype=torch.uint8).zero_()
+
+        return 1e6 * max(0.0, self.seconds(use_new) - self.seconds(there.zero_)) / mib
 
     def copy(self, size: int) -> float:
-        """Return the time to copy ``size`` bytes in device memory."""
-        source = torch.ones(size // 4, device=self.device)
-        return self.seconds_of_one(partial(torch.empty_like(source).copy_, source))
+        """Return the time to copy ``size`` bytes within device memory."""
+        given = self._cold([size // 4])
+        return self.seconds_of_one(lambda: next(given).copy_(next(given)))
 
     def host_bytes_per_s(self) -> float:
         """Return how fast bytes go from pinned memory of the host to the device; on the CPU, within its memory."""
@@ -193,7 +241,7 @@ class _Groups:
         return Measured(self.world, self.in_node, *curves)
 
     def _curve(self, collective: Callable[[int], Callable[[], dist.Work]]) -> Curve:
-        times = {size: 3 if size > 4 * KIB**2 else 7 for size in _SIZES}
+        times = {size: 5 if size > 4 * KIB**2 else 31 for size in _SIZES}
         return tuple((float(size), size / self._seconds(collective(size), n)) for size, n in times.items())
 
     def _seconds(self, start: Callable[[], dist.Work], times: int = 5) -> float:
@@ -233,7 +281,7 @@ class _Groups:
     def _blocked(self) -> float:
         """Return the share of an all-gather's time that compute beside it takes longer by."""
         gather = self.all_gather(16 * KIB**2)
-        alone = self._seconds(gather)
+        alone = self._seconds(gather, 15)
         left = torch.randn(256, 256, device=self.bench.device)
         times = 1 + int(1.5 * alone / self.bench.seconds_of_one(partial(torch.mm, left, left)))
 
@@ -246,7 +294,8 @@ class _Groups:
             compute()
             work.wait()
 
-        return min(1.0, max(0.0, (self.bench.seconds(both) - self.bench.seconds(compute)) / alone))
+        longer = self.bench.seconds(both, 15) - self.bench.seconds(compute, 15)
+        return min(1.0, max(0.0, longer / alone))
 
     def piece_us(self) -> float:
         """Return what each further buffer adds to an all-gather."""

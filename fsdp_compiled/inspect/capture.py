@@ -75,6 +75,7 @@ def capture(
     traced = trace(model, args, kwargs, loss, schedule or SchedulePolicy(), code, device, passes, optimizer)
     cluster = traced.cluster
     memory = step_memory(traced.scheduled, traced.held, optimizer, cluster.on_host)
+    trained = sum(param.requires_grad for param in model.parameters())
     return Capture(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
@@ -85,8 +86,8 @@ def capture(
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(traced.graphs),
         memory=memory,
-        trained=sum(param.requires_grad for param in model.parameters()),
-        optimizer_us=cluster.memory_us(OPTIMIZERS[optimizer].traffic * memory.reduced_bytes),
+        trained=trained,
+        optimizer_us=OPTIMIZERS[optimizer].step_us(cluster, memory.reduced_bytes, trained),
     )
 
 

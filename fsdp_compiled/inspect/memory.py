@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from torch import fx
 
+from ..passes.cost import Cluster
 from .lifetimes import Allocation, Event, GraphMemory, Part
 
 Graphs = Sequence[tuple[Literal["forward", "backward", "inference"], fx.Graph]]
@@ -30,6 +31,10 @@ class Optimizer(NamedTuple):
     state: int
     temporaries: int
     traffic: int
+
+    def step_us(self, cluster: Cluster, reduced_bytes: float, parameters: int) -> float:
+        """Return the time of its step, which works on one gradient of equal size after the other."""
+        return parameters * cluster.memory_us(self.traffic * reduced_bytes / parameters) if parameters else 0.0
 
 
 # *Source:* torch/optim of torch 2.13.0: the defaults of each class, implementation "foreach", its operators in turn.
@@ -76,6 +81,11 @@ class StepMemory:
     def peak(self) -> MemoryLevel:
         """The highest level, the first of equal ones."""
         return max(self.curve, key=lambda level: level.bytes)
+
+    @property
+    def new_bytes(self) -> int:
+        """What the peak has beyond what is there before the step."""
+        return self.peak.bytes - self.curve[0].bytes
 
     @property
     def reserved_bytes(self) -> int:

@@ -264,7 +264,9 @@ class CapturedModel:
         counts as far as the cluster knows what it takes.
         """
         device_us = sum(graph.total_us for graph in self.graphs) + self.optimizer_us
-        return self.cluster.step_us(device_us, sum(len(graph.kernels) for graph in self.graphs), self.trained)
+        new_bytes = self.memory.new_bytes if self.memory else 0
+        launches = sum(len(graph.kernels) for graph in self.graphs)
+        return self.cluster.step_us(device_us, launches, self.trained, new_bytes)
 
     @property
     def step_parts_us(self) -> dict[str, float]:

@@ -113,6 +113,7 @@ class Trial:
 
     Args:
         parameters: number of elements of all of them.
+        trained: number of parameters that require grad.
         tokens: of a sequence.
         flops: of a sequence, forward and backward.
         reduced_bytes: of all gradients that backward leaves on one of these ranks.
@@ -120,6 +121,7 @@ class Trial:
 
     model: str
     parameters: int
+    trained: int
     tokens: int
     flops: float
     shards: int
@@ -208,7 +210,7 @@ class Trial:
 
     def optimizer_us(self, layout: Layout, optimizer: str) -> float:
         reduced = self.reduced_bytes * self.shards / layout.shards
-        return self.cluster.memory_us(OPTIMIZERS[optimizer].traffic * reduced)
+        return OPTIMIZERS[optimizer].step_us(self.cluster, reduced, self.trained)
 
 
 def trial(
@@ -236,6 +238,7 @@ def trial(
     return Trial(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
+        trained=sum(param.requires_grad for param in model.parameters()),
         tokens=_tokens(args, kwargs),
         flops=sum(map(_flops, (graph for _, graph in found.scheduled))) / BATCH,
         shards=shards,

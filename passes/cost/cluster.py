@@ -15,7 +15,15 @@ from ...expect import expect, expect_bool, unexpected
 from ...sharding.dtensor import process_group
 from ...sharding.spec import AllGatherBucket, Group
 
-_MAY_BE_0 = ("kernel_us", "compute_blocked_fraction", "piece_us", "memory_bytes", "launch_us", "parameter_us")
+_MAY_BE_0 = (
+    "kernel_us",
+    "compute_blocked_fraction",
+    "piece_us",
+    "memory_bytes",
+    "launch_us",
+    "parameter_us",
+    "new_mib_us",
+)
 Curve = tuple[tuple[float, float], ...]  # measured: sizes, which increase, and what a second does at each
 
 
@@ -120,12 +128,17 @@ class Cluster:
             ``efficiency``, also where elements are larger.
         products_16bit: measured FLOP/s of bf16 matrix products by their FLOPs, in place of the peak's share.
         products_32bit: the same of fp32 ones.
+        attention_16bit: measured FLOP/s of attention on elements of 16 bits by its FLOPs, in place of the peak's
+            share; of its backward, and of fp32 ones, those that follow.
         copies: measured bytes a second, read and written, by the bytes of both, in place of the bandwidth's share.
         memory_bytes: device memory of one rank; 0 where it is unknown.
         on_host: whether ranks compute on the host: launching kernels takes its time from compute, and collectives,
             which gloo does, work on copies of their buffers.
         launch_us: of the host, to launch a kernel.
         parameter_us: of the host, for each parameter in a step: guards, packing, its gradient, the optimizer.
+        new_mib_us: of the host, if ranks compute there, for each MiB that the system gives and takes back. *Source*
+            of the rule: a C library returns freed memory that lies at the end of its heap (glibc's M_TRIM_THRESHOLD),
+            so that a step gets anew what it needs beyond what lasts.
     """
 
     name: str
@@ -144,11 +157,16 @@ class Cluster:
     attention_efficiency: tuple[float, float] | None = None
     products_16bit: Curve = ()
     products_32bit: Curve = ()
+    attention_16bit: Curve = ()
+    attention_16bit_backward: Curve = ()
+    attention_32bit: Curve = ()
+    attention_32bit_backward: Curve = ()
     copies: Curve = ()
     memory_bytes: int = 0
     on_host: bool = False
     launch_us: float = 0.0
     parameter_us: float = 0.0
+    new_mib_us: float = 0.0
 
     def __post_init__(self) -> None:
         _check_numbers(self, may_be_0=_MAY_BE_0)
@@ -208,15 +226,26 @@ class Cluster:
 
     def attention_us(self, flops: float, traffic_bytes: float, itemsize: int, is_backward: bool) -> float:
         """Return the time of attention in one kernel; ``flops`` are those that it needs, the masked ones left out."""
-        if self.attention_efficiency is None or itemsize > 2:
+        is_16bit = itemsize <= 2
+        curve = (
+            (self.attention_32bit, self.attention_32bit_backward),
+            (self.attention_16bit, self.attention_16bit_backward),
+        )[is_16bit][is_backward]
+        if not curve and not (is_16bit and self.attention_efficiency):
             return self.product_us(flops, traffic_bytes, itemsize)
-        rate = self.attention_efficiency[is_backward] * self.flops_16bit
+        share = self.attention_efficiency[is_backward] if self.attention_efficiency else 0.0
+        rate = per_second(curve, flops) if curve else share * self.flops_16bit
         return max(1e6 * flops / rate, self.memory_us(traffic_bytes), self.kernel_us)
 
-    def step_us(self, device_us: float, launches: int, parameters: int) -> float:
-        """Return the time of a step whose device computes, waits and copies for so long: the host has to keep up."""
+    def step_us(self, device_us: float, launches: int, parameters: int, new_bytes: int = 0) -> float:
+        """Return the time of a step whose device computes, waits and copies for so long: the host has to keep up.
+
+        ``new_bytes`` are those that the step needs beyond what lasts from step to step.
+        """
         host_us = launches * self.launch_us + parameters * self.parameter_us
-        return device_us + host_us if self.on_host else max(device_us, host_us)
+        if not self.on_host:
+            return max(device_us, host_us)
+        return device_us + host_us + new_bytes / 2**20 * self.new_mib_us
 
     def memory_us(self, traffic_bytes: float) -> float:
         """Return the time to move so many bytes to and from device memory, read and written ones together."""
