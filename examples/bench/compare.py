@@ -20,11 +20,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_compiled
@@ -60,12 +62,25 @@ class Contender:
         self.seconds.append(time.perf_counter() - start)
 
 
+@cache
+def mesh() -> DeviceMesh:
+    """Return the ranks in one shard group, or with ``--shards`` in several, which hold replicas."""
+    shards = parse().shards or dist.get_world_size()
+    if shards == dist.get_world_size():
+        return init_device_mesh("cpu", (shards,))
+    return init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
+
+
 class Wire:
-    """Two all-gathers and one reduce-scatter of as many fp32 numbers as the model has parameters."""
+    """What has to be sent of as many fp32 numbers as the model has parameters, without compute.
+
+    Two all-gathers and one reduce-scatter over each shard group, and an all-reduce of a shard over replicas.
+    """
 
     def __init__(self, parameters: int) -> None:
-        self.world = dist.get_world_size()
-        self.group = dist.group.WORLD.group_name
+        self.world = mesh().size(-1)
+        self.shards = mesh().get_group(-1).group_name
+        self.replicas = mesh().get_group(0).group_name if mesh().ndim > 1 else None
         self.shard = torch.zeros(-(-parameters // self.world))
         self.unsharded = torch.zeros(self.shard.numel() * self.world)
         self.seconds: list[float] = []
@@ -75,8 +90,10 @@ class Wire:
         dist.barrier()
         start = time.perf_counter()
         for _ in range(2):
-            _c10d.wait_tensor(_c10d.all_gather_into_tensor(self.shard, self.world, self.group))
-        _c10d.wait_tensor(_c10d.reduce_scatter_tensor(self.unsharded, "avg", self.world, self.group))
+            _c10d.wait_tensor(_c10d.all_gather_into_tensor(self.shard, self.world, self.shards))
+        reduced = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(self.unsharded, "avg", self.world, self.shards))
+        if self.replicas is not None:
+            _c10d.wait_tensor(_c10d.all_reduce(reduced, "avg", self.replicas))
         self.seconds.append(time.perf_counter() - start)
 
 
@@ -95,8 +112,8 @@ def unsharded(model: Llama) -> Callable[..., Tensor]:
 
 def fsdp2(model: Llama) -> Callable[..., Tensor]:
     for block in model.blocks:
-        torch_fully_shard(block)
-    return torch_fully_shard(model)
+        torch_fully_shard(block, mesh=mesh())
+    return torch_fully_shard(model, mesh=mesh())
 
 
 def fsdp2_compiled_blocks(model: Llama) -> Callable[..., Tensor]:
@@ -107,14 +124,14 @@ def fsdp2_compiled_blocks(model: Llama) -> Callable[..., Tensor]:
 
 def ours_eager(model: Llama) -> Callable[..., Tensor]:
     for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block, mesh=mesh())
+    return fully_shard(model, mesh=mesh())
 
 
 def ours_regional(model: Llama) -> Callable[..., Tensor]:
     for block in model.blocks:
-        fully_shard_with_compiled_compute(block)
-    return fully_shard(model)
+        fully_shard_with_compiled_compute(block, mesh=mesh())
+    return fully_shard(model, mesh=mesh())
 
 
 def full_graph(schedule: SchedulePolicy, on_shards: bool = True, regions: str = "off") -> Setup:
@@ -226,6 +243,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=384)
     parser.add_argument("--seq", type=int, default=256)
     parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
+    about = "ranks of a shard group; several such groups are replicas (default: all ranks)"
+    parser.add_argument("--shards", type=int, default=0, metavar="N", help=about)
     parser.add_argument("--steps", type=int, default=15, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing, compilation among them")
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=DEFAULT)

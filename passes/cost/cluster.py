@@ -234,6 +234,7 @@ class Cluster:
         if not curve and not (is_16bit and self.attention_efficiency):
             return self.product_us(flops, traffic_bytes, itemsize)
         share = self.attention_efficiency[is_backward] if self.attention_efficiency else 0.0
+        flops = max(flops, curve[0][0]) if curve else flops  # a smaller one takes as long as the smallest measured
         rate = per_second(curve, flops) if curve else share * self.flops_16bit
         return max(1e6 * flops / rate, self.memory_us(traffic_bytes), self.kernel_us)
 

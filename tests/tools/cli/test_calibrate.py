@@ -18,6 +18,7 @@ from tests.faults.steps import trainer
 from tests.support.ranks import on_ranks, same_on_ranks
 
 FEW = {"_SIZES": (2**16, 2**18), "_COPIES": (2**12, 2**16), "_WIDTHS": (16, 32, 64), "_PIECES": 2}
+FEW |= {"_LENGTHS": (4, 8), "_COLD": 1}
 
 
 def _calibrated(path, ranks_per_node):
@@ -45,6 +46,11 @@ def test_a_node(tmp_path):
         assert [size for size, _ in curve] == list(FEW["_SIZES"])
     for curve in (found.products_32bit, found.products_16bit):
         assert [flops for flops, _ in curve] == [2 * width**3 for width in FEW["_WIDTHS"]]
+    for forward in (found.attention_32bit, found.attention_16bit):
+        assert [flops for flops, _ in forward] == [2 * 8 * length**2 * 64 for length in FEW["_LENGTHS"]]
+    for backward in (found.attention_32bit_backward, found.attention_16bit_backward):
+        assert [flops for flops, _ in backward] == [2.5 * flops for flops, _ in found.attention_32bit]
+    assert found.new_mib_us > 0
     assert [size for size, _ in found.copies] == [2 * size for size in FEW["_COPIES"]]
     machine = json.loads((tmp_path / "cluster.json").read_text())["machine"]
     assert (machine["ranks"], machine["backend"], machine["torch"]) == (2, "gloo", torch.__version__)

@@ -311,6 +311,16 @@ def test_attention_has_a_rate_of_its_own_for_small_elements():
     assert cluster.attention_us(0.0, 7e8, 2, is_backward=False) == pytest.approx(7e8 / 0.7e12 * 1e6)
 
 
+def test_measured_attention_comes_before_shares_of_the_peak():
+    curves = {"attention_16bit": ((1e9, 4e11),), "attention_32bit_backward": ((1e6, 1e11), (1e8, 4e11))}
+    cluster = replace(TOY, kernel_us=0.0, attention_efficiency=(0.5, 0.25), **curves)
+    assert cluster.attention_us(1e9, 0, 2, is_backward=False) == pytest.approx(1e9 / 4e11 * 1e6)
+    assert cluster.attention_us(1e7, 0, 4, is_backward=True) == pytest.approx(1e7 / 2e11 * 1e6)
+    assert cluster.attention_us(1.0, 0, 4, is_backward=True) == pytest.approx(1e6 / 1e11 * 1e6)
+    assert cluster.attention_us(1e9, 0, 2, is_backward=True) == pytest.approx(1e9 / (0.25 * 2e12) * 1e6)
+    assert cluster.attention_us(1e9, 0, 4, is_backward=False) == cluster.product_us(1e9, 0, 4)
+
+
 @pytest.mark.parametrize("wrong", [0.0, 1.5, (0.5,), (0.5, 0.0), (0.5, 2.0), "half"])
 @pytest.mark.parametrize("name", ["memory_efficiency", "efficiency", "attention_efficiency"])
 def test_shares_are_more_than_0_and_at_most_1(name, wrong):
@@ -363,4 +373,7 @@ def test_the_host_takes_its_time_from_compute_only_where_ranks_compute_on_it():
     there = replace(TOY, launch_us=2.0, parameter_us=10.0)
     assert there.step_us(100.0, launches=5, parameters=3) == 100.0  # meanwhile
     assert there.step_us(30.0, launches=5, parameters=3) == 40.0  # the device waits for the host
-    assert replace(there, on_host=True).step_us(100.0, launches=5, parameters=3) == 140.0
+    here = replace(there, on_host=True, new_mib_us=7.0)
+    assert here.step_us(100.0, launches=5, parameters=3) == 140.0
+    assert here.step_us(100.0, launches=5, parameters=3, new_bytes=3 * 2**20) == 161.0
+    assert replace(there, new_mib_us=7.0).step_us(100.0, launches=5, parameters=3, new_bytes=3 * 2**20) == 100.0
