@@ -122,17 +122,23 @@ def network_bytes_per_s(folder: Path) -> float:
     """Return what collectives get from this machine's network cards together; 0 where ``folder`` does not tell.
 
     ``folder`` is Linux's ``/sys/class``. InfiniBand and RoCE cards count together; where there are none, the fastest
-    of the Ethernet cards, as gloo and NCCL's sockets take one interface each.
+    of the Ethernet cards, as gloo and NCCL's sockets take one interface each. An interface without a device, such as
+    a container's, is no card: what it says (10 Gb/s, of Linux's veth) is no rate of a network.
     """
     infiniband = [float(words[0]) * 1e9 / 8 for words in _words(folder, "infiniband/*/ports/*/rate") if words]
     if infiniband:
         return _INFINIBAND_USABLE * sum(infiniband)
-    ethernet = [int(words[0]) * 1e6 / 8 for words in _words(folder, "net/*/speed") if words and words[0].isdecimal()]
+    rates = _words(folder, "net/*/speed", beside="device")
+    ethernet = [int(words[0]) * 1e6 / 8 for words in rates if words and words[0].isdecimal()]
     return _ETHERNET_USABLE * max(ethernet, default=0.0)
 
 
-def _words(folder: Path, pattern: str) -> Iterator[list[str]]:
-    """Yield the words of each file, such as those of a card's rate: ``400 Gb/sec (4X NDR)``."""
-    for path in sorted(folder.glob(pattern)):
+def _words(folder: Path, pattern: str, beside: str = ".") -> Iterator[list[str]]:
+    """Yield the words of each file, such as those of a card's rate: ``400 Gb/sec (4X NDR)``.
+
+    Args:
+        beside: what has to be in the file's folder.
+    """
+    for path in sorted(path for path in folder.glob(pattern) if (path.parent / beside).exists()):
         with suppress(OSError):  # an interface that is down has no speed
             yield path.read_text().split()

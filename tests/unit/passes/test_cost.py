@@ -183,9 +183,12 @@ def test_detection_of_network_cards(alone, tmp_path):
     assert rate(tmp_path) == 0.0
     card("net/lo/speed", "")
     card("net/eth0/speed", "-1\n")  # what it is nobody knows
+    card("net/eth0/device/vendor", "")
+    card("net/veth3/speed", "40000\n")  # no card
     assert rate(tmp_path) == 0.0
-    card("net/eth1/speed", "1000\n")
-    card("net/eth2/speed", "10000\n")
+    for name, speed in (("eth1", "1000\n"), ("eth2", "10000\n")):
+        card(f"net/{name}/speed", speed)
+        card(f"net/{name}/device/vendor", "")
     assert rate(tmp_path) == pytest.approx(0.65 * 10e9 / 8)
     for number in range(8):
         card(f"infiniband/mlx5_{number}/ports/1/rate", "400 Gb/sec (4X NDR)\n")
