@@ -122,7 +122,7 @@ def _inspect(args: argparse.Namespace) -> int:
         try:
             measured = captured.compare(args.trace) if args.trace else None
             if measured:
-                print(f"\nbeside {args.trace}: {measured}")
+                print(f"\n{args.trace}: {measured}")
             for path in args.save:
                 shown = measured if path.suffix == ".html" else None
                 _say(f"saved {captured.save(path, measured=shown)}")

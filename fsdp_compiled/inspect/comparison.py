@@ -32,7 +32,7 @@ class Compared:
 
     @property
     def difference_us(self) -> float:
-        """By how much the estimate is wrong; what is only in one of them counts in whole."""
+        """By how much the estimate is wrong; what is only in one of them counts fully."""
         return abs((self.measured_us or 0.0) - (self.estimate_us or 0.0))
 
 
@@ -43,30 +43,30 @@ class ComparedStep:
     Args:
         steps: that the trace holds, of which the times are the mean.
         parts: by part; "host" is, of the measured time, what the trace does not show as anything else.
-        rows: kernel by kernel and collective by collective, the worst estimate first.
+        lines: kernel by kernel and collective by collective, the worst estimate first.
     """
 
     steps: int
     step: Compared
     parts: tuple[Compared, ...]
-    rows: tuple[Compared, ...]
+    lines: tuple[Compared, ...]
 
 
 def compare(capture: CapturedModel, path: str | Path) -> ComparedStep:
     """Compare a capture with the trace of a run. Errors as of :meth:`Capture.compare`."""
     trace = Trace(path)
-    rows = [*_kernels(capture, trace), *_collectives(capture, trace)]
+    lines = [*_kernels(capture, trace), *_collectives(capture, trace)]
     estimated, measured = capture.step_parts_us, defaultdict[str, float](float)
-    for row in rows:
-        measured[row.part] += row.measured_us or 0.0
+    for line in lines:
+        measured[line.part] += line.measured_us or 0.0
     if not trace.has_kernels:  # else these may run at the same time as compute
         measured["copies of buffers"] = trace.copies_us / trace.steps
     measured["optimizer"] = trace.optimizer_us / trace.steps
     measured["host"] = max(0.0, trace.step_us - sum(measured[part] for part in estimated))
     parts = [Compared(part, "", 1, us, measured.get(part) or None) for part, us in estimated.items()]
-    rows.sort(key=lambda row: -row.difference_us)
+    lines.sort(key=lambda line: -line.difference_us)
     step = Compared("step", "", 1, capture.step_us, trace.step_us)
-    return ComparedStep(trace.steps, step, tuple(parts), tuple(rows))
+    return ComparedStep(trace.steps, step, tuple(parts), tuple(lines))
 
 
 def _kernels(capture: CapturedModel, trace: Trace) -> Iterator[Compared]:
@@ -96,7 +96,7 @@ def _collectives(capture: CapturedModel, trace: Trace) -> Iterator[Compared]:
     if [each.kind for each in found] != kinds * steps:
         got = ", ".join(f"{count} {kind}" for kind, count in Counter(each.kind for each in found).items())
         wanted = ", ".join(f"{count} {kind}" for kind, count in Counter(kinds * steps).items())
-        do = "give the trace of whole compiled steps of this model, with the schedule that it was captured with"
+        do = "give the trace of complete compiled steps of this model, with the schedule that it was captured with"
         raise unexpected(f"trace of {steps} steps", f"as captured, {wanted or 'no collectives'}", got or "none", do)
     for index, (place, each) in enumerate(expected):
         alike: list[Transfer] = found[index :: len(expected)]

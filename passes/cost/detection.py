@@ -128,17 +128,17 @@ def network_bytes_per_s(folder: Path) -> float:
     infiniband = [float(words[0]) * 1e9 / 8 for words in _words(folder, "infiniband/*/ports/*/rate") if words]
     if infiniband:
         return _INFINIBAND_USABLE * sum(infiniband)
-    rates = _words(folder, "net/*/speed", beside="device")
+    rates = _words(folder, "net/*/speed", needs="device")
     ethernet = [int(words[0]) * 1e6 / 8 for words in rates if words and words[0].isdecimal()]
     return _ETHERNET_USABLE * max(ethernet, default=0.0)
 
 
-def _words(folder: Path, pattern: str, beside: str = ".") -> Iterator[list[str]]:
+def _words(folder: Path, pattern: str, needs: str = ".") -> Iterator[list[str]]:
     """Yield the words of each file, such as those of a card's rate: ``400 Gb/sec (4X NDR)``.
 
     Args:
-        beside: what has to be in the file's folder.
+        needs: what has to be in the file's folder.
     """
-    for path in sorted(path for path in folder.glob(pattern) if (path.parent / beside).exists()):
+    for path in sorted(path for path in folder.glob(pattern) if (path.parent / needs).exists()):
         with suppress(OSError):  # an interface that is down has no speed
             yield path.read_text().split()

@@ -12,7 +12,7 @@ from . import figures
 
 WIDTH = 118
 LEAST_NAMES = 16  # characters left for names of parameters or units, however wide the figures are
-WORST = 30  # estimates that are shown beside what was measured
+WORST = 30  # estimates that are listed with what was measured
 LEFT = {"kind", "dtype", "unit", "in", "reduces in", "part"}  # columns that are aligned left, as the last one is
 TIED = "\u00a0"  # a space at which no line is broken
 
@@ -91,9 +91,9 @@ def _facts(title: str, values: Mapping[str, str]) -> list[str]:
 def comparison_text(comparison: ComparedStep) -> str:
     head = f"one step, the mean of {figures.counted(comparison.steps, 'step')} of a run"
     parts = _table([figures.compared_part(each) for each in (comparison.step, *comparison.parts)])
-    rows = [figures.compared_facts(each) for each in comparison.rows]
-    more = [f"and {len(rows) - WORST} more, in the .html file"] if len(rows) > WORST else []
-    return _joined([head], parts, ["the worst estimates first"], _table(rows[:WORST]) if rows else [], more)
+    lines = [figures.compared_facts(each) for each in comparison.lines]
+    more = [f"and {len(lines) - WORST} more, in the .html file"] if len(lines) > WORST else []
+    return _joined([head], parts, ["the worst estimates first"], _table(lines[:WORST]) if lines else [], more)
 
 
 def explanation_text(explanation: ExplainedModel) -> str:

@@ -135,10 +135,10 @@ def test_every_option(program, captures, capsys):
     assert err.endswith("saved a.html\nsaved b.json\nsaved c.png\n")
 
 
-def test_a_run_beside_the_estimates(program, captures, capsys):
+def test_estimates_against_a_run(program, captures, capsys):
     Path("trace.json").write_text("{}")
     assert _inspect("program.py:build", "--trace", "trace.json", "--save", "a.html", "b.json") == 0
-    assert capsys.readouterr().out.endswith("the table\n\nbeside trace.json: the comparison\n")
+    assert capsys.readouterr().out.endswith("the table\n\ntrace.json: the comparison\n")
     assert [Path(file).read_text() for file in ("a.html", "b.json")] == [
         "saved with the comparison",
         "saved with None",

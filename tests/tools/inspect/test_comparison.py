@@ -1,4 +1,4 @@
-"""Estimates beside a trace: of a run on this CPU, and of traces made by hand, also of a GPU."""
+"""Estimates held against a trace: of a run on this CPU, and of traces made by hand, also of a GPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _step(at):
 
 
 def _measured(compared):
-    return {(row.part, row.name): row.measured_us for row in compared.rows}
+    return {(line.part, line.name): line.measured_us for line in compared.lines}
 
 
 def test_a_trace_of_a_cpu(tmp_path):
@@ -81,7 +81,7 @@ def test_a_trace_of_a_cpu(tmp_path):
         "optimizer": 200,
         "host": 501,
     }
-    differences = [row.difference_us for row in compared.rows]
+    differences = [line.difference_us for line in compared.lines]
     assert differences == sorted(differences, reverse=True)
     assert differences[0] == 70  # the wait that was expected to be hidden
 
@@ -141,15 +141,15 @@ def test_a_run_on_this_cpu(tmp_path):
     captured = capture(model, *batch, schedule=policy, code=False)
     compared = captured.compare(tmp_path / "trace.json")
     assert compared.steps == 2
-    products = [row for row in compared.rows if row.part in ("matrix products", "attention")]
+    products = [line for line in compared.lines if line.part in ("matrix products", "attention")]
     assert products
-    for row in products:
-        assert row.estimate_us > 0, row
-        assert row.measured_us > 0, row
-        assert row.count == sum(k.name == row.name for graph in captured.graphs for k in graph.kernels), row
-    waits = [row for row in compared.rows if row.part == "waits for collectives"]
+    for line in products:
+        assert line.estimate_us > 0, line
+        assert line.measured_us > 0, line
+        assert line.count == sum(k.name == line.name for graph in captured.graphs for k in graph.kernels), line
+    waits = [line for line in compared.lines if line.part == "waits for collectives"]
     assert len(waits) == sum(len(graph.collectives) for graph in captured.graphs)
-    assert all(row.measured_us > 0 for row in waits)
+    assert all(line.measured_us > 0 for line in waits)
     parts = {part.part: part.measured_us for part in compared.parts}
     assert parts["optimizer"] > 0
     assert parts["copies of buffers"] > 0
