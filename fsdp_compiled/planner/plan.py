@@ -15,7 +15,7 @@ from ..passes.cost import Cluster, named
 from ..policy import MixedPrecisionPolicy
 from .options import CHECKPOINTING, Checkpointing, Layout, Option, batches, check_counts, layouts
 from .training_plan import TrainingPlan
-from .trials import Build, Trial, trial
+from .trials import Build, Trial, ranks_to_capture, trial
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -65,7 +65,7 @@ def plan(
         do = "give memory_bytes, or a cluster that has it"
         raise unexpected("memory_bytes", "the bytes of a rank's device memory", memory_bytes, do)
     trials = dict[Checkpointing, Trial]()
-    with _process_group(max(2, cluster.ranks_per_node)) as shards:
+    with _process_group(ranks_to_capture(build, max(2, cluster.ranks_per_node))) as shards:
         for checkpointing in CHECKPOINTING:
             progress(f"capturing with {CHECKPOINTING[checkpointing]}")
             trials[checkpointing] = trial(build, checkpointing, shards, cluster, mp_policy, optimizer)

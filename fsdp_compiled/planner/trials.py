@@ -31,6 +31,7 @@ from ..policy import MixedPrecisionPolicy, SchedulePolicy
 from ..sharding.spec import Group
 from .options import Checkpointing, Layout
 
+LARGEST_SHARDS = 5 * 2**30  # bytes: capturing writes gradients of one rank
 BATCH = 2  # sequences that are traced; what depends on the batch is in proportion
 Build = Callable[[int], tuple[Any, ...]]
 _OF_SHARDS: tuple[Part, ...] = ("parameters", "optimizer state", "gradients")
@@ -211,6 +212,18 @@ class Trial:
     def optimizer_us(self, layout: Layout, optimizer: str) -> float:
         reduced = self.reduced_bytes * self.shards / layout.shards
         return OPTIMIZERS[optimizer].step_us(self.cluster, reduced, self.trained)
+
+
+def ranks_to_capture(build: Build, ranks_per_node: int) -> int:
+    """Return a number of simulated ranks: of a node, or so many times more that gradients of one take little memory.
+
+    Raises what :func:`trial` does.
+    """
+    model, _, _ = _built(build)
+    shards = ranks_per_node
+    while sum(param.nbytes for param in model.parameters()) > shards * LARGEST_SHARDS:
+        shards *= 8
+    return shards
 
 
 def trial(
