@@ -21,10 +21,18 @@ from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves
+from torch import fx
 
-from ..passes.cost.compute import is_view, node_bytes, packet_of, results_of, tensor_bytes, tensors_of, work_of
+from ..hooks.forward import tensors_in
+from ..passes.cost.compute import (
+    is_view,
+    node_bytes,
+    packet_of,
+    results_of,
+    tensor_bytes,
+    tensors_of,
+    work_of,
+)
 from ..passes.graph import nodes
 from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
 
@@ -304,8 +312,7 @@ def _sizes_of(node: fx.Node) -> list[int]:
     """Return the bytes of each result, 0 for what is no tensor, in the order in which they are taken out."""
     value = results_of(node)
     values = value if isinstance(value, (list, tuple)) else [value]
-    tensors = ([leaf for leaf in tree_leaves(each) if isinstance(leaf, Tensor)] for each in values)
-    return [sum(map(tensor_bytes, each)) for each in tensors]
+    return [sum(map(tensor_bytes, tensors_in(each))) for each in values]
 
 
 def _count(node: fx.Node) -> int:

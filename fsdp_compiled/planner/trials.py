@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..api import compile, fully_shard
 from ..expect import expect, shown, unexpected
+from ..hooks.forward import map_tensors, tensors_in
 from ..hooks.state import states_below
 from ..inspect.capture import trace
 from ..inspect.lifetimes import Event, Part
@@ -60,10 +59,21 @@ def save_some() -> Any:
     return create_selective_checkpoint_contexts(SaveSome())
 
 
+class Checkpointed(nn.Module):
+    """A block whose activations backward computes again, but those that a context function saves."""
+
+    def __init__(self, block: nn.Module, **how: Any) -> None:
+        super().__init__()
+        self.block, self.how = block, how
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.block, *args, use_reentrant=False, **self.how, **kwargs)
+
+
 _WRAPPED: Mapping[Checkpointing, Callable[[nn.Module], nn.Module]] = {
     "none": lambda block: block,
-    "selective": lambda block: checkpoint_wrapper(block, context_fn=save_some),
-    "blocks": checkpoint_wrapper,
+    "selective": lambda block: Checkpointed(block, context_fn=save_some),
+    "blocks": Checkpointed,
 }
 
 
@@ -276,9 +286,7 @@ def _built(build: Build) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     expect("build", model, nn.Module, "an nn.Module as the first result")
     if states_below([model]):
         raise unexpected("build", "a model that is not sharded", "one after fully_shard", "plan shards it")
-    args, kwargs = tree_map_only(
-        Tensor, lambda each: torch.zeros_like(each, device="cpu"), (tuple(args), dict(kwargs))
-    )
+    args, kwargs = map_tensors(lambda each: torch.zeros_like(each, device="cpu"), (tuple(args), dict(kwargs)))
     return model.to("meta"), args, kwargs
 
 
@@ -303,7 +311,7 @@ def _loss_of(output: Any) -> Tensor:
 
 def _tokens(args: Any, kwargs: Any) -> int:
     """Return the tokens of a sequence: elements of the first integer input; 1 where there is none, as for images."""
-    integers = (e for e in tree_leaves((args, kwargs)) if isinstance(e, Tensor) and not e.is_floating_point())
+    integers = (each for each in tensors_in((args, kwargs)) if not each.is_floating_point())
     return max(1, next((each.numel() // BATCH for each in integers if each.dim() > 1), 1))
 
 
