@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -62,13 +61,12 @@ class Contender:
         self.seconds.append(time.perf_counter() - start)
 
 
-@cache
-def mesh() -> DeviceMesh:
-    """Return the ranks in one shard group, or with ``--shards`` in several, which hold replicas."""
-    shards = parse().shards or dist.get_world_size()
-    if shards == dist.get_world_size():
-        return init_device_mesh("cpu", (shards,))
-    return init_device_mesh("cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("replicate", "shard"))
+def mesh_of(shards: int) -> DeviceMesh:
+    """Return all ranks as one shard group, or as several of ``shards`` ranks, which hold replicas."""
+    world = dist.get_world_size()
+    if shards in (0, world):
+        return init_device_mesh("cpu", (world,))
+    return init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
 class Wire:
@@ -77,10 +75,10 @@ class Wire:
     Two all-gathers and one reduce-scatter over each shard group, and an all-reduce of a shard over replicas.
     """
 
-    def __init__(self, parameters: int) -> None:
-        self.world = mesh().size(-1)
-        self.shards = mesh().get_group(-1).group_name
-        self.replicas = mesh().get_group(0).group_name if mesh().ndim > 1 else None
+    def __init__(self, parameters: int, mesh: DeviceMesh) -> None:
+        self.world = mesh.size(-1)
+        self.shards = mesh.get_group(-1).group_name
+        self.replicas = mesh.get_group(0).group_name if mesh.ndim > 1 else None
         self.shard = torch.zeros(-(-parameters // self.world))
         self.unsharded = torch.zeros(self.shard.numel() * self.world)
         self.seconds: list[float] = []
@@ -101,42 +99,42 @@ class Wire:
 class Setup:
     """How a contender shards, compiles and steps."""
 
-    shard: Callable[[Llama], Callable[..., Tensor]]
+    shard: Callable[[Llama, DeviceMesh | None], Callable[..., Tensor]]
     schedule: SchedulePolicy | None = None
     on_shards: bool = False  # whether its optimizer steps on local shards
 
 
-def unsharded(model: Llama) -> Callable[..., Tensor]:
+def unsharded(model: Llama, mesh: DeviceMesh | None = None) -> Callable[..., Tensor]:
     return torch.compile(model)
 
 
-def fsdp2(model: Llama) -> Callable[..., Tensor]:
+def fsdp2(model: Llama, mesh: DeviceMesh | None = None) -> Callable[..., Tensor]:
     for block in model.blocks:
-        torch_fully_shard(block, mesh=mesh())
-    return torch_fully_shard(model, mesh=mesh())
+        torch_fully_shard(block, mesh=mesh)
+    return torch_fully_shard(model, mesh=mesh)
 
 
-def fsdp2_compiled_blocks(model: Llama) -> Callable[..., Tensor]:
+def fsdp2_compiled_blocks(model: Llama, mesh: DeviceMesh | None = None) -> Callable[..., Tensor]:
     for block in model.blocks:
         block.compile()
-    return fsdp2(model)
+    return fsdp2(model, mesh)
 
 
-def ours_eager(model: Llama) -> Callable[..., Tensor]:
+def ours_eager(model: Llama, mesh: DeviceMesh | None = None) -> Callable[..., Tensor]:
     for block in model.blocks:
-        fully_shard(block, mesh=mesh())
-    return fully_shard(model, mesh=mesh())
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
-def ours_regional(model: Llama) -> Callable[..., Tensor]:
+def ours_regional(model: Llama, mesh: DeviceMesh | None = None) -> Callable[..., Tensor]:
     for block in model.blocks:
-        fully_shard_with_compiled_compute(block, mesh=mesh())
-    return fully_shard(model, mesh=mesh())
+        fully_shard_with_compiled_compute(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def full_graph(schedule: SchedulePolicy, on_shards: bool = True, regions: str = "off") -> Setup:
-    def shard(model: Llama) -> Callable[..., Tensor]:
-        return fsdp_compiled.compile(ours_eager(model), schedule=schedule, regions=regions, fullgraph=True)
+    def shard(model: Llama, mesh: DeviceMesh | None = None) -> Callable[..., Tensor]:
+        return fsdp_compiled.compile(ours_eager(model, mesh), schedule=schedule, regions=regions, fullgraph=True)
 
     return Setup(shard, schedule, on_shards)
 
@@ -159,11 +157,11 @@ CONTENDERS |= {
 }
 
 
-def make(name: str, config: Config, args: argparse.Namespace) -> Contender:
+def make(name: str, config: Config, args: argparse.Namespace, mesh: DeviceMesh) -> Contender:
     model = Llama(config)
     model.init_weights(seed=0)
     setup = CONTENDERS[name]
-    call = setup.shard(model)
+    call = setup.shard(model, mesh)
     kind = {} if args.optimizer == "default" else {args.optimizer: True}
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **kind)
     return Contender(name, model, call, step_on_shards(optimizer) if setup.on_shards else optimizer, setup.schedule)
@@ -274,10 +272,11 @@ def main() -> None:
         hidden=hidden,
         max_seq=args.seq,
     )
+    mesh = mesh_of(args.shards)
     more = {f"full graph, {Path(c).stem}": full_graph(SchedulePolicy(cluster=c)) for c in args.cluster}
     CONTENDERS.update(more)
-    contenders = [make(name, config, args) for name in (*args.only, *more)]
-    wire = Wire(sum(param.numel() for param in Llama(config).parameters()))
+    contenders = [make(name, config, args, mesh) for name in (*args.only, *more)]
+    wire = Wire(sum(param.numel() for param in Llama(config).parameters()), mesh)
     for tokens, targets in (data := batches(args, config)):
         wire.step()
         for contender in contenders:

@@ -23,13 +23,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import fx
 
-from ..hooks.forward import tensors_in
 from ..passes.cost.compute import (
     is_view,
     node_bytes,
     packet_of,
     results_of,
     tensor_bytes,
+    tensors_among,
     tensors_of,
     work_of,
 )
@@ -312,7 +312,7 @@ def _sizes_of(node: fx.Node) -> list[int]:
     """Return the bytes of each result, 0 for what is no tensor, in the order in which they are taken out."""
     value = results_of(node)
     values = value if isinstance(value, (list, tuple)) else [value]
-    return [sum(map(tensor_bytes, tensors_in(each))) for each in values]
+    return [sum(map(tensor_bytes, tensors_among(each))) for each in values]
 
 
 def _count(node: fx.Node) -> int:

@@ -176,7 +176,12 @@ def is_view(node: fx.Node) -> bool:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """Return the fake tensors that stand for a node's results."""
-    return [each for each in tree_leaves(results_of(node)) if isinstance(each, torch.Tensor)]
+    return tensors_among(results_of(node))
+
+
+def tensors_among(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in lists, tuples and dicts."""
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
 
 
 def results_of(node: fx.Node) -> Any:
