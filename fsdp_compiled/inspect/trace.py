@@ -12,6 +12,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,9 +20,10 @@ from typing import Any, NamedTuple
 from torch.utils.flop_counter import flop_registry
 
 from ..expect import unexpected
-from ..passes.cost.compute import Work, names_attention, shown_signature
+from ..passes.cost.compute import COUNTED_AS, Work, names_attention, profiler_name, shown_signature
 
-_COUNTED = frozenset(str(operator).replace(".", "::") for operator in flop_registry)
+_COUNTED = frozenset(map(profiler_name, flop_registry))
+_COUNTED_AS = {profiler_name(operator): profiler_name(other) for operator, other in COUNTED_AS.items()}
 _RANGE = re.compile(r"FSDP::(all_gather|reduce_scatter|all_reduce|\w+_copy_\w+?)(_wait)? \((.*)\)")
 _FUSED = re.compile(r"triton_|(graph_\d+_)?cpp_fused")
 _TRANSFER = re.compile(r"gloo:(?!barrier)|nccl(Dev)?Kernel")
@@ -71,7 +73,7 @@ class Trace:
         self._launched = self._by_launch(spans["cpu_op"])
         self._told = list(self._outermost())
 
-    @property
+    @cached_property
     def steps(self) -> int:
         """How many steps it holds: as many as the profiler, or an optimizer, has counted."""
         names = [span.name for span in self._host]
@@ -159,10 +161,12 @@ class Trace:
                 outer.pop()
             if outer and not is_range:
                 continue
+            spent_us = self._spent_us(span)
             if outer:
-                found[outer[-1]] = found[outer[-1]][0], found[outer[-1]][1] - self._spent_us(span)
+                around_it, us = found[outer[-1]]
+                found[outer[-1]] = around_it, us - spent_us
             outer.append(len(found))
-            found.append((span, self._spent_us(span)))
+            found.append((span, spent_us))
         return iter(found)
 
 
@@ -189,12 +193,12 @@ def _is_shape(value: Any) -> bool:
 def _work_of(name: str) -> Work | None:
     if _FUSED.match(name):
         return "fused kernels"
-    if name.removesuffix("_for_cpu") not in _COUNTED and "_for_cpu" not in name:
+    if _COUNTED_AS.get(name, name) not in _COUNTED:
         return None
     return "attention" if names_attention(name) else "matrix products"
 
 
 def _known(span: Span, known: Collection[str]) -> str:
-    name = span.name.replace("_for_cpu", "")
+    name = _COUNTED_AS.get(span.name, span.name)
     candidates = (shown_signature(name, span.shapes[:end]) for end in range(len(span.shapes), 0, -1))
     return next((each for each in candidates if each in known), name)

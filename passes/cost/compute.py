@@ -100,8 +100,15 @@ def packet_of(node: fx.Node) -> Any:
 def signature_of(node: fx.Node) -> str:
     """Return an operator and its operands' shapes as profilers name them, such as ``aten::mm 64x128 128x352``."""
     given = (each.meta.get("val") for each in call_of(node).args if isinstance(each, fx.Node))
-    operator = str(COUNTED_AS.get(packet_of(node), packet_of(node))).replace(".", "::")
-    return shown_signature(operator, [list(map(_counted, t.shape)) for t in given if isinstance(t, torch.Tensor)])
+    operator = COUNTED_AS.get(packet_of(node), packet_of(node))
+    return shown_signature(
+        profiler_name(operator), [list(map(_counted, t.shape)) for t in given if isinstance(t, torch.Tensor)]
+    )
+
+
+def profiler_name(operator: Any) -> str:
+    """Return the name under which profilers show an operator, such as ``aten::mm``."""
+    return str(operator).replace(".", "::")
 
 
 def shown_signature(operator: str, shapes: Iterable[Sequence[int]]) -> str:
