@@ -17,7 +17,7 @@ from torch import Tensor
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._C._autograd import _profiler_enabled
-from torch.distributed import AllreduceOptions, ReduceScatterOptions
+from torch.distributed import AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
@@ -29,6 +29,7 @@ REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 TORCH_ALL_GATHER: type = _fsdp_api.AllGather
 TORCH_REDUCE_SCATTER: type = _fsdp_api.ReduceScatter
 profiler_is_on: Callable[[], bool] = _profiler_enabled
+preserve_version = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 
 # torch 2.11.0 has the second of two names only. Collectives are asynchronous by the options' defaults.
@@ -59,6 +60,14 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOp
     options = AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
     return group.allreduce([_real(tensor)], options)
+
+
+def all_to_all(
+    output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Start an exchange of 1-D tensors: ``sent`` elements to each rank in turn, ``received`` from each."""
+    start = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return start(output, input, list(received), list(sent), AllToAllOptions())
 
 
 def wait(work: dist.Work | None, device: torch.device) -> None:

@@ -91,7 +91,8 @@ def packed_shards(packed: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor
 
 def copy_each(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """Copy each tensor into the one at its place in ``outs``, of its shape."""
-    torch._foreach_copy_(list(outs), list(tensors))
+    if tensors:  # torch refuses none
+        torch._foreach_copy_(list(outs), list(tensors))
 
 
 def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, world: int = 1) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..collectives import backend
 from ..sharding.dtensor import OuterParallelism, local_of
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension
@@ -66,7 +67,7 @@ class Unsharded:
             return self.param
         # A subclass may keep more than memory, such as a scale, on the very object that compute reads.
         out = self._made if type(self._made) is Tensor else local_of(self.param)
-        with torch.autograd._unsafe_preserve_version_counter(out):  # type: ignore[attr-defined]
+        with backend.preserve_version(out):
             self._extension.refill(self._views, out)
         return self.param
 

@@ -156,6 +156,19 @@ class DataParallelMeshInfo:
         return Group(self.mesh.get_group(mesh_dim).group_name, self.mesh.size(mesh_dim))
 
 
+def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a process group of all ranks of a mesh, in its order; every one of them must make the first call."""
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    if dist.group.WORLD is not None and ranks == dist.get_process_group_ranks(dist.group.WORLD):
+        return dist.group.WORLD
+    made = _more_groups.setdefault(mesh.get_group(mesh.ndim - 1), {})
+    if mesh.size() not in made:
+        made[mesh.size()] = dist.new_group(ranks, use_local_synchronization=True)
+    return made[mesh.size()]
+
+
 @dataclass(frozen=True)
 class FSDPMeshInfo(DataParallelMeshInfo):
     """Parameters are sharded: ``shard_mesh_dim`` is needed."""

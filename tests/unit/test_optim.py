@@ -79,7 +79,7 @@ def test_refuses_what_is_no_optimizer():
         step_on_shards(optim.SGD([_param(2)]), elementwise=1)
 
 
-@pytest.mark.parametrize("cls", [optim.Adafactor, optim.LBFGS, optim.Muon, optim.SparseAdam])
+@pytest.mark.parametrize("cls", [optim.Adafactor, optim.LBFGS, optim.SparseAdam])
 def test_refuses_optimizers_that_are_not_elementwise(cls):
     message = (
         f"{cls.__name__}: expected an elementwise optimizer, got one whose update of an element depends on others; "

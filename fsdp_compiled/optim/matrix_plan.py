@@ -1,0 +1,220 @@
+"""Plans a step of matrices: the owner of each, rounds, what travels in each, and what ranks agree on."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ..collectives.all_to_all import Exchange, all_to_all_us
+from ..expect import unexpected
+from ..passes import cost
+from ..sharding.contract import Collective, Contract
+from ..sharding.dtensor import process_group
+from ..sharding.matrices import AllToAllBucket, AllToAllSpec, Matrix, Part
+from ..sharding.mesh import group_of_all
+from ..sharding.owners import loads_of, owners_of, rounds_of
+from ..sharding.spec import Group, ParamSpec, word
+from .matrix_rules import MatrixRule
+
+Blocks = Mapping[Tensor, tuple[int, ...]]  # rows of each matrix in turn, by parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Which ranks hold the shards of a parameter."""
+
+    mesh: DeviceMesh | None  # None: this rank alone
+    shard_dim: int | None  # of the mesh
+
+    @cached_property
+    def shards(self) -> int:
+        return 1 if self.mesh is None or self.shard_dim is None else self.mesh.size(self.shard_dim)
+
+    @cached_property
+    def replicas(self) -> int:
+        return 1 if self.mesh is None else self.mesh.size() // self.shards
+
+    @cached_property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return None if self.mesh is None or self.shards == 1 else self.mesh.get_group(self.shard_dim)
+
+    @property
+    def may_share(self) -> bool:
+        """Whether ranks of all replicas may share the owners: a rank's shard then follows from its number."""
+        return self.mesh is not None and self.replicas > 1 and self.shard_dim in (None, self.mesh.ndim - 1)
+
+
+class Param(NamedTuple):
+    """A parameter of an optimizer as a step finds it."""
+
+    tensor: Tensor
+    name: str
+    group: Mapping[str, Any]  # its settings
+    has_grad: bool
+
+
+@dataclass(frozen=True)
+class Item:
+    """One matrix in a step."""
+
+    param: int  # of all of the optimizer
+    matrix: Matrix
+    flops: float
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """What is exchanged, computed and exchanged back together.
+
+    Args:
+        items: that travel, in the order of the buckets.
+        local: that this rank alone works on and needs, with where its shard has them.
+        there: brings complete matrices to their owners; None if nothing travels.
+        back: brings updates to shards.
+    """
+
+    items: tuple[Item, ...]
+    local: tuple[tuple[Item, Part], ...]
+    there: Exchange | None
+    back: Exchange | None
+
+
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """A step of parameters with gradients, and what ranks agree on before it."""
+
+    rounds: tuple[Round, ...]
+    contract: Contract
+
+
+def place_of(param: Tensor, name: str) -> Place:
+    """Return where a parameter's shards are.
+
+    Raises:
+        NotImplementedError: it is sharded over several mesh dimensions, or lives elsewhere than its mesh computes.
+    """
+    if not isinstance(param, DTensor):
+        return Place(None, None)
+    cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
+    if len(cut) > 1 or any(type(param.placements[dim]) is not Shard for dim in cut):
+        do = "step matrices under tensor parallelism without step_on_shards"
+        got = f"{param.placements} on {param.device_mesh}"
+        raise unexpected(name, "matrices sharded over one mesh dimension", got, do, NotImplementedError)
+    if param.device.type not in (param.device_mesh.device_type, "meta"):
+        got = f"one on {param.device.type} (CPUOffloadPolicy)"
+        raise unexpected(
+            name, f"a matrix on {param.device_mesh.device_type}", got, "do not offload matrices", NotImplementedError
+        )
+    return Place(param.device_mesh, cut[0] if cut else None)
+
+
+def matrices_of(param: Tensor, place: Place, name: str, blocks: Blocks) -> list[Matrix]:
+    """Return the matrices of a parameter of two dimensions, or of a stack of such, cut into blocks of rows."""
+    dim = 0 if place.shard_dim is None else param.placements[place.shard_dim].dim  # type: ignore[attr-defined]
+    spec, found = ParamSpec(name, "matrices", tuple(param.shape), dim, param.dtype), list[Matrix]()
+    for index in range(param.shape[0] if param.dim() == 3 else 1):
+        start = 0
+        for count in blocks.get(param) or (param.shape[-2],):
+            found.append(Matrix(spec, start, count, index))
+            start += count
+    return found
+
+
+def plan_step(params: Sequence[Param], rule: MatrixRule, blocks: Blocks) -> StepPlan:
+    """Return the plan of a step of all parameters of an optimizer; all ranks of a mesh return the same rounds.
+
+    Args:
+        params: in the optimizer's order.
+        rule: what the optimizer does.
+        blocks: see :func:`step_on_shards`.
+    """
+    by_place: dict[tuple[Any, ...], tuple[Place, list[int]]] = {}
+    for index, param in enumerate(params):
+        place = place_of(param.tensor, param.name)
+        by_place.setdefault((place.mesh, place.shard_dim), (place, []))[1].append(index)
+    rounds, collectives = list[Round](), list[Collective]()
+    for place, held in by_place.values():
+        items = [
+            Item(index, matrix, rule.flops(params[index].group, matrix.shape))
+            for index in held
+            if params[index].has_grad
+            for matrix in matrices_of(params[index].tensor, place, params[index].name, blocks)
+        ]
+        exchange = _exchange(place, items, rule, params[held[0]].tensor.device)
+        owners = _owners(place, items, exchange)
+        rounds += _rounds(place, items, owners, exchange, rule)
+        if exchange.group.world > 1:
+            described = tuple(_described(params[index]) for index in held)
+            form = f"owners {zlib.crc32(str(owners).encode()):08x}"
+            collectives.append(Collective(exchange.group.name, "all-to-all", exchange.how, described, form))
+    return StepPlan(tuple(rounds), Contract(tuple(collectives)))
+
+
+def _described(param: Param) -> str:
+    shape = list(param.tensor.shape)
+    return f"{param.name} {word(param.tensor.dtype)}{shape}" + ("" if param.has_grad else " without a gradient")
+
+
+def _exchange(place: Place, items: Sequence[Item], rule: MatrixRule, device: torch.device) -> AllToAllSpec:
+    """Return how matrices travel to owners: within a shard group, or among all replicas where that is faster."""
+    alone = place.shard_group
+    group = Group() if alone is None else Group(alone.group_name, place.shards)
+    alike = AllToAllSpec(group, rule.dtype, place.shards, to_owners=True)
+    if not place.may_share or not items or not _saves_by_sharing(place, items, rule, device):
+        return alike
+    assert place.mesh is not None
+    return replace(alike, group=Group(group_of_all(place.mesh).group_name, place.mesh.size()))
+
+
+def _saves_by_sharing(place: Place, items: Sequence[Item], rule: MatrixRule, device: torch.device) -> bool:
+    """Tell whether replicas that share the owners, and send each other all updates, are faster."""
+    mesh, costs = place.mesh, [item.flops for item in items]
+    assert mesh is not None
+    cost.share(device, mesh)
+    cluster = cost.detect(device)
+    size = sum(item.matrix.numel for item in items) * rule.dtype.itemsize / place.shards
+    everyone = mesh.mesh.flatten().tolist()
+    neighbours = everyone[: place.shards]
+
+    def compute_us(world: int) -> float:
+        busiest = max(loads_of(costs, owners_of(costs, world), world))
+        return cluster.product_us(busiest, 0.0, rule.dtype.itemsize)
+
+    alike_us = compute_us(place.shards) + 2 * all_to_all_us(size, neighbours, cluster)
+    there_us = all_to_all_us(size / place.replicas, everyone, cluster)
+    return compute_us(len(everyone)) + there_us + all_to_all_us(size, everyone, cluster) < alike_us
+
+
+def _owners(place: Place, items: Sequence[Item], exchange: AllToAllSpec) -> list[int]:
+    world, shards = exchange.group.world, place.shards
+    homes = [item.matrix.home(shards) for item in items]
+    ranks = [() if home is None else range(home, world, shards) for home in homes]
+    return owners_of([item.flops for item in items], world, ranks)
+
+
+def _rounds(
+    place: Place, items: Sequence[Item], owners: Sequence[int], exchange: AllToAllSpec, rule: MatrixRule
+) -> Iterator[Round]:
+    world = exchange.group.world
+    rank = 0 if world == 1 else process_group(exchange.group.name).rank()
+    sizes = [item.matrix.numel * rule.dtype.itemsize for item in items]
+    stays = [
+        world == place.shards and item.matrix.home(world) == owner for item, owner in zip(items, owners, strict=True)
+    ]
+    for each in rounds_of(sizes, [item.flops for item in items], owners):
+        moved = [at for at in each if not stays[at]]
+        mine = [items[at] for at in each if stays[at] and owners[at] == rank]
+        local = tuple((item, part) for item in mine if (part := item.matrix.part(rank, world)) is not None)
+        there = AllToAllBucket(exchange, tuple(items[at].matrix for at in moved), tuple(owners[at] for at in moved))
+        back = replace(there, spec=replace(exchange, to_owners=False))
+        exchanges = (Exchange(there, rank), Exchange(back, rank)) if moved else (None, None)
+        yield Round(tuple(items[at] for at in moved), local, *exchanges)
