@@ -60,8 +60,18 @@ def _lr(group: Group) -> Any:
 
 
 def _muon_begin(group: Group, shards: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State]) -> None:
-    torch._foreach_lerp_([state[0] for state in states], list(grads), 1 - group["momentum"])
-    torch._foreach_mul_(list(shards), 1 - _lr(group) * group["weight_decay"])
+    momenta, weight, kept = (
+        [state[0] for state in states],
+        1 - group["momentum"],
+        1 - _lr(group) * group["weight_decay"],
+    )
+    if all(shard.dtype is torch.float32 for shard in shards):
+        torch._foreach_lerp_(momenta, list(grads), weight)
+        torch._foreach_mul_(list(shards), kept)
+        return
+    for shard, grad, momentum in zip(shards, grads, momenta, strict=True):
+        momentum.lerp_(grad, weight)
+        shard.mul_(kept)  # foreach rounds the factor to bf16 first
 
 
 def _muon_sent(group: Group, grad: Tensor, state: State) -> Tensor:

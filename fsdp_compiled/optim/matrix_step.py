@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -136,7 +136,7 @@ class _Rounds:
     def run(self, rounds: Sequence[Round]) -> None:
         incoming = self._send(rounds[0]) if rounds else None
         before: tuple[Round, Pending[list[Tensor]]] | None = None
-        for this, following in zip(rounds, (*rounds[1:], None), strict=True):
+        for this, following in zip_longest(rounds, rounds[1:]):
             for item, part in this.local:
                 self._step_alone(item, part)
             arrived = incoming.wait() if incoming is not None else []

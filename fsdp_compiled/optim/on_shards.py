@@ -49,10 +49,10 @@ def step_on_shards(
     it is given to this function. ``torch.compile`` does not compile the step.
 
     ``torch.optim.Muon`` needs complete matrices. Momentum is updated on shards; each matrix then travels in bf16 to
-    one rank, its owner, which runs torch's Newton-Schulz, and its update travels back in bf16: the bits of one
-    process, except that bf16 parameters with ``nesterov=False`` keep their momentum, which torch before 2.15
-    overwrites. Replicas do the same, or share the owners where that is estimated to be faster. Parameters of three
-    dimensions, which ``add_param_group`` takes, are stacks of matrices.
+    one rank, its owner, which runs torch's Newton-Schulz, and its update travels back in bf16. fp32 parameters get
+    the bits of one process; bf16 ones with ``nesterov=False`` keep their momentum, which torch before 2.15 overwrites.
+    Replicas do the same, or share the owners where that is estimated to be faster. Parameters of three dimensions,
+    which ``add_param_group`` takes, are stacks of matrices.
 
     Args:
         optimizer: changed in place. Its class's ``step`` must be the one it uses; a learning rate scheduler may be
