@@ -44,7 +44,7 @@ class Contender:
     name: str
     model: nn.Module
     call: Callable[..., Tensor]
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     schedule: SchedulePolicy | None = None
     seconds: list[float] = field(default_factory=list)
     loss: float = 0.0
@@ -55,8 +55,9 @@ class Contender:
         start = time.perf_counter()
         loss = self.call(tokens, targets)
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.loss = loss.item()
         self.seconds.append(time.perf_counter() - start)
 
@@ -162,9 +163,20 @@ def make(name: str, config: Config, args: argparse.Namespace, mesh: DeviceMesh) 
     model.init_weights(seed=0)
     setup = CONTENDERS[name]
     call = setup.shard(model, mesh)
-    kind = {} if args.optimizer == "default" else {args.optimizer: True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, **kind)
-    return Contender(name, model, call, step_on_shards(optimizer) if setup.on_shards else optimizer, setup.schedule)
+    optimizers = make_optimizers(model, args.optimizer)
+    if setup.on_shards:
+        optimizers = list(map(step_on_shards, optimizers))
+    return Contender(name, model, call, optimizers, setup.schedule)
+
+
+def make_optimizers(model: Llama, kind: str) -> list[torch.optim.Optimizer]:
+    """Return AdamW, or Muon for the blocks' matrices and AdamW for the others."""
+    settings = {kind: True} if kind in ("foreach", "fused") else {}
+    if kind != "muon":
+        return [torch.optim.AdamW(model.parameters(), lr=3e-4, **settings)]
+    matrices = {param: None for param in model.blocks.parameters() if param.ndim == 2}
+    others = [param for param in model.parameters() if param not in matrices]
+    return [torch.optim.Muon([*matrices], lr=3e-4), torch.optim.AdamW(others, lr=3e-4)]
 
 
 def batches(args: argparse.Namespace, config: Config) -> list[tuple[Tensor, Tensor]]:
@@ -212,7 +224,7 @@ def show(rows: list[dict[str, float | str | None]], args: argparse.Namespace) ->
     print(
         f"\n{args.layers} layers, width {args.width}, sequence {args.seq}, batch {args.batch} per rank, "
         f"{dist.get_world_size()} ranks, gloo, torch {torch.__version__}, {platform.machine()}, "
-        f"{os.cpu_count()} cores, {args.steps} steps, AdamW ({args.optimizer})\n"
+        f"{os.cpu_count()} cores, {args.steps} steps, optimizer {args.optimizer}\n"
     )
     columns = {"median_ms": "median ms", "of_best_fsdp2": "of best FSDP2", "of_limit": "of limit", "loss": "loss"}
     columns |= {
@@ -246,7 +258,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=15, help="timed steps")
     parser.add_argument("--warmup", type=int, default=3, help="steps before timing, compilation among them")
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=DEFAULT)
-    parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="default", help="of AdamW")
+    parser.add_argument(
+        "--optimizer", choices=["default", "foreach", "fused", "muon"], default="default", help="of AdamW"
+    )
     about = (
         "more full graphs, scheduled for a cluster each, a name or a file; called by the file's name without suffix"
     )

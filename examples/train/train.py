@@ -28,7 +28,12 @@ with importing("torch", __name__):
     from torch import Tensor
     from view import Progress, Speed, plot_losses
 
-    from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
+    from fsdp_compiled import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        fully_shard_with_compiled_compute,
+        step_on_shards,
+    )
     from fsdp_compiled.testing.llama import PRESETS, Llama
 
 
@@ -61,8 +66,9 @@ def build(args: argparse.Namespace, device: torch.device) -> Trained:
 
 def train(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, progress: Progress) -> list[float]:
     """Run ``args.steps`` optimizer steps; return the mean training loss of each."""
-    optimizer = torch.optim.AdamW(trained.model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_and_cosine(step, args.steps))
+    optimizers = make_optimizers(args, trained.model)
+    factor = lambda step: warmup_and_cosine(step, args.steps)  # noqa: E731
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
     generator = torch.Generator().manual_seed(args.seed + 1 + dist.get_rank())
     losses, speed = [], Speed()
     progress.begin("training", args.steps) if args.mode == "eager" else progress.begin("compiling")
@@ -76,9 +82,10 @@ def train(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, progr
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(trained.model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
         losses.append(mean_over_ranks(total))
         tokens_seen = args.batch * args.seq * args.accumulate * dist.get_world_size()
         per_second = speed.step(time.perf_counter() - start, tokens_seen)
@@ -88,6 +95,17 @@ def train(args: argparse.Namespace, trained: Trained, corpus: data.Corpus, progr
             progress.say(f"compiling took {speed.compiling_s:.1f} s: step 1 beyond step 2")
         progress.advance(f"loss {losses[-1]:.4f}  {per_second}")
     return losses
+
+
+def make_optimizers(args: argparse.Namespace, model: Llama) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the others."""
+    settings = {"lr": args.lr, "weight_decay": 0.1}
+    matrices = [] if args.optimizer == "adamw" else [p for p in model.blocks.parameters() if p.ndim == 2]
+    others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=(0.9, 0.95), **settings)]
+    if matrices:  # by this adjustment, with AdamW's learning rate and weight decay
+        optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings))
+    return list(map(step_on_shards, optimizers))
 
 
 def warmup_and_cosine(step: int, steps: int) -> float:
@@ -154,6 +172,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seq", type=positive, default=256)
     parser.add_argument("--batch", type=positive, default=4, help="sequences per rank and micro-batch")
     parser.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step")
+    parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw", help="muon: of matrices in blocks")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path(), help="where loss.png goes")

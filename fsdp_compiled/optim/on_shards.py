@@ -50,7 +50,7 @@ def step_on_shards(
 
     ``torch.optim.Muon`` needs complete matrices. Momentum is updated on shards; each matrix then travels in bf16 to
     one rank, its owner, which runs torch's Newton-Schulz, and its update travels back in bf16. fp32 parameters get
-    the bits of one process; bf16 ones with ``nesterov=False`` keep their momentum, which torch before 2.15 overwrites.
+    the bits of one process; bf16 ones keep their momentum with ``nesterov=False``, where torch before 2.15 loses it.
     Replicas do the same, or share the owners where that is estimated to be faster. Parameters of three dimensions,
     which ``add_param_group`` takes, are stacks of matrices.
 
