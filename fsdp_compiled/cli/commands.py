@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ..inspect.memory import OPTIMIZERS
+from ..inspect.optimizer_cost import OPTIMIZERS
 from ..passes.cost import CLUSTERS, Cluster, named
 from ..policy import SchedulePolicy
 from . import doctor

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..passes.cost import Cluster
 from ..sharding.dtensor import process_group
 from ..sharding.matrices import AllToAllBucket, Move
 from . import backend, profiler, reference, streams
@@ -79,11 +78,3 @@ class _Side:
         """Return the parts in a buffer."""
         pieces = packed.split(self._numels) if self.moves else ()
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
-
-
-def all_to_all_us(sent_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
-    """Return the time of an all-to-all among ``ranks`` in which each sends so many bytes, its own among them.
-
-    *Source:* each sends ``(world - 1) / world`` of them over its link, as each receives in an all-gather of as many.
-    """
-    return cluster.link_of(ranks).collective_us(int(sent_bytes), len(ranks)) if len(ranks) > 1 else 0.0

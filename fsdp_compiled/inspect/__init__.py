@@ -6,7 +6,8 @@
 from .capture import capture
 from .explain import explain
 from .lifetimes import Allocation
-from .memory import OPTIMIZERS, MemoryLevel, StepMemory
+from .memory import MemoryLevel, StepMemory
+from .optimizer_cost import OPTIMIZERS
 from .records import CapturedGraph, Collective, ComputeSpan, Kernel, MemoryStep, Region, UnitExplanation
 from .report import Capture, Explanation
 

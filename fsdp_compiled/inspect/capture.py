@@ -29,7 +29,8 @@ from ..regions.block import has_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
 from .lifetimes import Allocation, Part
-from .memory import OPTIMIZERS, step_memory
+from .memory import step_memory
+from .optimizer_cost import OPTIMIZERS, Updated
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -62,7 +63,8 @@ def capture(
         device: "A100", "B200", "H100" or "H200": generate and assemble, from a model on the CPU, the program of this
             GPU, which need not be there. Its cluster is the default. Nothing is computed, as with ``code=False``.
         passes: your own graph passes, as for ``fsdp_compiled.compile``.
-        optimizer: whose state and step the estimates count: "adamw", "adam", "rmsprop", "sgd_momentum" or "sgd".
+        optimizer: whose state and step the estimates count: "adamw", "adam", "rmsprop", "sgd_momentum", "sgd" or
+            "muon": of the matrices in units below the outermost one, by ``step_on_shards``, and AdamW of the others.
         kwargs: of its forward.
 
     Raises:
@@ -74,20 +76,21 @@ def capture(
     breaks = counters["graph_break"].copy()
     traced = trace(model, args, kwargs, loss, schedule or SchedulePolicy(), code, device, passes, optimizer)
     cluster = traced.cluster
-    memory = step_memory(traced.scheduled, traced.held, optimizer, cluster.on_host)
-    trained = sum(param.requires_grad for param in model.parameters())
+    memory = step_memory(traced.scheduled, traced.held, optimizer, traced.updated, traced.shards, cluster.on_host)
     return Capture(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
-        world=_world_of(states_below([model])),
+        world=traced.world,
         torch_version=torch.__version__,
         cluster=cluster,
         schedule=traced.schedule,
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(traced.graphs),
         memory=memory,
-        trained=trained,
-        optimizer_us=OPTIMIZERS[optimizer].step_us(cluster, memory.reduced_bytes, trained),
+        trained=traced.updated.parameters,
+        optimizer_us=OPTIMIZERS[optimizer].step_us(
+            cluster, memory.reduced_bytes, traced.updated, range(traced.world), traced.shards
+        ),
     )
 
 
@@ -97,6 +100,9 @@ class Traced(NamedTuple):
     graphs: list[CapturedGraph]
     scheduled: list[tuple[GraphKind, fx.Graph]]  # before Inductor's own passes
     held: list[Allocation]  # by a rank, before a step
+    updated: Updated  # by the optimizer
+    shards: int  # ranks that share the parameters
+    world: int
     schedule: SchedulePolicy
     cluster: Cluster
 
@@ -119,15 +125,24 @@ def trace(
     if not states:
         raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     policy = _policy_for(gpu, schedule, states)
-    held = _held(model, states, tensors_in((args, kwargs)), optimizer)
+    updated = _updated(model, states)
+    held = _held(model, states, tensors_in((args, kwargs)), optimizer, updated)
     recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code, gpu)
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
-    return Traced(recorder.graphs, recorder.scheduled, held, policy, policy.cluster_for(states[0].device))
+    meshes = [param.placement.mesh_info for state in states for param in state.params]
+    world = max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1)
+    shards = max((mesh.shard_world for mesh in meshes), default=1)
+    cluster = policy.cluster_for(states[0].device)
+    return Traced(recorder.graphs, recorder.scheduled, held, updated, shards, world, policy, cluster)
 
 
-def _world_of(states: Sequence[FSDPState]) -> int:
-    meshes = (param.placement.mesh_info for state in states for param in state.params)
-    return max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1)
+def _updated(model: nn.Module, states: Sequence[FSDPState]) -> Updated:
+    """Return what an optimizer of a model updates, with the matrices of the units below the outermost ones."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    inner = {param.sharded_param for state in states if not state.is_root for param in state.params}
+    shapes = [param.shape for param in trained if param in inner and param.dim() in (2, 3)]
+    matrices = [(shape[-2], shape[-1]) for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
+    return Updated(len(trained), sum(param.numel() for param in trained), tuple(matrices))
 
 
 def _policy_for(gpu: Gpu | None, policy: SchedulePolicy, states: Sequence[FSDPState]) -> SchedulePolicy:
@@ -158,7 +173,9 @@ def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor
             param.grad = grad
 
 
-def _held(model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor], kind: str) -> list[Allocation]:
+def _held(
+    model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor], kind: str, updated: Updated
+) -> list[Allocation]:
     """Return what a rank holds before a step. ValueError: the optimizer's ``kind`` is unknown."""
     if kind not in OPTIMIZERS:
         raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(kind))
@@ -169,7 +186,7 @@ def _held(model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor]
     trained = sum(size for param, size in sizes.items() if param.requires_grad)
     others = sum({id(each): each.nbytes for each in (*model.buffers(), *batch)}.values())
     found: dict[Part, int] = {"parameters": sum(sizes.values()), "batch and buffers": others}
-    found["optimizer state"] = OPTIMIZERS[kind].state * trained
+    found["optimizer state"] = OPTIMIZERS[kind].state_bytes(trained, updated)
     return [Allocation(part, part, size) for part, size in found.items()]
 
 

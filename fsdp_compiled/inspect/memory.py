@@ -9,42 +9,14 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import fx
 
-from ..passes.cost import Cluster
 from .lifetimes import Allocation, Event, GraphMemory, Part
+from .optimizer_cost import OPTIMIZERS, Updated
 
 Graphs = Sequence[tuple[Literal["forward", "backward", "inference"], fx.Graph]]
-
-
-class Optimizer(NamedTuple):
-    """What an optimizer keeps and does, as multiples of the parameters that it updates.
-
-    Args:
-        state: tensors like each parameter that it keeps.
-        temporaries: tensors that its step needs for a while, where it updates all parameters at a time.
-        traffic: how often its step reads or writes a tensor like each parameter.
-    """
-
-    state: int
-    temporaries: int
-    traffic: int
-
-    def step_us(self, cluster: Cluster, reduced_bytes: float, parameters: int) -> float:
-        """Return the time of its step, which works on one gradient of equal size after the other."""
-        return parameters * cluster.memory_us(self.traffic * reduced_bytes / parameters) if parameters else 0.0
-
-
-# *Source:* torch/optim of torch 2.13.0: the defaults of each class, implementation "foreach", its operators in turn.
-OPTIMIZERS = {
-    "adamw": Optimizer(2, 1, 20),
-    "adam": Optimizer(2, 1, 18),
-    "rmsprop": Optimizer(1, 1, 13),
-    "sgd_momentum": Optimizer(1, 0, 8),
-    "sgd": Optimizer(0, 0, 3),
-}
 
 # What PyTorch's caching allocator reserves beyond live bytes. *Source:* vllm-project/compressed-tensors pull request
 # 587, which allows 5% where 2.4% were seen with a Llama of 70 billion parameters on a full 80 GB card. It can be much
@@ -101,9 +73,11 @@ class StepMemory:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def step_memory(graphs: Graphs, held: Sequence[Allocation], optimizer: str, copies: bool) -> StepMemory:
+def step_memory(
+    graphs: Graphs, held: Sequence[Allocation], optimizer: str, updated: Updated, world: int, copies: bool
+) -> StepMemory:
     """Return the memory of a step, see :func:`step_events`."""
-    events = step_events(graphs, held, optimizer, copies)
+    events = step_events(graphs, held, optimizer, updated, world, copies)
     levels, curve = list(accumulate(event.sign * event.what.bytes for event in events)), dict[tuple[str, str], int]()
     for event, level in zip(events, levels, strict=True):
         curve[event.graph, event.at] = max(level, curve.get((event.graph, event.at), 0))
@@ -126,13 +100,17 @@ def reduced_bytes(events: Sequence[Event]) -> int:
     return sum(event.sign * event.what.bytes for event in events if event.what.part == "gradients")
 
 
-def step_events(graphs: Graphs, held: Sequence[Allocation], optimizer: str, copies: bool) -> list[Event]:
+def step_events(
+    graphs: Graphs, held: Sequence[Allocation], optimizer: str, updated: Updated, world: int, copies: bool
+) -> list[Event]:
     """Return what a step that runs these graphs in turn allocates and frees.
 
     Args:
         graphs: as scheduled, in order; each backward belongs to the last forward that has none yet.
         held: what is there before the step and after it.
         optimizer: a key of :data:`OPTIMIZERS`.
+        updated: what it updates.
+        world: ranks that share the parameters.
         copies: whether collectives work on copies of their buffers.
     """
     events, forwards = [Event("step", "start", each.name, each) for each in held], list[GraphMemory]()
@@ -140,6 +118,6 @@ def step_events(graphs: Graphs, held: Sequence[Allocation], optimizer: str, copi
         read = GraphMemory(kind, graph, forwards.pop() if kind == "backward" and forwards else None, copies)
         events += read.events()
         forwards += [read] if kind == "forward" else []
-    needed = OPTIMIZERS[optimizer].temporaries * reduced_bytes(events)
+    needed = OPTIMIZERS[optimizer].needed_bytes(reduced_bytes(events), updated, world)
     step = Allocation("intermediate results", "optimizer state", needed)
     return events + [Event("optimizer", "step", "step", step, sign) for sign in (1, -1)]

@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..collectives.all_to_all import Exchange, all_to_all_us
+from ..collectives.all_to_all import Exchange
 from ..expect import unexpected
 from ..passes import cost
+from ..passes.cost.matrix_cost import newton_schulz_us, owners_us
 from ..sharding.contract import Collective, Contract
 from ..sharding.dtensor import process_group
 from ..sharding.matrices import AllToAllBucket, AllToAllSpec, Matrix, Part
 from ..sharding.mesh import group_of_all
-from ..sharding.owners import loads_of, owners_of, rounds_of
+from ..sharding.owners import owners_of, rounds_of
 from ..sharding.spec import Group, ParamSpec, word
 from .matrix_rules import MatrixRule
 
@@ -169,29 +170,23 @@ def _exchange(place: Place, items: Sequence[Item], rule: MatrixRule, device: tor
     alone = place.shard_group
     group = Group() if alone is None else Group(alone.group_name, place.shards)
     alike = AllToAllSpec(group, rule.dtype, place.shards, to_owners=True)
-    if not place.may_share or not items or not _saves_by_sharing(place, items, rule, device):
+    if not place.may_share or not items or not _saves_by_sharing(place, items, device):
         return alike
     assert place.mesh is not None
     return replace(alike, group=Group(group_of_all(place.mesh).group_name, place.mesh.size()))
 
 
-def _saves_by_sharing(place: Place, items: Sequence[Item], rule: MatrixRule, device: torch.device) -> bool:
+def _saves_by_sharing(place: Place, items: Sequence[Item], device: torch.device) -> bool:
     """Tell whether replicas that share the owners, and send each other all updates, are faster."""
-    mesh, costs = place.mesh, [item.flops for item in items]
-    assert mesh is not None
-    cost.share(device, mesh)
-    cluster = cost.detect(device)
-    size = sum(item.matrix.numel for item in items) * rule.dtype.itemsize / place.shards
-    everyone = mesh.mesh.flatten().tolist()
-    neighbours = everyone[: place.shards]
-
-    def compute_us(world: int) -> float:
-        busiest = max(loads_of(costs, owners_of(costs, world), world))
-        return cluster.product_us(busiest, 0.0, rule.dtype.itemsize)
-
-    alike_us = compute_us(place.shards) + 2 * all_to_all_us(size, neighbours, cluster)
-    there_us = all_to_all_us(size / place.replicas, everyone, cluster)
-    return compute_us(len(everyone)) + there_us + all_to_all_us(size, everyone, cluster) < alike_us
+    assert place.mesh is not None
+    cost.share(device, place.mesh)
+    cluster, ranks = cost.detect(device), place.mesh.mesh.flatten().tolist()
+    costs_us = newton_schulz_us([item.matrix.shape for item in items], cluster)
+    elements = sum(item.matrix.numel for item in items)
+    alike_us, shared_us = (
+        owners_us(costs_us, elements, ranks, place.shards, shares, cluster) for shares in (False, True)
+    )
+    return shared_us < alike_us
 
 
 def _owners(place: Place, items: Sequence[Item], exchange: AllToAllSpec) -> list[int]:

@@ -13,6 +13,8 @@ from torch import Tensor
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from ..passes.cost.matrix_cost import newton_schulz_flops
+
 Group = Mapping[str, Any]  # a parameter group's settings
 NewtonSchulz = Callable[[Tensor, tuple[float, float, float], int, float], Tensor]  # as torch's own
 State = Sequence[Tensor]  # of one parameter, in the order of ``MatrixRule.state``
@@ -43,15 +45,6 @@ class MatrixRule:
     apply: Callable[[Group, Tensor, Tensor, tuple[int, int]], None]
     flops: Callable[[Group, tuple[int, int]], float]
     with_newton_schulz: Callable[[NewtonSchulz], Callable[[Group, Tensor], Tensor]]
-
-
-def newton_schulz_flops(shape: tuple[int, int], steps: int = 5) -> float:
-    """Return the FLOPs of Newton-Schulz iterations on a matrix.
-
-    *Source:* the three products of each iteration of Keller Jordan's Muon, on the matrix or its transpose.
-    """
-    short, long = sorted(shape)
-    return steps * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def _lr(group: Group) -> Any:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..expect import unexpected
-from ..inspect.memory import OPTIMIZERS
+from ..inspect.optimizer_cost import OPTIMIZERS
 from ..passes.cost import Cluster, named
 from ..policy import MixedPrecisionPolicy
 from .options import CHECKPOINTING, Checkpointing, Layout, Option, batches, check_counts, layouts

@@ -17,7 +17,8 @@ from ..hooks.forward import map_tensors, tensors_in
 from ..hooks.state import states_below
 from ..inspect.capture import trace
 from ..inspect.lifetimes import Event, Part
-from ..inspect.memory import OPTIMIZERS, reduced_bytes, step_events
+from ..inspect.memory import reduced_bytes, step_events
+from ..inspect.optimizer_cost import OPTIMIZERS, Updated
 from ..inspect.reading import Scheduled
 from ..module import user_class
 from ..passes.cost import Cluster
@@ -124,7 +125,7 @@ class Trial:
 
     Args:
         parameters: number of elements of all of them.
-        trained: number of parameters that require grad.
+        updated: by the optimizer.
         tokens: of a sequence.
         flops: of a sequence, forward and backward.
         reduced_bytes: of all gradients that backward leaves on one of these ranks.
@@ -132,7 +133,7 @@ class Trial:
 
     model: str
     parameters: int
-    trained: int
+    updated: Updated
     tokens: int
     flops: float
     shards: int
@@ -221,7 +222,8 @@ class Trial:
 
     def optimizer_us(self, layout: Layout, optimizer: str) -> float:
         reduced = self.reduced_bytes * self.shards / layout.shards
-        return OPTIMIZERS[optimizer].step_us(self.cluster, reduced, self.trained)
+        ranks = range(layout.shards * layout.replicas)
+        return OPTIMIZERS[optimizer].step_us(self.cluster, reduced, self.updated, ranks, layout.shards)
 
 
 def ranks_to_capture(build: Build, ranks_per_node: int) -> int:
@@ -254,14 +256,14 @@ def trial(
     model.to_empty(device="cpu")  # memory that the system has promised; nothing touches it
     compile(model, regions="auto")
     found = trace(model, args, kwargs, _loss_of, SchedulePolicy(cluster=cluster), optimizer=kind)
-    events = step_events(found.scheduled, found.held, kind, cluster.on_host)
+    events = step_events(found.scheduled, found.held, kind, found.updated, shards, cluster.on_host)
     read = [(name, Scheduled(graph, found.schedule)) for name, graph in found.scheduled]
     behind = (each.requests for name, each in read if name == "backward")
     again = frozenset(r.param.name for requests in behind for r in requests if r.kind.is_ahead)
     return Trial(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
-        trained=sum(param.requires_grad for param in model.parameters()),
+        updated=found.updated,
         tokens=_tokens(args, kwargs),
         flops=sum(map(_flops, (graph for _, graph in found.scheduled))) / BATCH,
         shards=shards,

@@ -44,7 +44,7 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     if flops is None:
         return cluster.memory_us(node_bytes(node))
     traffic = sum(map(node_bytes, [node, *node.all_input_nodes]))
-    itemsize = min((tensor.element_size() for tensor in tensors_of(node)), default=4)
+    itemsize = min((tensor.element_size() for tensor in tensors_of(node) if tensor.is_floating_point()), default=4)
     if is_attention(node):
         return cluster.attention_us(flops, traffic, itemsize, is_backward(node))
     return cluster.product_us(flops, traffic, itemsize)

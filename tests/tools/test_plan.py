@@ -157,7 +157,7 @@ def test_text_and_page(planned, tmp_path):
         ({"ranks": (0,)}, r"ranks: expected integers of at least 1, got \[0\]"),
         ({"ranks": ()}, "ranks: expected integers"),
         ({"tokens_per_step": 0}, "tokens_per_step: expected"),
-        ({"optimizer": "muon"}, "optimizer: expected one of adamw"),
+        ({"optimizer": "lion"}, "optimizer: expected one of adamw"),
         ({"cluster": "H1000"}, "cluster: expected H100, "),
         ({"cluster": CLUSTERS["CPU"]}, "memory_bytes: expected"),
         (

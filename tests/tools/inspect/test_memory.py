@@ -12,6 +12,7 @@ from torch import nn
 import fsdp_compiled
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.inspect import OPTIMIZERS, capture
+from fsdp_compiled.passes.cost.matrix_cost import newton_schulz_us
 from tests.support.ranks import on_ranks
 
 BOUND = 0.05  # of the measured peak
@@ -42,12 +43,13 @@ def test_what_a_rank_holds_is_counted_exactly():
 def test_optimizers_differ_by_their_state(kind):
     captured, least = _captured(optimizer=kind), _captured(optimizer="sgd")
     assert "optimizer state" not in {part for part, size in least.memory.parts.items() if size}
-    assert captured.peak_bytes - least.peak_bytes == OPTIMIZERS[kind].state * 2 * 16 * 16 * 4 // 4
+    state = 1 if kind == "muon" else OPTIMIZERS[kind].state  # both parameters are matrices of inner units
+    assert captured.peak_bytes - least.peak_bytes == state * 2 * 16 * 16 * 4 // 4
 
 
 @pytest.mark.usefixtures("fake_group")
 def test_an_unknown_optimizer_is_an_error():
-    expected = "optimizer: expected one of adamw, adam, rmsprop, sgd_momentum, sgd, got 'lion'"
+    expected = "optimizer: expected one of adamw, adam, rmsprop, sgd_momentum, sgd, muon, got 'lion'"
     with pytest.raises(ValueError, match=expected):
         _captured(optimizer="lion")
 
@@ -111,3 +113,17 @@ def test_the_estimate_is_near_what_a_step_takes():
 
     measured = measured_peak(step, held)
     assert capture(model, *batch, code=False).peak_bytes == pytest.approx(measured, rel=BOUND)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_muon_is_of_matrices_in_inner_units_and_adamw_of_the_others():
+    model = nn.Sequential(nn.Embedding(16, 32), nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)))
+    fully_shard(model[1])
+    fully_shard(model)
+    batch = torch.zeros(8, 16, dtype=torch.int64)
+    found = {kind: capture(model, batch, code=False, optimizer=kind) for kind in ("muon", "adamw", "sgd")}
+    state = {kind: each.memory.parts.get("optimizer state", 0) for kind, each in found.items()}
+    matrices, others = 2 * 32 * 64, 16 * 32 + 64 + 32
+    assert state == {"muon": 4 * (matrices + 2 * others) // 4, "adamw": 4 * 2 * (matrices + others) // 4, "sgd": 0}
+    products_us = sum(newton_schulz_us([(64, 32), (32, 64)], found["muon"].cluster)) / 2  # an owner has one of them
+    assert found["muon"].optimizer_us > products_us > 0

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from fsdp_compiled.optim.matrix_rules import newton_schulz_flops
+from fsdp_compiled.passes.cost.matrix_cost import newton_schulz_flops
 from fsdp_compiled.sharding.owners import loads_of, owners_of, rounds_of
 
 MIB = 2**20

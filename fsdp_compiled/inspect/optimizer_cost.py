@@ -1,0 +1,96 @@
+"""What optimizers keep and what their steps take, from what they update, by arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+from ..passes.cost import Cluster
+from ..passes.cost.matrix_cost import newton_schulz_us, owners_us, rounds_bytes
+
+
+class Updated(NamedTuple):
+    """What an optimizer updates.
+
+    Args:
+        parameters: how many there are.
+        elements: of all, unsharded.
+        matrices: shape of each matrix, those of a stack apart, in the units below the outermost one.
+    """
+
+    parameters: int
+    elements: int
+    matrices: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def matrix_elements(self) -> int:
+        return sum(map(prod, self.matrices))
+
+
+class Optimizer(NamedTuple):
+    """What an optimizer keeps and does, as multiples of the parameters that it updates.
+
+    Args:
+        state: tensors like each parameter that it keeps.
+        temporaries: tensors that its step needs for a while, where it updates all parameters at a time.
+        traffic: how often its step reads or writes a tensor like each parameter.
+        of_matrices: state and traffic where it updates matrices by owners; None: as others.
+    """
+
+    state: int
+    temporaries: int
+    traffic: float
+    of_matrices: tuple[int, float] | None = None
+
+    def _share(self, updated: Updated) -> float:
+        """Return which part of the elements it updates by owners."""
+        return updated.matrix_elements / max(1, updated.elements) if self.of_matrices else 0.0
+
+    def state_bytes(self, trained_bytes: int, updated: Updated) -> int:
+        """Return what it keeps for shards of so many bytes."""
+        if self.of_matrices is None:
+            return self.state * trained_bytes
+        share = self._share(updated)
+        return int(trained_bytes * (share * self.of_matrices[0] + (1 - share) * self.state))
+
+    def needed_bytes(self, reduced_bytes: int, updated: Updated, world: int) -> int:
+        """Return what its step needs for a while, given the bytes of all gradients of a rank."""
+        if self.of_matrices is None:
+            return self.temporaries * reduced_bytes
+        others = int((1 - self._share(updated)) * self.temporaries * reduced_bytes)
+        return max(others, rounds_bytes(updated.matrices, world))
+
+    def step_us(
+        self, cluster: Cluster, reduced_bytes: float, updated: Updated, ranks: Sequence[int] = (0,), shards: int = 1
+    ) -> float:
+        """Return the time of its step, elementwise on one gradient of equal size after the other.
+
+        ``ranks`` hold the parameters in groups of ``shards``; matrices go to owners among them.
+        """
+        if not updated.parameters:
+            return 0.0
+        share = self._share(updated)
+        traffic = (
+            self.traffic if self.of_matrices is None else share * self.of_matrices[1] + (1 - share) * self.traffic
+        )
+        us = updated.parameters * cluster.memory_us(traffic * reduced_bytes / updated.parameters)
+        if not share:
+            return us
+        costs = newton_schulz_us(updated.matrices, cluster)
+        shared = {False, len(ranks) > shards}
+        return us + min(
+            owners_us(costs, updated.matrix_elements, ranks, shards, shares, cluster) for shares in shared
+        )
+
+
+# *Source:* torch/optim of torch 2.13.0: the defaults of each class, implementation "foreach", its operators in turn.
+# Of Muon: our step on fp32 shards; what is no matrix, and the outermost unit, is updated by AdamW.
+OPTIMIZERS = {
+    "adamw": Optimizer(2, 1, 20),
+    "adam": Optimizer(2, 1, 18),
+    "rmsprop": Optimizer(1, 1, 13),
+    "sgd_momentum": Optimizer(1, 0, 8),
+    "sgd": Optimizer(0, 0, 3),
+    "muon": Optimizer(2, 1, 20, of_matrices=(1, 13.5)),
+}
