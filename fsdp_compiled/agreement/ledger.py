@@ -85,8 +85,10 @@ def register_callbacks() -> None:
         peers.register_callbacks()
 
 
-def agree(contract: Contract) -> None:
+def agree(contract: Contract, anew: bool = False) -> None:
     """Return once all ranks of the contract's groups are known to be about to start the same.
+
+    ``anew`` compares also what has followed the previous one before: where ranks that differ could not end well.
 
     Raises:
         RankMismatchError: ranks differ, or one did not come before the deadline.
@@ -97,7 +99,7 @@ def agree(contract: Contract) -> None:
     peers.watch_backward(tripwire.check)
     for name, part in contract.by_group.items():
         if (ledger := _ledger(process_group(name))) is not None:
-            ledger.enter(part)
+            ledger.enter(part, anew)
 
 
 def note(mesh: DeviceMesh, kind: str, what: str) -> None:
@@ -127,10 +129,10 @@ class Ledger:
     def __post_init__(self) -> None:
         self.wire = tripwire.Tripwire(self.store, self.rank, self.ranks)
 
-    def enter(self, contract: Contract) -> None:
+    def enter(self, contract: Contract, anew: bool = False) -> None:
         """Note that ``contract`` runs next; ask the other ranks if it has not followed the previous one before."""
         self.wire.check()
-        if (self.previous, contract.digest) not in self.agreed:
+        if anew or (self.previous, contract.digest) not in self.agreed:
             self._ask(contract)
             self.agreed.add((self.previous, contract.digest))
         self.previous = contract.digest

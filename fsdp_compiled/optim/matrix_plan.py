@@ -155,7 +155,8 @@ def plan_step(params: Sequence[Param], rule: MatrixRule, blocks: Blocks) -> Step
         rounds += _rounds(place, items, owners, exchange, rule)
         if exchange.group.world > 1:
             described = tuple(_described(params[index]) for index in held)
-            form = f"owners {zlib.crc32(str(owners).encode()):08x}"
+            present = sum(params[index].has_grad for index in held)
+            form = f"{present} with a gradient, owners {zlib.crc32(str(owners).encode()):08x}"
             collectives.append(Collective(exchange.group.name, "all-to-all", exchange.how, described, form))
     return StepPlan(tuple(rounds), Contract(tuple(collectives)))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..agreement.ledger import agree
+from ..agreement.ledger import agree, register_callbacks
 from ..collectives import reference
 from ..collectives.streams import Pending
 from ..expect import expect, shown, unexpected
@@ -83,14 +83,16 @@ class MatrixStep:
             RankMismatchError: ranks differ in what they step; nothing is changed.
         """
         params = [(param, group) for group in optimizer.param_groups for param in group["params"]]
-        plan = self._plan_for(optimizer, params)
+        before, plan = self._plan, self._plan_for(optimizer, params)
         found = {at: (*pair, pair[0].grad) for at, pair in enumerate(params) if pair[0].grad is not None}
         for param, _, grad in found.values():
             _local(grad, param, optimizer, "gradient")
             for name, value in optimizer.state.get(param, {}).items():
                 _local(value, param, optimizer, f"state {name!r}")
         if plan.contract.collectives:
-            agree(plan.contract)
+            register_callbacks()
+            # gloo ends a process that gets other sizes than it expects, so that other gradients are compared before.
+            agree(plan.contract, anew=plan is not before)
         held = {at: self._held(optimizer, *each) for at, each in found.items()}
         for _, each in groupby(held.values(), key=lambda one: id(one.group)):
             group, shards, grads, states = zip(*each, strict=True)

@@ -16,6 +16,13 @@ pytestmark = pytest.mark.usefixtures("fake_group")
 X = torch.ones(2, 8)
 
 
+def muon(count=2):
+    optimizer = torch.optim.Muon([nn.Parameter(torch.ones(3, 4))])
+    if count > 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("model", "kwargs", "error", "message"),
     [
@@ -95,6 +102,37 @@ def test_compile(model, kwargs, error, message):
             lambda: step_on_shards(torch.optim.Adafactor(sharded_model().parameters())),
             ValueError,
             "Adafactor: expected an elementwise optimizer, got one whose update of an element depends on others",
+        ),
+        (
+            lambda: step_on_shards(muon()),
+            ValueError,
+            r"param_groups\[1\]\['params'\]\[0\]: expected a real matrix, or a stack of matrices, got torch.float32 of "
+            r"shape \(3,\); give it to another optimizer",
+        ),
+        (
+            lambda: step_on_shards(muon(1), blocks={nn.Parameter(X): (1, 2)}),
+            ValueError,
+            "blocks: expected parameters of the optimizer, got Parameter",
+        ),
+        (
+            lambda: step_on_shards(wide := muon(1), blocks={wide.param_groups[0]["params"][0]: (1, 3)}),
+            ValueError,
+            r"blocks of param_groups\[0\]\['params'\]\[0\]: expected rows that sum up to 3, got \(1, 3\) of tuple",
+        ),
+        (
+            lambda: step_on_shards(muon(1), blocks=3),
+            TypeError,
+            "blocks: expected a mapping of parameters to .*, got 3",
+        ),
+        (
+            lambda: step_on_shards(muon(1), newton_schulz=3),
+            TypeError,
+            "newton_schulz: expected a function or None, got 3 of int",
+        ),
+        (
+            lambda: step_on_shards(torch.optim.SGD(Model().parameters()), blocks={}),
+            ValueError,
+            "blocks: expected None, got a value; SGD has no matrices",
         ),
         (
             lambda: fully_shard_with_compiled_compute(Model),

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import profile
 
-from fsdp_compiled import RankMismatchError, fully_shard, step_on_shards
+from fsdp_compiled import RankFailureError, RankMismatchError, fully_shard, step_on_shards
 from fsdp_compiled.collectives import all_to_all, backend
 from fsdp_compiled.optim import matrix_plan
 from tests.support.parity import row
@@ -430,6 +430,19 @@ def test_ranks_whose_gradients_differ():
         pair.step(without)
     assert all(torch.equal(full(param.detach()), kept) for param, kept in zip(pair.params, before, strict=True))
     assert {len(state) for state in pair.optimizer.state.values()} == {1}
+
+
+@on_ranks(2, timeout_s=10)
+def test_ranks_whose_gradients_differ_along_known_steps():
+    """Each step has followed the other on both ranks, and the rank whose gradients change compares all the same."""
+    pair = Pair(mesh_of(2), (Shard(0),))
+    for without in ((), (2,), (), (), (2,), (2,), ()):
+        pair.step(without)
+    if dist.get_rank():
+        pair.params[2].grad = None
+    message = "rank 0 neither came to all-to-all of .* 6 with a gradient, .* ran last: rank 0: .* 7 with a gradient"
+    with pytest.raises(RankMismatchError if dist.get_rank() else RankFailureError, match=message):
+        pair.optimizer.step()
 
 
 @on_ranks(2, timeout_s=20)

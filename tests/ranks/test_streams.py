@@ -8,8 +8,9 @@ from quantised_all_gather import gather_quantised
 from torch import nn
 from torch._inductor import config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, step_on_shards
 from fsdp_compiled.passes import Schedule
 from fsdp_compiled.passes.graph import nodes
 from tests.support.builder import Builder, spec
@@ -496,3 +497,39 @@ def test_a_graph_reduces_replicas_on_a_stream_of_their_own():
         compute: waits for all-reduces
         """
     _assert_log("\n".join(found.log), log)
+
+
+@on_ranks(2)
+def test_matrices_travel_on_a_stream_of_their_own():
+    said = []
+
+    def newton_schulz(matrix, *settings):
+        said[0].say("compute a matrix")
+        return matrix
+
+    mesh = init_device_mesh("cpu", (2,))
+    params = [nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])) for _ in range(4)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = step_on_shards(torch.optim.Muon(params), newton_schulz=newton_schulz)
+
+    def run(found: RecordingStreams) -> None:
+        said.append(found)
+        optimizer.step()
+
+    exchange = """all-to-alls: waits for compute
+        all-to-alls: all-to-all
+        all-to-alls: wait"""
+    log = f"""
+        {exchange}
+        compute: waits for all-to-alls
+        {exchange}
+        compute: compute a matrix
+        {exchange}
+        compute: waits for all-to-alls
+        compute: compute a matrix
+        {exchange}
+        compute: waits for all-to-alls
+        compute: waits for all-to-alls
+        """
+    _assert_log(_recorded(run), log)

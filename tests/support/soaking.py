@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, step_on_shards
 from fsdp_compiled.agreement import tripwire
 from tests.support.measures import sample
 from tests.support.training import batches, full_params, my_part, square_loss
@@ -82,7 +82,7 @@ class Model(nn.Module):
 
 @dataclass
 class Trained:
-    """A model, how it is called, and its optimizer."""
+    """A model, how it is called, and its optimizers: Muon for the layers' matrices, AdamW for the others."""
 
     mode: str
     model: Any = field(default_factory=Model)
@@ -92,7 +92,10 @@ class Trained:
             (fully_shard_with_compiled_compute if self.mode == "regional" else fully_shard)(layer)
         fully_shard(self.model)
         self.call = torch.compile(self.model, fullgraph=True) if self.mode == "full" else self.model
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        matrices = {param: None for param in self.model.layers.parameters() if param.ndim == 2}
+        others = [param for param in self.model.parameters() if param not in matrices]
+        made = torch.optim.AdamW(others, lr=1e-3), torch.optim.Muon([*matrices], lr=1e-3)
+        self.optimizers = list(map(step_on_shards, made))
 
     def step(self, number: int, failure: str = "") -> None:
         """One step, of two batches now and then; after ``failure`` it is dropped."""
@@ -101,8 +104,9 @@ class Trained:
             is_last = index == len(data) - 1
             self.model.set_requires_gradient_sync(is_last)
             self._backward(my_part(batch), failure if is_last else "")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self.model.zero_grad()
 
     def _backward(self, batch: Tensor, failure: str) -> None:
         hooks = []
@@ -129,7 +133,7 @@ class Trained:
             raise AssertionError(f"step {number}: expected {failure} to raise")
         finally:
             armed.clear()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
         if (
             number % 20 == 17 or number % ACCUMULATES_EVERY == 3
         ):  # else the next forward notices; stored gradients stay

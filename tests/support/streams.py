@@ -101,6 +101,7 @@ def recording(patch: pytest.MonkeyPatch, compute: bool = True) -> Iterator[Recor
     recorded(backend, "all_gather_coalesced", "all-gathers into place")
     recorded(backend, "reduce_scatter", "reduce-scatter")
     recorded(backend, "all_reduce", "all-reduce")
+    recorded(backend, "all_to_all", "all-to-all")
     recorded(backend, "wait", "wait")
     with _Operators(found) if compute else nullcontext():
         yield found

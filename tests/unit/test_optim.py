@@ -90,6 +90,53 @@ def test_refuses_optimizers_that_are_not_elementwise(cls):
             step_on_shards(cls([_param(2, 3)]), elementwise=elementwise)
 
 
+def test_refuses_matrices_under_tensor_parallelism_and_on_the_host():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for placements in ((Shard(0), Shard(1)), (Shard(0), Shard(0))):
+        param = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, placements))
+        message = "param_groups[0]['params'][0]: expected matrices sharded over one mesh dimension, got ("
+        with pytest.raises(NotImplementedError, match=re.escape(message)) as found:
+            step_on_shards(optim.Muon([param]))
+        assert str(found.value).endswith("; step matrices under tensor parallelism without step_on_shards")
+    param = nn.Parameter(_param(4, 4).detach())
+    offloaded = param.device_mesh
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(offloaded), "device_type", "cuda")
+        with pytest.raises(NotImplementedError, match="expected a matrix on cuda, got one on cpu"):
+            step_on_shards(optim.Muon([param]))
+
+
+def test_muon_refuses_gradients_and_state_of_another_layout():
+    param = nn.Parameter(_param(4, 4).detach())  # [16, 4] on 4 ranks
+    optimizer = step_on_shards(optim.Muon([param]))
+    param.grad = DTensor.from_local(torch.ones(16, 1), param.device_mesh, (Shard(1),))
+    with pytest.raises(ValueError, match="expected a gradient with the parameter's"):
+        optimizer.step()
+    param.grad = torch.zeros_like(param)
+    optimizer.state[param]["momentum_buffer"] = torch.zeros(16, 4)
+    with pytest.raises(ValueError, match="expected a DTensor as state 'momentum_buffer'"):
+        optimizer.step()
+    with pytest.raises(
+        ValueError, match=re.escape("newton_schulz of param_groups[0]['params'][0]: expected an update")
+    ):
+        _alone(lambda matrix, *_: matrix[:1])
+
+
+def _alone(newton_schulz):
+    param = nn.Parameter(torch.ones(2, 2))
+    param.grad = torch.ones(2, 2)
+    step_on_shards(optim.Muon([param]), newton_schulz=newton_schulz).step()
+
+
+def test_plain_parameters_are_stepped_alone():
+    params = [nn.Parameter(torch.eye(3)) for _ in range(2)]
+    for param in params:
+        param.grad = torch.arange(9.0).view(3, 3)
+    step_on_shards(optim.Muon(params[:1])).step()
+    optim.Muon(params[1:]).step()
+    assert torch.equal(*params)
+
+
 def test_refuses_classes_that_it_does_not_know():
     class MyAdam(optim.Adam):
         pass
