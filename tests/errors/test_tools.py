@@ -106,8 +106,8 @@ def test_compile(model, kwargs, error, message):
         (
             lambda: step_on_shards(muon()),
             ValueError,
-            r"param_groups\[1\]\['params'\]\[0\]: expected a real matrix, or a stack of matrices, got torch.float32 of "
-            r"shape \(3,\); give it to another optimizer",
+            r"param_groups\[1\]\['params'\]\[0\]: expected a real matrix, or a stack of matrices, got torch.float32 "
+            r"of shape \(3,\); give it to another optimizer",
         ),
         (
             lambda: step_on_shards(muon(1), blocks={nn.Parameter(X): (1, 2)}),

@@ -432,7 +432,7 @@ def test_ranks_whose_gradients_differ():
     assert {len(state) for state in pair.optimizer.state.values()} == {1}
 
 
-@on_ranks(2, timeout_s=10)
+@on_ranks(2, timeout_s=5)
 def test_ranks_whose_gradients_differ_along_known_steps():
     """Each step has followed the other on both ranks, and the rank whose gradients change compares all the same."""
     pair = Pair(mesh_of(2), (Shard(0),))

@@ -17,6 +17,8 @@ from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes.cost import CLUSTERS
 from fsdp_compiled.planner import Layout, plan
 from fsdp_compiled.planner.options import batches, layouts
+from fsdp_compiled.planner.plan import BF16
+from fsdp_compiled.planner.trials import trial
 from fsdp_compiled.testing.llama import Config, Llama
 
 CONFIG = Config(vocab=512, width=256, layers=4, heads=4, kv_heads=2, hidden=512, max_seq=128)
@@ -58,7 +60,7 @@ def option(planned, ranks, shards, batch, reshards=True, checkpointing="none"):
     return found
 
 
-def captured(ranks, shards, batch, reshards=True):
+def captured(ranks, shards, batch, reshards=True, optimizer="adamw"):
     """Capture the model on these ranks."""
     dist.init_process_group("fake", rank=0, world_size=ranks)
     names, sizes = ("replicate", "shard"), (ranks // shards, shards)
@@ -72,7 +74,8 @@ def captured(ranks, shards, batch, reshards=True):
     fully_shard(model, mesh=mesh, mp_policy=policy, **given)
     fsdp_compiled.compile(model, regions="auto")
     try:
-        return capture(model, *inputs, schedule=SchedulePolicy(cluster=CLUSTER), code=False)
+        schedule = SchedulePolicy(cluster=CLUSTER)
+        return capture(model, *inputs, schedule=schedule, code=False, optimizer=optimizer)
     finally:
         dist.destroy_process_group()
 
@@ -92,6 +95,20 @@ def test_an_option_costs_what_a_capture_on_its_ranks_says(planned, ranks, shards
     gradients = there.memory.reduced_bytes if once > 1 else 0
     held = sum(found.parts_bytes.values()) - gradients
     assert held == pytest.approx(there.peak_bytes, rel=0.05)
+
+
+def test_muon_takes_what_a_capture_on_its_ranks_says():
+    dist.init_process_group("fake", rank=0, world_size=8)
+    try:
+        found = trial(build, "none", 8, CLUSTER, BF16, "muon")
+    finally:
+        dist.destroy_process_group()
+    for shards, replicas in ((8, 1), (8, 2), (16, 1)):
+        there = captured(shards * replicas, shards, 2, optimizer="muon")
+        assert found.optimizer_us(Layout(shards, replicas), "muon") == pytest.approx(there.optimizer_us)
+        state = found.memory(Layout(shards, replicas), True, 2, False)["optimizer state"]
+        assert state == pytest.approx(there.memory.parts["optimizer state"], rel=0.01)
+        assert state < 2 * there.memory.parts["parameters"]  # AdamW's
 
 
 def test_a_larger_batch_costs_what_a_capture_of_it_says(planned):
