@@ -50,16 +50,17 @@ class Exchange:
             packed = torch.empty(self.sent.numel, dtype=dtype, device=device)
             output = torch.empty(self.received.numel, dtype=dtype, device=device)
 
-            def begin() -> dist.Work:
+            def begin() -> tuple[dist.Work, Tensor]:
                 reference.copy_each(parts, self.sent.views(packed))
-                return backend.all_to_all(output, packed, self.received.splits, self.sent.splits, group)
+                work = backend.all_to_all(output, packed, self.received.splits, self.sent.splits, group)
+                return work, packed  # which it reads until it is done
 
-            def finish(work: dist.Work) -> list[Tensor]:
-                backend.wait(work, device)
+            def finish(started: tuple[dist.Work, Tensor]) -> list[Tensor]:
+                backend.wait(started[0], device)
                 return self.received.views(output)
 
             waiting = partial(profiler.of, "all_to_all_wait", self.bucket)
-            return streams.launch("all-to-alls", device, begin, finish, waiting, packed)
+            return streams.launch("all-to-alls", device, begin, finish, waiting)
 
 
 class _Side:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, step_on_shards
 from fsdp_compiled.collectives import backend, streams
 from fsdp_compiled.collectives.all_gather import ALL_GATHERS
 
@@ -53,6 +53,23 @@ def test_one_rank_trains_like_one_process(mode, one_rank):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def test_muon_steps_like_one_process(one_rank):
+    alone = _model()
+    model = copy.deepcopy(alone)
+    _shard(model, "eager")
+    params = [[param for param in each.parameters() if param.ndim == 2] for each in (alone, model)]
+    optimizers = torch.optim.Muon(params[0]), step_on_shards(torch.optim.Muon(params[1]))
+    for _ in range(3):
+        for want, got in zip(*params, strict=True):
+            want.grad = torch.randn_like(want)
+            got.grad = torch.zeros_like(got)
+            got.grad.to_local().copy_(want.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    for want, got in zip(*params, strict=True):
+        torch.testing.assert_close(got.to_local(), want, rtol=1e-5, atol=1e-6)
 
 
 def _all_gather_late(monkeypatch):
