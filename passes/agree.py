@@ -26,7 +26,7 @@ class Agree:
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
-        launches = list(filter(nodes.is_launch, graph.nodes))
+        launches = nodes.launches_of(graph)
         started = (collective_of(nodes.bucket_of(launch), nodes.stage_of(launch)) for launch in launches)
         collectives = tuple(each for each in started if each is not None)  # a copy to the host is none
         if collectives:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,20 +30,28 @@ class Normalize:
 
     def __call__(self, graph: fx.Graph) -> None:
         _merge_all_gathers(graph)
-        for node in list(graph.nodes):
+        for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
             if _adds_two_reductions(node):
                 _reduce_the_sum(node)
-        late: dict[fx.Node, None] = {}  # users of reduced gradients
-        for node in graph.nodes:
-            if any(source in late or nodes.is_reduce_grad(source) for source in node.all_input_nodes):
-                late[node] = None
-        emit.put_in_order([*(node for node in graph.nodes if node not in late), *late])
+        late = _users_of(nodes.calls_of(graph, "reduce_grad"))
+        order = list(graph.nodes)
+        emit.put_in_order([each for is_late in (False, True) for each in order if (each in late) == is_late])
+
+
+def _users_of(reductions: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that use reduced gradients, or what is computed from them."""
+    found, stack = set[fx.Node](), list(reductions)
+    while stack:
+        users = stack.pop().users.keys() - found
+        found |= users
+        stack += users
+    return found
 
 
 def _merge_all_gathers(graph: fx.Graph) -> None:
     """Drop all-gathers of what the graph has unsharded already, as it is or cut for a smaller group."""
     first: dict[object, fx.Node] = {}
-    for node in filter(nodes.is_unshard, list(graph.nodes)):
+    for node in nodes.calls_of(graph, "unshard"):
         shard = nodes.source_of(node)
         is_cut = nodes.is_take_shard(shard)
         kept = nodes.source_of(shard) if is_cut else first.setdefault((shard, nodes.spec_of(node)), node)
@@ -56,8 +65,7 @@ def _merge_all_gathers(graph: fx.Graph) -> None:
 def _adds_two_reductions(node: fx.Node) -> bool:
     terms = node.all_input_nodes  # each once
     return (
-        node.target is aten.add.Tensor
-        and not node.kwargs
+        not node.kwargs
         and len(terms) == 2
         and all(nodes.is_reduce_grad(term) and len(term.users) == 1 for term in terms)
         and nodes.spec_of(terms[0]) == nodes.spec_of(terms[1])

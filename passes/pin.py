@@ -40,7 +40,7 @@ class Pin:
             if nodes.is_getitem(node):
                 if not nodes.is_part(node) and after.get(source := nodes.list_of(node)) is source:
                     after[source] = node
-            elif nodes.is_launch(node) or nodes.is_wait(node):
+            elif nodes.operator_of(node).startswith(("launch_", "wait_")):
                 others = OrderedSet(each for each in after.values() if nodes.region_of(each) is None)
                 if others := others - OrderedSet(node.all_input_nodes):
                     dependencies[node] = others

@@ -70,7 +70,7 @@ class Reshard:
     def __call__(self, graph: fx.Graph) -> None:
         _drop_gradient_marks(graph)
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
-        unshards = list(filter(nodes.is_unshard, graph.nodes))
+        unshards = nodes.calls_of(graph, "unshard")
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
         kept = kept_by(self.policy, specs, self.policy.cluster_for(nodes.device_of(graph)))
         for node in unshards:
@@ -82,7 +82,7 @@ class Reshard:
 
 def _drop_gradient_marks(graph: fx.Graph) -> None:
     """Remove identities whose gradient the joint graph has by now; what they mark is an unsharded parameter."""
-    for node in filter(nodes.is_with_gradient, list(graph.nodes)):
+    for node in nodes.calls_of(graph, "with_gradient"):
         unsharded = nodes.source_of(node)
         if nodes.spec_of(node).reshard:
             _recompute_from_all_gathers(unsharded)

@@ -41,7 +41,7 @@ def _used_before_defined(graph: fx.Graph) -> Iterator[str]:
 
 
 def _launch_without_its_wait(graph: fx.Graph) -> Iterator[str]:
-    for node in filter(nodes.is_launch, graph.nodes):
+    for node in nodes.launches_of(graph):
         waits = [user for user in node.users if nodes.is_wait(user)]
         if len(waits) != 1:
             yield f"{node.name} has {len(waits)} waits, expected one"
@@ -50,7 +50,7 @@ def _launch_without_its_wait(graph: fx.Graph) -> Iterator[str]:
 
 
 def _wait_without_a_launch(graph: fx.Graph) -> Iterator[str]:
-    for node in filter(nodes.is_wait, graph.nodes):
+    for node in nodes.waits_of(graph):
         launch = nodes.source_of(node)
         if not nodes.is_launch(launch):
             yield f"{node.name} waits for {launch.name}, which launches nothing"
@@ -59,7 +59,7 @@ def _wait_without_a_launch(graph: fx.Graph) -> Iterator[str]:
 
 
 def _stage_out_of_turn(graph: fx.Graph) -> Iterator[str]:
-    for node in (node for node in graph.nodes if nodes.is_launch(node) and not nodes.is_first_launch(node)):
+    for node in (node for node in nodes.launches_of(graph) if not nodes.is_first_launch(node)):
         stages, (handle,) = nodes.bucket_of(node).stages, nodes.inputs_of(node)
         before = stages[stages.index(nodes.stage_of(node)) - 1]
         wait = nodes.list_of(handle) if nodes.is_getitem(handle) else handle
@@ -68,7 +68,7 @@ def _stage_out_of_turn(graph: fx.Graph) -> Iterator[str]:
 
 
 def _bucket_of_other_tensors(graph: fx.Graph) -> Iterator[str]:
-    for node in filter(nodes.is_first_launch, graph.nodes):
+    for node in filter(nodes.is_first_launch, nodes.launches_of(graph)):
         bucket, given = nodes.bucket_of(node), nodes.inputs_of(node)
         if len(given) != len(bucket.params):
             yield f"{node.name} takes {len(given)} tensors for {len(bucket.params)} parameters"
@@ -80,7 +80,7 @@ def _bucket_of_other_tensors(graph: fx.Graph) -> Iterator[str]:
 
 
 def _result_that_is_not_there(graph: fx.Graph) -> Iterator[str]:
-    for node in filter(nodes.is_wait, graph.nodes):
+    for node in nodes.waits_of(graph):
         for source in (node, *filter(nodes.is_part, nodes.getitems_of(node))):
             for user in source.users:
                 if not nodes.is_getitem(user):
@@ -90,7 +90,7 @@ def _result_that_is_not_there(graph: fx.Graph) -> Iterator[str]:
 
 
 def _contract_elsewhere(graph: fx.Graph) -> Iterator[str]:
-    for node in list(filter(nodes.is_launch, graph.nodes))[1:]:
+    for node in nodes.launches_of(graph)[1:]:
         if nodes.contract_at(node) is not None:
             yield f"{node.name} carries the graph's contract, but launches after another"
 

@@ -47,7 +47,7 @@ class Schedule:
 
     def __call__(self, graph: fx.Graph) -> None:
         asked: dict[fx.Node, Bucket] = {}
-        for node in list(filter(nodes.opaque_kind, graph.nodes)):
+        for node in nodes.opaque_nodes_of(graph):
             bucket = nodes.asked_of(node)
             if bucket.spec.local_steps(bucket.params[0]) is not None:
                 do_locally(node)

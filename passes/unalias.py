@@ -15,6 +15,7 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from .cost.compute import is_view
@@ -53,8 +54,8 @@ class Expand:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in list(graph.nodes):
-            if nodes.operator_of(node) in ("unshard_all", "reduce_all"):
+        for name in ("unshard_all", "reduce_all"):
+            for node in nodes.calls_of(graph, name):
                 emit.expand(node)
 
 
@@ -68,7 +69,7 @@ class Unalias:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for call in list(graph.nodes):
+        for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
             if (region := nodes.region_of(call)) is not None:
                 _unalias(call, region)
 

@@ -7,6 +7,7 @@ vary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -61,6 +62,9 @@ def flops_of(node: fx.Node) -> float | None:
     return formula(*args, **kwargs, out_val=stand_in(node)) * (needed_of(node) if is_attention(node) else 1.0)
 
 
+text_of = lru_cache(maxsize=1024)(str)  # torch makes the text of an operator anew each time that it is asked for
+
+
 class Call(NamedTuple):
     """What a node calls, and with what."""
 
@@ -71,7 +75,7 @@ class Call(NamedTuple):
 
 def call_of(node: fx.Node) -> Call:
     """Return what a node calls, also where it saves or restores the random state for it, as checkpointing does."""
-    first = _WITH_RANDOM_STATE.get(str(node.target))
+    first = _WITH_RANDOM_STATE.get(text_of(node.target))
     if first is None:
         return Call(node.target, node.args, node.kwargs)
     given = {name: value for name, value in node.kwargs.items() if name != "rng_state"}
@@ -118,9 +122,10 @@ def shown_signature(operator: str, shapes: Iterable[Sequence[int]]) -> str:
 
 def is_attention(node: fx.Node) -> bool:
     """Tell by its operator's name whether a node is an attention, or the backward of one."""
-    return node.op == "call_function" and names_attention(str(call_of(node).target))
+    return node.op == "call_function" and names_attention(text_of(call_of(node).target))
 
 
+@lru_cache(maxsize=1024)
 def names_attention(operator: str) -> bool:
     """Tell whether an operator of this name is an attention, or the backward of one."""
     return any(word in operator for word in ("attention", "attn"))

@@ -18,6 +18,7 @@ from torch import fx
 from ...sharding.contract import Contract
 from ...sharding.spec import Bucket, CommSpec, ParamSpec
 from .. import kinds
+from ..cost.compute import text_of
 from ..kinds import Kind
 
 NAMESPACE = "fsdp_compiled"
@@ -55,8 +56,13 @@ def _is_op(name: str, node: fx.Node) -> bool:
 
 is_unshard = partial(_is_op, "unshard")  # tells whether a node all-gathers one parameter
 is_reduce_grad = partial(_is_op, "reduce_grad")  # reduces one gradient
-is_with_gradient = partial(_is_op, "with_gradient")  # the identity, which was there for the gradient of its input
 is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for a smaller group
+
+
+def calls_of(graph: fx.Graph, *names: str) -> list[fx.Node]:
+    """Return the nodes that call our operators of these names, in order; torch finds them without a walk."""
+    targets = (getattr(getattr(torch.ops, NAMESPACE), name).default for name in names)
+    return sorted(node for target in targets for node in graph.find_nodes(op="call_function", target=target))
 
 
 def is_communication(node: fx.Node) -> bool:
@@ -71,10 +77,15 @@ def has_ours(graph: fx.Graph) -> bool:
 
 def is_pinned(graph: fx.Graph) -> bool:
     """Tell whether ``graph`` has control dependencies, which hide the nodes that they are of."""
-    return any("control_deps" in str(node.target) for node in graph.nodes)
+    return any("control_deps" in text_of(node.target) for node in graph.nodes if node.op == "call_function")
 
 
 # ---- opaque operators ----
+
+
+def opaque_nodes_of(graph: fx.Graph) -> list[fx.Node]:
+    """Return the nodes that ask for a collective of one tensor, in order."""
+    return calls_of(graph, *(name for name, kind in kinds.operators() if kind.opaque == name))
 
 
 def opaque_kind(node: fx.Node) -> Kind | None:
@@ -112,6 +123,14 @@ def params_of(asked: Mapping[fx.Node, Bucket]) -> list[ParamSpec]:
 
 
 # ---- launches and waits ----
+
+
+def launches_of(graph: fx.Graph) -> list[fx.Node]:
+    return calls_of(graph, *(name for name, _ in kinds.operators() if name.startswith("launch_")))
+
+
+def waits_of(graph: fx.Graph) -> list[fx.Node]:
+    return calls_of(graph, *(name for name, _ in kinds.operators() if name.startswith("wait_")))
 
 
 def is_launch(node: fx.Node) -> bool:
@@ -164,20 +183,24 @@ def contract_at(launch: fx.Node) -> Contract | None:
 
 def unsharded_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
     """Yield what a graph, opaque or lowered, makes of parameters ahead of use, with the unsharded shapes."""
-    for node in graph.nodes:
-        if (kind := opaque_kind(node)) is not None and kind.is_ahead:
+    for node in sorted([*opaque_nodes_of(graph), *waits_of(graph)]):
+        if not kind_of(node).is_ahead:
+            continue
+        if not is_wait(node):
             yield node, asked_of(node).layouts[0].shape
-        elif is_wait(node) and kind_of(node).is_ahead:
+        else:
             layouts, items = bucket_of(node).layouts, (item for item in getitems_of(node) if not is_part(item))
             yield from ((item, layouts[index_of(item)].shape) for item in sorted(items, key=index_of))
 
 
 def gradients_of(graph: fx.Graph) -> Iterator[tuple[fx.Node, tuple[int, ...]]]:
     """Yield the unsharded gradients that a graph, opaque or lowered, reduces, with their shapes."""
-    for node in graph.nodes:
-        if (kind := opaque_kind(node)) is not None and not kind.is_ahead:
+    for node in sorted([*opaque_nodes_of(graph), *launches_of(graph)]):
+        if kind_of(node).is_ahead:
+            continue
+        if not is_launch(node):
             yield source_of(node), asked_of(node).layouts[0].shape
-        elif is_first_launch(node) and not kind_of(node).is_ahead:
+        elif is_first_launch(node):
             layouts = bucket_of(node).layouts
             yield from ((grad, layout.shape) for grad, layout in zip(inputs_of(node), layouts, strict=True))
 
@@ -238,8 +261,12 @@ _HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution
 
 def is_heavy(node: fx.Node) -> bool:
     """Tell whether ``node`` is compute that Inductor runs by itself, at a place of its own, or a region of it."""
-    is_named = node.op == "call_function" and any(word in str(node.target) for word in _HEAVY)
-    return is_named or region_of(node) is not None
+    return node.op == "call_function" and (_is_heavy(node.target) or region_of(node) is not None)
+
+
+@lru_cache(maxsize=1024)
+def _is_heavy(target: Any) -> bool:
+    return any(word in str(target) for word in _HEAVY)
 
 
 def device_of(graph: fx.Graph) -> torch.device:
