@@ -6,6 +6,7 @@ from .agreement.ledger import set_rank_agreement
 from .api import compile, fully_shard, fully_shard_with_compiled_compute, options, register_fsdp_forward_method
 from .collectives import AllGather, Comm, ReduceScatter
 from .errors import FSDPError, RankFailureError, RankMismatchError
+from .evaluation import unsharded
 from .hooks.root import GradientReductionHandle
 from .installed import uninstall
 from .module import FSDPModule, UnshardHandle, share_comm_ctx
@@ -63,4 +64,5 @@ __all__ = [
     "share_comm_ctx",
     "step_on_shards",
     "uninstall",
+    "unsharded",
 ]

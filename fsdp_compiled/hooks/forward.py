@@ -10,12 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..param.unit import Unit
 from ..tracing.dynamo import skipped
 
 
 class EagerHooks(Protocol):
     """What hooks and identities call of ``FSDPState``, whose file imports this one."""
 
+    @property
+    def unit(self) -> Unit: ...
     def enter_forward(self, module: nn.Module) -> None: ...
     def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
     def watch_output(self, module: nn.Module, output: Any) -> Any: ...
@@ -35,11 +38,14 @@ class PreForward:
 
     @skipped
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if not torch.compiler.is_compiling():
+        runs_hooks = not torch.compiler.is_compiling() and (
+            self.state.unit.config.has_hooks or torch.is_grad_enabled()
+        )
+        if runs_hooks:
             self.state.enter_forward(module)
         if self.dtype is not None or self.device is not None:
             args, kwargs = cast_floating((args, kwargs), self.dtype, self.device)
-        if not torch.compiler.is_compiling():
+        if runs_hooks:
             args, kwargs = self.state.watch_inputs(args, kwargs)
         return args, kwargs
 
@@ -51,7 +57,7 @@ class PostForward:
 
     @skipped
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.state.unit.config.has_hooks:
             output = self.state.watch_output(module, output)
         return output if self.dtype is None else cast_floating(output, self.dtype)
 

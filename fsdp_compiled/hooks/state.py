@@ -158,6 +158,7 @@ class FSDPState(TorchNames):
     def enter_forward(self, module: nn.Module) -> None:
         """All-gather the unit before its module's forward."""
         context = self._lazy_init()
+        self.check_trains()
         context.step.enter_thread(context.states)
         context.recover()
         if self.unit.is_recomputing:
@@ -277,7 +278,8 @@ class FSDPState(TorchNames):
                 param.gradients.unsharded.take()
                 param.gradients.partial.take()
         self.unit.reset()
-        self.reshard()
+        if self.unit.config.trains:
+            self.reshard()
 
     # ---- the root ----
 
@@ -300,9 +302,17 @@ class FSDPState(TorchNames):
         context = self._lazy_init()
         context.step.enter_thread(context.states)
 
+    def check_trains(self) -> None:
+        """Raise RuntimeError for a forward with gradients while :func:`unsharded` keeps the parameters."""
+        if torch.is_grad_enabled() and not self.unit.config.trains:
+            where, got = f"{self.unit.config.name} in unsharded()", "one with gradients"
+            do = "leave the block to train"
+            raise unexpected(where, "a forward without gradients", got, do, RuntimeError)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_call(self) -> None:
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
+        self.check_trains()
         context = self._lazy_init()
         context.recover(begins_step=not context.step.in_call)
         self.check_parameters()

@@ -170,11 +170,11 @@ def _exchange(place: Place, items: Sequence[Item], rule: MatrixRule, device: tor
     """Return how matrices travel to owners: within a shard group, or among all replicas where that is faster."""
     alone = place.shard_group
     group = Group() if alone is None else Group(alone.group_name, place.shards)
-    alike = AllToAllSpec(group, rule.dtype, place.shards, to_owners=True)
+    inside = AllToAllSpec(group, rule.dtype, place.shards, to_owners=True)
     if not place.may_share or not items or not _saves_by_sharing(place, items, device):
-        return alike
+        return inside
     assert place.mesh is not None
-    return replace(alike, group=Group(group_of_all(place.mesh).group_name, place.mesh.size()))
+    return replace(inside, group=Group(group_of_all(place.mesh).group_name, place.mesh.size()))
 
 
 def _saves_by_sharing(place: Place, items: Sequence[Item], device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """Steps an optimizer of matrices: shards, then round by round to owners, their matrix function, and back to shards.
 
-While owners compute one round, the next one is on its way to them, and the one before on its way back. At most two
-rounds have memory, and none has any after the step.
+While owners compute one round, the matrices of the next are sent to them, and the updates of the one before back. At
+most two rounds have buffers, and none has any after the step.
 """
 
 from __future__ import annotations

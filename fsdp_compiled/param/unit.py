@@ -21,6 +21,8 @@ class UnitConfig:
     reshard_after_backward: bool = True  # free them after backward, or keep them
     keep_unsharded_storage: bool = False  # a reshard leaves the unsharded memory allocated
     unshard_in_backward: bool = True  # whether backward all-gathers at all
+    trains: bool = True  # False where the unit stays unsharded over many calls, none of which may have gradients
+    has_hooks: bool = True  # False where all units do, so that eager hooks have nothing to do
     reduce_grads: bool = True  # backward reduces gradients, or accumulates them unsharded
     all_reduce_grads: bool = True  # it also reduces them over replicas, or accumulates what the shards reduced
     reduce_unused: bool = False  # parameters without a gradient take part in the reduction, with zeros

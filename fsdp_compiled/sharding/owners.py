@@ -12,7 +12,7 @@ _HOME_LOAD = 1.1  # of the mean; below, matrices that a rank has completely stay
 
 
 def owners_of(costs: Sequence[float], world: int, homes: Sequence[Sequence[int]] = ()) -> list[int]:
-    """Return the owner of each matrix: the dearest first, each to the rank that has least to do.
+    """Return the owner of each matrix: the most expensive first, each to the rank that has least to do.
 
     Args:
         costs: of each matrix, in any unit.
@@ -50,7 +50,7 @@ def loads_of(costs: Sequence[float], owners: Sequence[int], world: int) -> list[
 def rounds_of(
     sizes: Sequence[int], costs: Sequence[float], owners: Sequence[int], limit: int = ROUND_BYTES
 ) -> list[list[int]]:
-    """Return the matrices of each round, the dearest of each owner in the first.
+    """Return the matrices of each round, the most expensive of each owner in the first.
 
     In a round an owner has matrices of at most ``limit`` bytes, one at least, and at most a quarter of what the
     busiest owner receives in all.

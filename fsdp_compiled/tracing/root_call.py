@@ -48,6 +48,8 @@ class TracedCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if not self._fsdp_state.unit.config.has_hooks and not torch.is_grad_enabled():
+            return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
         self._fsdp_state.enter_thread()  # first: other ranks need not know of a second thread's error
         grad_mode = torch.is_grad_enabled()
         try:

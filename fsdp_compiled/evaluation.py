@@ -1,0 +1,88 @@
+"""Keeps a sharded model's parameters unsharded over many calls, for generation and evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+
+import torch
+from torch import nn
+
+from .expect import expect, unexpected
+from .hooks.state import FSDPState, states_below
+from .hooks.step import TrainingState
+
+
+@contextmanager
+def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[None]:
+    """Keep parameters all-gathered within the block, in which nothing may train.
+
+    Calls of the model in it, uncompiled or compiled, communicate nothing, so that ranks may stop at different
+    lengths: Hugging Face's ``generate`` needs no ``synced_gpus``. Gradients are off. Afterwards, also after an
+    exception, parameters are sharded. Enter it on all ranks.
+
+    Args:
+        model: a module with units.
+        max_bytes: of unsharded parameters; units that do not fit are all-gathered at every call, so that ranks must
+            make the same calls. None keeps all.
+
+    Raises:
+        TypeError: ``model`` is no module, or ``max_bytes`` no integer.
+        ValueError: no unit lies in ``model``, or ``max_bytes`` is negative.
+        RuntimeError: a forward, a backward or another such block is under way; inside, a forward with gradients.
+    """
+    expect("model", model, nn.Module, "an nn.Module")
+    expect("max_bytes", max_bytes, int | None, "an integer or None")
+    if max_bytes is not None and max_bytes < 0:
+        raise unexpected("max_bytes", "0 or more", max_bytes)
+    states = states_below([model])
+    if not states:
+        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
+    for state in states:
+        if not state.unit.config.trains or state.unit.training_state is not TrainingState.IDLE:
+            got = "one in another such block" if not state.unit.config.trains else "one in forward or backward"
+            raise unexpected(
+                "unsharded", "a model between two steps", f"{got} of {state.unit.config.name}", "", RuntimeError
+            )
+    kept = _that_fit(states, max_bytes)
+    before, has_hooks = [state.unit.config for state in kept], len(kept) < len(states)
+    kept_config = {
+        "reshard_after_forward": False,
+        "reshards_by_default": False,
+        "trains": False,
+        "has_hooks": has_hooks,
+    }
+    try:
+        for state in kept:
+            state.unit.configure(**kept_config)
+        _unshard(kept)
+        with torch.no_grad():
+            yield
+    finally:
+        for state, config in zip(kept, before, strict=True):
+            state.reshard()
+            state.unit.configure(**{name: getattr(config, name) for name in kept_config})
+
+
+def _that_fit(states: Sequence[FSDPState], max_bytes: int | None) -> list[FSDPState]:
+    """Return the units whose unsharded parameters take so many bytes, in order."""
+    if max_bytes is None:
+        return list(states)
+    kept, left = list[FSDPState](), max_bytes
+    for state in states:
+        needed = sum(param.spec.all_gather_bytes for param in state.params)
+        if needed <= left:
+            kept.append(state)
+            left -= needed
+    return kept
+
+
+def _unshard(states: Sequence[FSDPState]) -> None:
+    """All-gather units one after the other, the next one while the last one is unpacked."""
+    for state, following in zip_longest(states, states[1:]):
+        state.launch_unshard()
+        if following is not None:
+            following.launch_unshard()
+        state.wait_unshard()
+        state.unit.hold(True)  # what traces reads them too, and no unit that shares some frees them

@@ -1,0 +1,147 @@
+"""Parameters that stay unsharded over many calls."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_compiled import fully_shard, unsharded
+from fsdp_compiled.collectives import backend
+from tests.support.parity import row
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    batches,
+    each_mode,
+    eager_and_full,
+    full_params,
+    my_part,
+    shard,
+    square_loss,
+    train,
+)
+
+
+def _counted(run):
+    """How many collectives ``run`` starts."""
+    started = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "all_gather_coalesced", "reduce_scatter", "all_reduce"):
+            start = getattr(backend, name)
+            patch.setattr(backend, name, lambda *args, start=start: started.append(args) or start(*args))
+        run()
+    return len(started)
+
+
+def _is_sharded(model):
+    return all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@row("optimizers and evaluation")
+@each_mode
+@on_ranks(2)
+def test_ranks_make_as_many_calls_as_they_like(mode):
+    model = MLP()
+    call, alone, x = shard(model, mode), MLP(), batches(1, 4, 10)[0]
+    with torch.no_grad():
+        want = alone(x)
+    data = batches(2, 8, 10)
+    train(alone, alone, data[:1], square_loss, sharded=False)
+    train(model, call, data[:1], square_loss)
+    with torch.no_grad():
+        want = alone(x)
+
+    def calls():
+        for _ in range(1 + 3 * dist.get_rank()):
+            torch.testing.assert_close(call(x), want)
+
+    with unsharded(model):
+        assert not _is_sharded(model)
+        assert _counted(calls) == 0
+    assert _is_sharded(model)
+    train(alone, alone, data[1:], square_loss, sharded=False)
+    train(model, call, data[1:], square_loss)
+    for name, param in full_params(model).items():
+        torch.testing.assert_close(param, dict(alone.named_parameters())[name].detach())
+
+
+@on_ranks(2)
+def test_as_many_bytes_as_given():
+    model, x = MLP(), batches(1, 4, 10)[0]
+    shard(model, "eager")
+    needed = sum(p.numel() for p in model.blocks[0].parameters()) * 4
+
+    def call():
+        model(x)
+
+    with torch.no_grad():
+        everything = _counted(call)
+    with unsharded(model, max_bytes=needed + 64):
+        assert not _is_sharded(model.blocks[0]) or not _is_sharded(model)
+        assert 0 < _counted(call) < everything
+    assert _is_sharded(model)
+    with unsharded(model, max_bytes=0):
+        assert _is_sharded(model) and _counted(call) == everything
+
+
+@row("optimizers and evaluation", mode="eager")
+@on_ranks(2)
+def test_an_exception_leaves_a_sharded_model_that_trains():
+    model, alone = MLP(), MLP()
+    shard(model, "eager")
+    x = batches(1, 4, 10)[0]
+    with pytest.raises(ZeroDivisionError), unsharded(model):
+        model(x)
+        raise ZeroDivisionError
+    assert _is_sharded(model) and torch.is_grad_enabled()
+    with unsharded(model):
+        with (
+            mock.patch.object(model.blocks[1], "forward", side_effect=ZeroDivisionError),
+            pytest.raises(ZeroDivisionError),
+        ):
+            model(x)
+        assert dist.get_rank() == 1 or _counted(lambda: model(x)) == 0  # a rank alone goes on
+    assert _is_sharded(model)
+    data = batches(2, 8, 10)
+    torch.testing.assert_close(
+        train(model, model, data, square_loss), train(alone, alone, data, square_loss, sharded=False)
+    )
+
+
+@eager_and_full
+@on_ranks(2)
+def test_nothing_trains_inside(mode):
+    model, x = MLP(), my_part(batches(1, 8, 10)[0])
+    call = shard(model, mode)
+    message = (
+        "in unsharded\\(\\): expected a forward without gradients, got one with gradients; leave the block to train"
+    )
+    with unsharded(model), torch.enable_grad(), pytest.raises(RuntimeError, match=message):
+        call(x)
+    assert _is_sharded(model)
+    message = "unsharded: expected a model between two steps, got one in another such block of MLP"
+    with unsharded(model), pytest.raises(RuntimeError, match=message), unsharded(model):
+        pass
+    assert _is_sharded(model)
+    square_loss(model, x).backward()
+    hook = model.blocks[0].register_forward_hook(lambda *_: unsharded(model).__enter__())
+    with pytest.raises(RuntimeError, match="unsharded: expected a model between two steps, got one in forward"):
+        model(x)
+    hook.remove()
+
+
+@on_ranks(1)
+def test_mistakes():
+    for model, kwargs, error, message in (
+        (3, {}, TypeError, "model: expected an nn.Module, got 3 of int"),
+        (nn.Linear(2, 2), {}, ValueError, "Linear: expected a sharded model, got one without any unit"),
+        (fully_shard(nn.Linear(2, 2)), {"max_bytes": -1}, ValueError, "max_bytes: expected 0 or more, got -1"),
+        (fully_shard(nn.Linear(2, 2)), {"max_bytes": "all"}, TypeError, "max_bytes: expected an integer or None"),
+    ):
+        with pytest.raises(error, match=message), unsharded(model, **kwargs):
+            pass
