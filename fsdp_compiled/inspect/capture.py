@@ -164,8 +164,9 @@ def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor
     model.zero_grad()
     try:
         with torch.random.fork_rng():
-            # nothing of this capture remains where Dynamo would find it for another
-            total = loss(torch.compile(with_code_of_its_own(call), backend=backend)(*args, **kwargs))
+            # Nothing of this capture remains where Dynamo would find it for another, and sizes that differ from an
+            # earlier capture's are no sizes that vary.
+            total = loss(torch.compile(with_code_of_its_own(call), backend=backend, dynamic=False)(*args, **kwargs))
             if total.requires_grad:
                 total.backward()
     finally:

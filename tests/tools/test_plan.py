@@ -114,7 +114,7 @@ def test_a_larger_batch_costs_what_a_capture_of_it_says(planned):
     found, there = option(planned, 8, 8, 4), captured(8, 8, 4)
     step_us = found.accumulation * (there.step_us - there.optimizer_us) + there.optimizer_us
     assert found.step_us == pytest.approx(step_us, rel=0.05)
-    assert sum(found.parts_bytes.values()) - there.memory.reduced_bytes == pytest.approx(there.peak_bytes, rel=0.06)
+    assert sum(found.parts_bytes.values()) - there.memory.reduced_bytes == pytest.approx(there.peak_bytes, rel=0.05)
 
 
 def test_checkpointing_takes_time_and_saves_memory(planned):
