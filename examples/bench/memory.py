@@ -12,6 +12,7 @@ import argparse
 import gc
 import itertools
 import os
+import statistics
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,10 +103,17 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def measured_peak(step: Callable[[], None], held: Callable[[], Iterable[Tensor]], warmup: int = 2) -> int:
-    """Return the peak of live bytes in a step: those of ``held()`` before it, and what is allocated meanwhile."""
-    for _ in range(warmup):  # compiles, and makes the optimizer's state
+def measured_peak(step: Callable[[], None], held: Callable[[], Iterable[Tensor]], steps: int = 5) -> int:
+    """Return the peak of live bytes in a step: those of ``held()`` before it, and what is allocated meanwhile.
+
+    It is the median of several steps: now and then a buffer of gloo's is freed late, on a busy machine more often.
+    """
+    for _ in range(2):  # compiles, and makes the optimizer's state
         step()
+    return statistics.median_low(_peak(step, held) for _ in range(steps))
+
+
+def _peak(step: Callable[[], None], held: Callable[[], Iterable[Tensor]]) -> int:
     gc.collect()
     before = bytes_of(held())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

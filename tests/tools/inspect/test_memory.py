@@ -123,7 +123,9 @@ def test_the_estimate_is_near_what_a_step_takes():
         return [*model.parameters(), *model.buffers(), *batch, *filter(torch.is_tensor, states)]
 
     measured = measured_peak(step, held)
-    torch.testing.assert_close(1.0 * capture(model, *batch, code=False).peak_bytes, 1.0 * measured, rtol=BOUND, atol=0)
+    torch.testing.assert_close(
+        1.0 * capture(model, *batch, code=False).peak_bytes, 1.0 * measured, rtol=BOUND, atol=0
+    )
 
 
 @pytest.mark.usefixtures("fake_group")
