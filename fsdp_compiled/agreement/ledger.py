@@ -34,6 +34,7 @@ _KEY = "fsdp_compiled/agreement"
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.1  # between two polls of the store
 _ATTENTION_S = 1.0  # how often a rank that waits asks whether others compile or have failed
 _ASKED_FOR = 8  # of the ranks waited for, at a time: all of them would be too many for the store's host
+AFTER_A_STEP = ", after an optimizer's step"  # a note
 _AGREED, _DIFFER, _FAILED = "agreed", "differ", "failed"  # verdicts; the last two with a text
 
 

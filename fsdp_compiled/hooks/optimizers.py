@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ..agreement.ledger import note
+from ..agreement.ledger import AFTER_A_STEP, note
 from ..expect import unexpected
 from ..param.param import FSDPParam
 
@@ -46,7 +46,7 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     held = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = next((param for param in held if isinstance(param, DTensor)), None)
     if sharded is not None:
-        note(sharded.device_mesh, "step", ", after an optimizer's step")
+        note(sharded.device_mesh, "step", AFTER_A_STEP)
     if _checked.get(optimizer) == len(held):
         return
     stale = {

@@ -91,10 +91,11 @@ class Round:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """A step of parameters with gradients, and what ranks agree on before it."""
+    """A step of parameters with gradients, what ranks agree on before it, and all their meshes."""
 
     rounds: tuple[Round, ...]
     contract: Contract
+    meshes: tuple[DeviceMesh, ...]
 
 
 def place_of(param: Tensor, name: str) -> Place:
@@ -158,7 +159,8 @@ def plan_step(params: Sequence[Param], rule: MatrixRule, blocks: Blocks) -> Step
             present = sum(params[index].has_grad for index in held)
             form = f"{present} with a gradient, owners {zlib.crc32(str(owners).encode()):08x}"
             collectives.append(Collective(exchange.group.name, "all-to-all", exchange.how, described, form))
-    return StepPlan(tuple(rounds), Contract(tuple(collectives)))
+    meshes = dict.fromkeys(place.mesh for place, _ in by_place.values() if place.mesh is not None)
+    return StepPlan(tuple(rounds), Contract(tuple(collectives)), tuple(meshes))
 
 
 def _described(param: Param) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ..agreement.ledger import agree, register_callbacks
+from ..agreement.ledger import AFTER_A_STEP, agree, note, register_callbacks
 from ..collectives import reference
 from ..collectives.streams import Pending
 from ..expect import expect, shown, unexpected
@@ -91,6 +91,8 @@ class MatrixStep:
                 _local(value, param, optimizer, f"state {name!r}")
         if plan.contract.collectives:
             register_callbacks()
+            for mesh in plan.meshes:  # as before any step, but also where this process has sharded no model
+                note(mesh, "step", AFTER_A_STEP)
             # gloo ends a process that gets other sizes than it expects, so that other gradients are compared before.
             agree(plan.contract, anew=plan is not before)
         held = {at: self._held(optimizer, *each) for at, each in found.items()}

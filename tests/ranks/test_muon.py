@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from copy import deepcopy
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.profiler import profile
 
 from fsdp_compiled import RankFailureError, RankMismatchError, fully_shard, set_rank_agreement, step_on_shards
 from fsdp_compiled.collectives import all_to_all, backend
+from fsdp_compiled.hooks.optimizers import hook_steps, unhook_steps
 from fsdp_compiled.optim import matrix_plan
 from tests.support.parity import row
 from tests.support.ranks import on_ranks, same_on_ranks
@@ -109,6 +111,21 @@ def test_on_3_ranks(layout):
 @on_ranks(4)
 def test_on_4_ranks(layout):
     _equals_one_process(layout)
+
+
+@on_ranks(2)
+def test_where_not_every_process_has_sharded_a_model():
+    """The library notes steps of all optimizers from the first fully_shard on."""
+    unhook_steps()
+    if dist.get_rank() == 0:
+        hook_steps()
+    pair = Pair(mesh_of(2), (Shard(0),))
+    for _ in range(3):
+        pair.step()
+        pair.step()
+        time.sleep(0.5)  # for what runs afterwards to be compared
+    pair.check()
+    hook_steps()
 
 
 @on_ranks(2)
