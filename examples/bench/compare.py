@@ -174,9 +174,10 @@ def make_optimizers(model: Llama, kind: str) -> list[torch.optim.Optimizer]:
     settings = {kind: True} if kind in ("foreach", "fused") else {}
     if kind != "muon":
         return [torch.optim.AdamW(model.parameters(), lr=3e-4, **settings)]
-    matrices = {param: None for param in model.blocks.parameters() if param.ndim == 2}
-    others = [param for param in model.parameters() if param not in matrices]
-    return [torch.optim.Muon([*matrices], lr=3e-4), torch.optim.AdamW(others, lr=3e-4)]
+    matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
+    chosen = set(matrices)
+    others = [param for param in model.parameters() if param not in chosen]
+    return [torch.optim.Muon(matrices, lr=3e-4), torch.optim.AdamW(others, lr=3e-4)]
 
 
 def batches(args: argparse.Namespace, config: Config) -> list[tuple[Tensor, Tensor]]:

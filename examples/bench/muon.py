@@ -37,7 +37,7 @@ LAYERS = {"16 x 256": (16, 256), "4 x 384": (4, 384), "16 x 128": (16, 128)}
 
 
 def matrices_of(layers: int, width: int) -> list[Shape]:
-    """Return the shapes of a Llama's matrices: attention with a third of the heads for keys, and the MLP."""
+    """Return the shapes of a Llama's matrices: attention with a quarter of the heads for keys, and the MLP."""
     hidden, kv = -(-width * 8 // 3 // 32) * 32, width // 4
     return layers * [
         (width, width),

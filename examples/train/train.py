@@ -101,7 +101,8 @@ def make_optimizers(args: argparse.Namespace, model: Llama) -> list[torch.optim.
     """Return AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the others."""
     settings = {"lr": args.lr, "weight_decay": 0.1}
     matrices = [] if args.optimizer == "adamw" else [p for p in model.blocks.parameters() if p.ndim == 2]
-    others = [param for param in model.parameters() if all(param is not matrix for matrix in matrices)]
+    chosen = set(matrices)
+    others = [param for param in model.parameters() if param not in chosen]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=(0.9, 0.95), **settings)]
     if matrices:  # by this adjustment, with AdamW's learning rate and weight decay
         optimizers.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **settings))

@@ -88,12 +88,6 @@ def opaque_nodes_of(graph: fx.Graph) -> list[fx.Node]:
     return calls_of(graph, *(name for name, kind in kinds.operators() if kind.opaque == name))
 
 
-def opaque_kind(node: fx.Node) -> Kind | None:
-    """Return the kind of collective that an opaque node asks for; None if ``node`` is none."""
-    kind = kinds.kind_of(name := operator_of(node))
-    return kind if kind is not None and kind.opaque == name else None
-
-
 def asked_of(node: fx.Node) -> Bucket:
     """Return the bucket of an opaque node alone."""
     return kind_of(node).bucket_of_one(str(node.args[-1]), value_of(source_of(node)))
