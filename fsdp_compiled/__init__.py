@@ -21,6 +21,7 @@ from .sharding.mesh import (
     ShardPlacementResult,
 )
 from .torch_fsdp.switch import as_torch_fsdp, disable, enable
+from .weights import stream_parameters, stream_shards
 
 
 def __getattr__(name: str) -> Any:
@@ -63,6 +64,8 @@ __all__ = [
     "set_rank_agreement",
     "share_comm_ctx",
     "step_on_shards",
+    "stream_parameters",
+    "stream_shards",
     "uninstall",
     "unsharded",
 ]

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..api import fully_shard, register_fsdp_forward_method
 from ..expect import unexpected
 from ..sharding.dtensor import local_of, local_part
+from ..weights import stream_parameters
+from ..weights.items import names_of_tensors, original_of
 
 RESHARD = {"free_full_weight": None, "keep_full_weight": False}  # the styles of ``_fsdp_plan``
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -113,7 +116,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         _materialize(model, device)
     opened = cache(partial(safe_open, framework="pt"))
     with torch.no_grad():
-        for names, tensor in _tensors(model) if adapter is None else _adapted(model, adapter):
+        for names, tensor in names_of_tensors(model) if adapter is None else _adapted(model, adapter):
             name = next((each for each in names if each in files), None)
             if name is None:
                 do = "load it by from_pretrained, save it by save_pretrained, and load that"
@@ -159,14 +162,6 @@ def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
         initializers[0](module)  # type: ignore[operator]
 
 
-def _tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
-    """Yield each parameter and persistent buffer once, with all of its names."""
-    found: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return found.values()
-
-
 def _read(name: str, tensor: Tensor, stored: Any) -> None:
     """Copy this rank's part of what is stored in a file."""
     shape = tuple(stored.get_shape())
@@ -178,3 +173,65 @@ def _read(name: str, tensor: Tensor, stored: Any) -> None:
         raise unexpected(name, "Shard and Replicate only", tensor.placements, "load by DCP", NotImplementedError)
     elif local_of(tensor).numel():
         local_of(tensor).copy_(stored[local_part(tensor)])
+
+
+def save_pretrained(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = 5 * 10**9,
+    merge_adapters: bool = False,
+) -> None:
+    """Write a sharded model as safetensors files, which ``from_pretrained`` and :func:`load_pretrained` read.
+
+    Call it on all ranks; rank 0 writes, and holds the tensors of one file in its host's memory. If the model has a
+    ``config`` and a ``generation_config``, they are written too.
+
+    Args:
+        model: as :func:`fsdp_compiled.stream_parameters` takes it, and ``dtype`` and ``merge_adapters``.
+        folder: made if it is not there.
+        max_file_bytes: of one file's tensors; a larger tensor has a file of its own.
+
+    Raises:
+        See :func:`fsdp_compiled.stream_parameters`.
+    """
+    from safetensors.torch import save_file
+
+    folder, taken, files = Path(folder), dict[str, Tensor](), list[list[str]]()
+    sizes: dict[str, int] = {}
+
+    def write() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.append(list(taken))
+        save_file(taken, folder / f"{len(files)}.incomplete", metadata={"format": "pt"})
+        taken.clear()
+
+    for name, tensor in stream_parameters(model, dtype=dtype, ranks=[0], merge_adapters=merge_adapters):
+        sizes[name] = tensor.nbytes
+        if taken and sum(sizes[each] for each in taken) + tensor.nbytes > max_file_bytes:
+            write()
+        taken[name] = tensor.to("cpu", copy=tensor.device.type == "cpu").contiguous()
+        del tensor
+    if taken:
+        write()
+        _finish(model, folder, files, sum(sizes.values()))
+    if dist.is_initialized():
+        dist.barrier()  # others may read the files at once
+
+
+def _finish(model: nn.Module, folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """Give the files their names, and write the index and the configurations."""
+    count, names = len(files), [SINGLE]
+    if count > 1:
+        names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+    for number, name in enumerate(names, 1):
+        (folder / f"{number}.incomplete").replace(folder / name)
+    if count > 1:
+        weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}))
+    original: Any = original_of(model)
+    base = original.get_base_model() if hasattr(original, "get_base_model") else original
+    for name in ("config", "generation_config"):
+        if hasattr(config := getattr(base, name, None), "save_pretrained"):
+            config.save_pretrained(folder)  # type: ignore[union-attr]

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ..module import FSDPModule
 from .pretrained import load_pretrained as load_pretrained
+from .pretrained import save_pretrained as save_pretrained
 from .pretrained import shard_pretrained as shard_pretrained
 
 OPTIMIZER, SCHEDULER = "optimizer_sharded", "scheduler.pt"

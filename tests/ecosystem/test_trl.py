@@ -24,7 +24,7 @@ from tests.support.ranks import on_ranks
 STEPS = 3
 
 
-def _tokenizer():
+def tokenizer():
     words = {"<pad>": 0, "<bos>": 1, "<eos>": 2} | {f"w{number}": number for number in range(3, huggingface.VOCAB)}
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(WordLevel(words, unk_token="<pad>")), pad_token="<pad>", eos_token="<eos>"
@@ -56,7 +56,7 @@ def _train(mode, folder):
         model=huggingface.build("llama"),
         args=arguments,
         train_dataset=Dataset.from_list(rows),
-        processing_class=_tokenizer(),
+        processing_class=tokenizer(),
     )
     trainer.train()
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -1,0 +1,255 @@
+"""Streams a model's complete tensors, bucket by bucket: the next one travels while the last one is read.
+
+Every rank takes part in all collectives, so none is ahead of the slowest reader by more than a bucket. With each
+bucket travels whether a rank has stopped reading, which the others learn instead of waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..agreement.ledger import agree
+from ..collectives import Pending, all_gather_bucket, launch_all_gather
+from ..errors import RankMismatchError
+from ..expect import expect, unexpected
+from ..hooks.backward import without_grad
+from ..param.param import FSDPParam
+from ..sharding.contract import contract_of
+from ..sharding.dtensor import process_group
+from ..sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec
+from .adapters import merged_items
+from .items import Item, cast_dtype, check_streamed, items_of, original_of, sharded_parameters
+
+# By default, on the CPU, where glibc maps large tensors anew each time (examples/bench/stream.py takes 0.21 s with 16
+# and with 32 MB, 0.37 s with 64 MB), and on accelerators, where nothing was measured.
+BUCKET_BYTES = {True: 2**24, False: 2**28}
+
+
+def stream_parameters(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
+    ranks: Collection[int] | None = None,
+    merge_adapters: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Return an iterator of a sharded model's complete parameters and persistent buffers, for an inference engine.
+
+    Call it on all ranks, between two training steps, and iterate at once; parameters must not change meanwhile. A
+    rank that stops in the middle ends the stream of the others with an error. Each tensor comes once, under its first
+    name in the state dict: of tied weights under one of theirs.
+
+    Args:
+        model: a module with units, which may be compiled.
+        dtype: of floating-point tensors, which are cast before they travel; None leaves each its own.
+        bucket_bytes: of complete tensors that travel together. Two buckets have memory at a time: the one that is
+            read and the next one. A larger tensor travels alone. None: 16 MiB on the CPU, 256 MiB on accelerators.
+        ranks: by their numbers in the default process group, where tensors are yielded; the others take part, and
+            their iterators yield nothing. None: on all.
+        merge_adapters: yield PEFT's LoRA weights merged into what they adapt, under the names of the base model.
+
+    Yields:
+        Name and tensor, plain, without gradient, on the device of compute, of the parameter's global shape. What is
+        neither sharded nor cast is the model's own tensor.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: no unit lies in ``model``, ``bucket_bytes`` is not positive, ``dtype`` not floating-point, a rank
+            does not exist, or there are no adapters to merge.
+        NotImplementedError: an adapter to merge is another than LoRA of a linear layer or embedding.
+        RankMismatchError: while iterating, ranks stream different tensors, or another one has stopped in the middle.
+    """
+    expect("bucket_bytes", bucket_bytes, int | None, "an integer or None")
+    expect("merge_adapters", merge_adapters, bool, "True or False")
+    if bucket_bytes is not None and bucket_bytes <= 0:
+        raise unexpected("bucket_bytes", "a positive number", bucket_bytes)
+    states = check_streamed(model, dtype)
+    device = states[0].device
+    expect("ranks", ranks, Collection | None, "a collection of ranks or None")
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for rank in () if ranks is None else ranks:
+        expect("ranks", rank, int, "integers")
+        if not 0 <= rank < world:
+            raise unexpected("ranks", f"ranks from 0 to {world - 1}", rank)
+    reads = ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in ranks
+    items = (merged_items if merge_adapters else items_of)(original_of(model))
+    bucket_bytes = bucket_bytes or BUCKET_BYTES[device.type == "cpu"]
+    rounds = list(_rounds(items, sharded_parameters(states), dtype, bucket_bytes))
+    for root in dict.fromkeys(state.outermost for state in states):
+        root.note("stream_parameters")
+    stream = _Stream(rounds, dtype, device).run(reads)
+    next(stream)  # launches the first bucket; from here on other ranks learn if this one stops
+    return stream  # type: ignore[return-value]
+
+
+@dataclass(frozen=True, eq=False)
+class _Round:
+    """Items that travel together: one all-gather for each group and dtype."""
+
+    items: Sequence[Item]
+    gathers: Sequence[tuple[AllGatherBucket, Sequence[tuple[int, FSDPParam]]]]  # with the ids of the sources
+    groups: Sequence[Group]  # in which its tensors need other ranks
+
+
+def _rounds(
+    items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dtype | None, bucket_bytes: int
+) -> Iterator[_Round]:
+    taken, taken_bytes = list[Item](), 0
+    for item in items:
+        nbytes = sum(source.numel() * item.travels_in(source, dtype).itemsize for source in item.sources)
+        if taken and taken_bytes + nbytes > bucket_bytes:
+            yield _round(taken, params, dtype)
+            taken, taken_bytes = [], 0
+        taken.append(item)
+        taken_bytes += nbytes
+    if taken:
+        yield _round(taken, params, dtype)
+
+
+def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dtype | None) -> _Round:
+    found: dict[AllGatherSpec, dict[int, FSDPParam]] = {}
+    groups: dict[Group, None] = {}
+    for item in items:
+        for source in item.sources:
+            param = params.get(id(source))
+            if param is None or param.extension is not None:
+                groups |= dict.fromkeys(_groups_of(source))
+                continue
+            spec = replace(param.spec.all_gather, dtype=item.travels_in(source, dtype))
+            found.setdefault(spec, {})[id(source)] = param
+            groups[spec.group] = None
+            groups |= dict.fromkeys(_groups_of(param.sharded_param) if param.outer is not None else ())
+    gathers = [
+        (all_gather_bucket(spec, [param.spec.param for param in each.values()], device), list(each.items()))
+        for spec, each in found.items()
+        for device in [next(iter(each.values())).placement.device]
+    ]
+    return _Round(items, gathers, [group for group in groups if group.world > 1])
+
+
+def _groups_of(tensor: Tensor) -> list[Group]:
+    groups = tensor.device_mesh.get_all_groups() if isinstance(tensor, DTensor) else []
+    return [Group(group.group_name, group.size()) for group in groups]
+
+
+@dataclass(eq=False)
+class _Launched:
+    """The collectives of a round under way."""
+
+    flags: list[tuple[Group, Pending[Sequence[Tensor]]]] = field(default_factory=list)
+    tensors: list[tuple[AllGatherBucket, Sequence[tuple[int, FSDPParam]], Pending[Sequence[Tensor]]]] = field(
+        default_factory=list
+    )
+
+
+@dataclass(eq=False)
+class _Stream:
+    rounds: Sequence[_Round]
+    dtype: torch.dtype | None
+    device: torch.device  # of compute
+    told: set[Group] = field(default_factory=set)  # in which all know that a rank has stopped
+
+    def run(self, reads: bool) -> Iterator[tuple[str, Tensor] | None]:
+        """Yield None once the first round is under way, then the tensors."""
+        ahead = self._launch(self.rounds[0]) if self.rounds else None
+        left = list(self.rounds[1:])  # that are not launched
+        try:
+            yield None
+            for this in self.rounds:
+                assert ahead is not None
+                launched, ahead = ahead, None
+                tensors = self._wait(launched, this)
+                if left:
+                    ahead = self._launch(left.pop(0))
+                while tensors and reads:
+                    yield tensors.pop()
+                del tensors
+        except BaseException:
+            self._stop(ahead, left)
+            raise
+
+    @without_grad
+    def _launch(self, this: _Round, stopped: bool = False) -> _Launched:
+        """Start the round's all-gathers, but for those among ranks that know that one has stopped."""
+        launched = _Launched()
+        for group in this.groups:
+            if group not in self.told:
+                bucket = _flag_bucket(group)
+                agree(contract_of(bucket))
+                flag = torch.full((1,), int(stopped), dtype=torch.int32, device=self.device)
+                launched.flags.append((group, launch_all_gather([flag], bucket)))
+        for bucket, members in this.gathers:
+            if bucket.spec.group not in self.told:
+                agree(contract_of(bucket))
+                shards = [param.storage.padded for _, param in members]
+                launched.tensors.append((bucket, members, launch_all_gather(shards, bucket)))
+        return launched
+
+    @without_grad
+    def _wait(self, launched: _Launched, this: _Round) -> list[tuple[str, Tensor]]:
+        """Return the round's complete tensors, the last one first; RankMismatchError if a rank has stopped."""
+        stopped = self._stopped(launched)
+        complete: dict[tuple[int, torch.dtype], Tensor] = {}
+        for bucket, members, pending in launched.tensors:
+            for (source, param), layout, tensor in zip(members, bucket.layouts, pending.wait(), strict=True):
+                complete[source, bucket.spec.dtype] = tensor.narrow(layout.dim, 0, layout.shape[layout.dim])
+                if param.outer is not None and not stopped:
+                    complete[source, bucket.spec.dtype] = param.outer.wrap(
+                        complete[source, bucket.spec.dtype]
+                    ).full_tensor()
+        if stopped:
+            expected = f"all ranks to read on from {this.items[0].name}"
+            do = "read a stream to its end, or stop at the same tensor on all ranks"
+            raise unexpected(
+                "stream_parameters", expected, f"ranks {stopped} stopped before it", do, RankMismatchError
+            )
+        found = list[tuple[str, Tensor]]()
+        for item in this.items:
+            sources = [self._complete(item, source, complete) for source in item.sources]
+            tensor = sources[0] if item.join is None else item.join(*sources)
+            found.append((item.name, tensor.to(cast_dtype(tensor, self.dtype))))
+        return found[::-1]
+
+    def _complete(self, item: Item, source: Tensor, complete: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
+        dtype = item.travels_in(source, self.dtype)
+        if (id(source), dtype) in complete:
+            return complete[id(source), dtype]
+        tensor = source.detach()
+        return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
+
+    def _stopped(self, launched: _Launched) -> list[int]:
+        """Return the ranks that have stopped, as far as the round's groups know, and note these groups."""
+        ranks = set[int]()
+        for group, pending in launched.flags:
+            flags = pending.wait()[0].tolist()
+            if any(flags):
+                self.told.add(group)
+                members = dist.get_process_group_ranks(process_group(group.name))
+                ranks.update(rank for rank, flag in zip(members, flags, strict=True) if flag)
+        return sorted(ranks)
+
+    def _stop(self, ahead: _Launched | None, left: Sequence[_Round]) -> None:
+        """Tell the ranks of each group, in the next round that they wait for."""
+        if ahead is not None:
+            self._drop(ahead)
+        for this in left:
+            groups = [group for group in this.groups if group not in self.told]
+            if groups:
+                self._drop(self._launch(this, stopped=True))
+                self.told.update(groups)
+
+    def _drop(self, launched: _Launched) -> None:
+        self._stopped(launched)
+        for *_, pending in launched.tensors:
+            pending.wait()
+
+
+def _flag_bucket(group: Group) -> AllGatherBucket:
+    param = ParamSpec("whether a rank stops in stream_parameters", "", (group.world,), 0, torch.int32)
+    return AllGatherBucket(AllGatherSpec(group, torch.int32), (param,))

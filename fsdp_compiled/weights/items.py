@@ -1,0 +1,70 @@
+"""What is streamed of a model: parameters and persistent buffers, each once, its name and of what it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..expect import expect, shown, unexpected
+from ..hooks.state import FSDPState, states_below
+from ..param.param import FSDPParam
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One tensor under its name."""
+
+    name: str
+    sources: tuple[Tensor, ...]  # as they are registered
+    join: Callable[..., Tensor] | None = None  # makes it of the complete sources; None: it is the only one
+
+    def travels_in(self, source: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype in which a source is all-gathered: what is joined is cast afterwards."""
+        return source.dtype if self.join is not None else cast_dtype(source, dtype)
+
+
+def cast_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """Return ``dtype`` for a floating-point tensor, else its own."""
+    return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def names_of_tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
+    """Yield each parameter and persistent buffer once, with all of its names in the state dict."""
+    found: dict[int, tuple[list[str], Tensor]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return found.values()
+
+
+def items_of(model: nn.Module) -> list[Item]:
+    return [Item(names[0], (tensor,)) for names, tensor in names_of_tensors(model)]
+
+
+def original_of(model: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def check_streamed(model: nn.Module, dtype: torch.dtype | None) -> list[FSDPState]:
+    """Return the units of ``model``, outermost first, after looking for what was replaced; raises as its callers."""
+    expect("model", model, nn.Module, "an nn.Module")
+    expect("dtype", dtype, torch.dtype | None, "a floating-point dtype or None")
+    if dtype is not None and not dtype.is_floating_point:
+        raise unexpected("dtype", "a floating-point dtype or None", shown(dtype))
+    states = states_below([model])
+    if not states:
+        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
+    for root in dict.fromkeys(state.outermost for state in states):
+        root.check_parameters()
+    return states
+
+
+def sharded_parameters(states: Iterable[FSDPState]) -> dict[int, FSDPParam]:
+    """Return the units' parameters by the ids of the tensors that may be registered for them."""
+    params = [param for state in states for param in (*state.params, *(shared for _, shared in state.shared))]
+    tensors = ((tensor, param) for param in params for tensor in (param.sharded_param, param.unsharded.param))
+    return {id(tensor): param for tensor, param in tensors if tensor is not None}

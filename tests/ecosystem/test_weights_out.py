@@ -1,0 +1,136 @@
+"""Complete weights of Hugging Face models: merged adapters, files by streaming, and another process group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_compiled import fully_shard, stream_parameters
+from fsdp_compiled.integrations.transformers import load_pretrained, save_pretrained, shard_pretrained
+from tests.support import huggingface
+from tests.support.ranks import on_ranks
+from tests.support.training import compiled, my_part
+
+KINDS = {
+    "linear": {"target_modules": ["q_proj", "v_proj", "down_proj"]},
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"], "use_rslora": True, "lora_alpha": 5},
+    "saved modules": {"target_modules": ["k_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def _with_lora(kind, name="llama", **more):
+    torch.manual_seed(0)
+    model = huggingface.MODELS[name]()
+    return get_peft_model(model, LoraConfig(r=3, init_lora_weights=False, **KINDS[kind], **more))
+
+
+def _train(model, call):
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    for tokens in huggingface.token_batches(2):
+        huggingface.loss(call, my_part(tokens)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_adapters_are_merged_as_peft_merges_them(kind, dtype):
+    model, alone = _with_lora(kind).to(dtype), _with_lora(kind).to(dtype)
+    shard_pretrained(model)
+    _train(model, compiled(model) if dtype == torch.float32 else model)
+    with torch.no_grad():
+        for (name, param), (other, sharded) in zip(alone.named_parameters(), model.named_parameters(), strict=True):
+            assert name == other
+            param.copy_(sharded.full_tensor())
+    merged = alone.merge_and_unload()
+    got = dict(stream_parameters(model, merge_adapters=True, bucket_bytes=4000))
+    assert got.keys() == merged.state_dict().keys()
+    for name, tensor in merged.state_dict().items():
+        assert torch.equal(got[name], tensor), name
+    bf16 = dict(stream_parameters(model, merge_adapters=True, dtype=torch.bfloat16))
+    assert all(torch.equal(bf16[name], tensor.bfloat16()) for name, tensor in got.items())
+    as_they_are = dict(stream_parameters(model))
+    assert list(as_they_are) == list(dict(model.named_parameters()))
+
+
+@on_ranks(2)
+def test_adapters_that_are_off_or_others():
+    model = _with_lora("linear")
+    base = {
+        name.replace(".base_layer", ""): p.detach().clone() for name, p in model.get_base_model().named_parameters()
+    }
+    shard_pretrained(model)
+    with model.disable_adapter():
+        for name, tensor in stream_parameters(model, merge_adapters=True):
+            assert torch.equal(tensor, base[name])
+    model = _with_lora("linear", use_dora=True)
+    shard_pretrained(model)
+    with pytest.raises(NotImplementedError, match=r"merge_adapters: model.layers.0.*weight: expected LoRA of a lin"):
+        stream_parameters(model, merge_adapters=True)
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 12_000])
+@on_ranks(2)
+def test_files_that_from_pretrained_reads(tmp_path, max_file_bytes):
+    model = huggingface.build("llama", sharded=True)
+    _train(model, model)
+    save_pretrained(model, tmp_path / "saved", dtype=torch.bfloat16, max_file_bytes=max_file_bytes)
+    files = sorted(path.name for path in (tmp_path / "saved").glob("*.safetensors"))
+    assert len(files) == (1 if max_file_bytes == 10**9 else 4)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert read.dtype == torch.bfloat16
+    want = dict(stream_parameters(model, dtype=torch.bfloat16))
+    for name, tensor in read.state_dict().items():
+        assert torch.equal(tensor, want[name]), name
+    other = load_pretrained(huggingface.build("llama", sharded=True), tmp_path / "saved")
+    for name, tensor in stream_parameters(other):
+        assert torch.equal(tensor, want[name].float())
+
+
+@on_ranks(2)
+def test_a_tied_model_with_adapters_is_saved_merged(tmp_path):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**huggingface.DECODER, tie_word_embeddings=True)
+    lora = LoraConfig(r=3, init_lora_weights=False, target_modules=["q_proj"])
+    model = get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    fully_shard(model)
+    tokens = huggingface.token_batches(1)[0]
+    save_pretrained(model, tmp_path, merge_adapters=True)
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(huggingface.loss(read, tokens), huggingface.loss(model, tokens))
+
+
+@on_ranks(3)
+def test_an_engine_in_another_process_group():
+    """Ranks 0 and 1 train; rank 2 is the engine, to which rank 0 sends each tensor."""
+    trainers, link = dist.new_group([0, 1]), dist.new_group([0, 2])
+    engine = huggingface.build("llama")
+    if dist.get_rank() == 2:
+        for param in engine.parameters():
+            dist.broadcast(param.data, 0, group=link)
+        want = torch.empty(())
+        dist.broadcast(want, 0, group=link)
+        torch.testing.assert_close(huggingface.loss(engine, huggingface.token_batches(1)[0]).detach(), want)
+        return
+    model = huggingface.build("llama")
+    mesh = DeviceMesh.from_group(trainers, "cpu")
+    shard_pretrained(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    huggingface.loss(model, huggingface.token_batches(2)[dist.get_rank()]).backward()
+    optimizer.step()
+    for _, tensor in stream_parameters(model, ranks=[0], bucket_bytes=4000):
+        dist.broadcast(tensor, 0, group=link)
+    with torch.no_grad():
+        loss = huggingface.loss(model, huggingface.token_batches(1)[0])
+    if dist.get_rank() == 0:
+        dist.broadcast(loss.detach(), 0, group=link)
