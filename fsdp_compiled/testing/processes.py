@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import traceback
@@ -137,13 +139,20 @@ class RankProcesses:
                 try:
                     outcomes[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    outcomes[rank] = _Outcome("its process died")
+                    outcomes[rank] = _Outcome(f"its process died{self._how_ended(rank)}")
                     lost = True
                 if outcomes[rank].failure is not None:
                     timeout_s = min(timeout_s, setting.group_timeout.total_seconds() + _GRACE_S)
         if lost:
             self.close()
         return outcomes
+
+    def _how_ended(self, rank: int) -> str:
+        self._processes[rank].join(_GRACE_S)
+        code = self._processes[rank].exitcode
+        if code is None:
+            return ""
+        return f" of {signal.Signals(-code).name}" if code < 0 else f" with exit code {code}"
 
     def close(self) -> None:
         """End the processes; a second call does nothing."""
@@ -156,6 +165,7 @@ class RankProcesses:
 
 def _serve(rank: int, pipe: Connection, path: list[str]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
+    faulthandler.enable()
     sys.path[:] = path
     import_module(_IMPORTED)  # the server has, if it could
     torch.set_num_threads(1)

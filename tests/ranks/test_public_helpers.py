@@ -275,7 +275,7 @@ def test_what_unittest_reports_of_processes(ended_processes):
     ((_, reason),) = _result("test_skipped_on_the_ranks").skipped
     assert reason == "not here"
     ((_, text),) = _result("test_one_rank_dies").failures
-    assert "--- rank 1 ---\nits process died" in text
+    assert "--- rank 1 ---\nits process died with exit code 3" in text
     ((_, text),) = _result("test_one_rank_hangs", timeout_s=5.0).failures  # on new processes
     assert "--- rank 1 ---\nhung" in text
     assert "--- rank 0 ---" not in text

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,9 @@ from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 
 WORLD = 4
+
+# Seen once in some 20 runs of all tests, in a thread of gloo (pt_gloo_runloop); one that comes again fails the test.
+_CRASHED = "its process died of SIGSEGV"
 
 # torch's caches keep process groups of compiled models, and gloo's threads for each take time as long as it lives.
 TESTS_PER_POOL = 80
@@ -53,7 +57,14 @@ def on_ranks(world: int, timeout_s: float = 90) -> Callable[[Callable[..., None]
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**kwargs: Any) -> None:
-            pool().run(world, functools.partial(_call, test.__module__, test.__name__, kwargs), setting)
+            body = functools.partial(_call, test.__module__, test.__name__, kwargs)
+            try:
+                pool().run(world, body, setting)
+            except AssertionError as error:
+                if _CRASHED not in str(error):
+                    raise
+                warnings.warn(f"{test.__name__}: once more, after {error}", stacklevel=2)
+                pool().run(world, body, setting)
 
         return run
 
