@@ -63,6 +63,13 @@ def check_streamed(model: nn.Module, dtype: torch.dtype | None) -> list[FSDPStat
     return states
 
 
+def sharded_tensors(model: nn.Module, states: Iterable[FSDPState]) -> list[tuple[str, Tensor, FSDPParam | None]]:
+    """Return each parameter and persistent buffer once, sharded where it is a unit's, also while it is unsharded."""
+    params = sharded_parameters(states)
+    found = ((names[0], tensor, params.get(id(tensor))) for names, tensor in names_of_tensors(model))
+    return [(name, tensor if param is None else param.sharded_param, param) for name, tensor, param in found]
+
+
 def sharded_parameters(states: Iterable[FSDPState]) -> dict[int, FSDPParam]:
     """Return the units' parameters by the ids of the tensors that may be registered for them."""
     params = [param for state in states for param in (*state.params, *(shared for _, shared in state.shared))]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ..expect import expect, unexpected
 from ..hooks.backward import without_grad
 from ..sharding.dtensor import local_of, local_part
-from .items import cast_dtype, check_streamed, names_of_tensors, original_of, sharded_parameters
+from .items import cast_dtype, check_streamed, original_of, sharded_tensors
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
 _AT_ONCE = 2**20  # elements that are hashed together; as many weights of 8 bytes are kept
@@ -53,14 +53,14 @@ def stream_shards(
     """
     states = check_streamed(model, dtype)
     expect("since", since, MutableMapping | None, "a dict or None")
-    params, tensors = sharded_parameters(states), list[tuple[str, Tensor]]()
-    for (name, *_), tensor in names_of_tensors(original_of(model)):
-        param = params.get(id(tensor))
+    tensors = list[tuple[str, Tensor]]()
+    for name, tensor, param in sharded_tensors(original_of(model), states):
         if param is not None and param.extension is not None:
             expected, got = "plain shards", f"a {type(param.storage.local).__name__}, which extends its all-gather"
             raise unexpected(name, expected, got, "use stream_parameters", NotImplementedError)
-        tensors.append((name, tensor if param is None else param.sharded_param))
-    return _stream([each for each in tensors if local_of(each[1]).numel()], since, dtype)
+        if local_of(tensor).numel():
+            tensors.append((name, tensor))
+    return _stream(tensors, since, dtype)
 
 
 def _stream(

@@ -1,7 +1,7 @@
 """Trains on 2 ranks, without and with regions; prints each time's losses and uses of caches, as JSON.
 
-``LENGTHS`` holds twice the rows of each rank's batch, step by step: ``[[8, 8], [8, 8]]`` by default. ``DYNAMIC`` is
-what ``torch.compile`` gets as ``dynamic``.
+``LOAD`` names a file of artifacts that each rank loads first, ``SAVE`` one that rank 0 writes in the end. ``LENGTHS``
+holds twice the rows of each rank's batch, step by step: ``[[8, 8], [8, 8]]`` by default. ``DYNAMIC`` is what ``torch.compile`` gets as ``dynamic``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,7 +54,12 @@ def train(regions: bool) -> dict[str, Any]:
 def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.set_num_threads(1)
+    if "LOAD" in os.environ:
+        assert torch.compiler.load_cache_artifacts(Path(json.loads(os.environ["LOAD"])).read_bytes()) is not None
     print(json.dumps([train(regions) for regions in (False, True)]))
+    if "SAVE" in os.environ and dist.get_rank() == 0:
+        artifacts, _ = torch.compiler.save_cache_artifacts()
+        Path(json.loads(os.environ["SAVE"])).write_bytes(artifacts)
     dist.destroy_process_group()
 
 

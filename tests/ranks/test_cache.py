@@ -63,6 +63,16 @@ def test_a_second_process_hits_both_caches_on_both_ranks(tmp_path):
         assert sum(cold["autograd"].get("autograd_cache_miss", 0) for cold in colds) >= 1
 
 
+def test_what_one_rank_compiled_is_loaded_on_others(tmp_path):
+    """By ``save_cache_artifacts``, on machines whose cache folders are empty."""
+    folders, file = [tmp_path / name for name in ("0", "1", "2", "3")], str(tmp_path / "artifacts")
+    cold = _run(folders[:2], SAVE=file)
+    for before, warm in zip(cold, _run(folders[2:], LOAD=file), strict=True):
+        assert warm["losses"] == before["losses"]
+        assert not warm["autograd"].get("autograd_cache_miss"), warm
+        _assert_hits_both(warm)
+
+
 def test_a_restart_with_batches_of_other_lengths_hits_both_caches(tmp_path):
     """Also where one rank's cache is warm, with other lengths, and the other's is empty.
 

@@ -1,0 +1,115 @@
+"""Hybrid sharding whose replicas are torchft's replica groups: one may die and come back while the others train.
+
+Each group is sharded over its own ranks, in a process group of its own. What groups share is this file's: the average
+of their gradients, and the state by which one that comes back catches up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torchft
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
+
+from ..sharding.dtensor import dtensor_like, local_of
+from ..weights.items import check_streamed, original_of, sharded_tensors
+
+BUCKET_BYTES = 2**26  # of gradients that travel together
+
+
+class ReplicatedOptimizer(torchft.Optimizer):
+    """An optimizer that steps with the mean gradients of all replica groups that take part in the step.
+
+    ``zero_grad`` begins a step: torchft finds out beside forward which groups take part. ``step`` averages, and steps
+    if all of the group's ranks have received the averages; else it leaves parameters as they are, and the batch is
+    lost. A group that comes back receives parameters, buffers and optimizer state from another one, rank by rank.
+
+    Args:
+        manager: with ``use_async_quorum=True``, its default. What else must be equal on all groups, such as a
+            scheduler, is given to its ``register_state_dict_fn``.
+        optimizer: of ``model``; :func:`fsdp_compiled.step_on_shards` may have been called on it.
+        model: given to ``fully_shard`` over the ranks of one group. All groups have equally many.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: no unit lies in ``model``.
+    """
+
+    def __init__(self, manager: torchft.Manager, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+        super().__init__(manager, optimizer)
+        self._model, self._states = original_of(model), check_streamed(model, None)
+        self._is_averaged = False
+        manager.register_state_dict_fn("fsdp_compiled", self._load, self._state)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._is_averaged = False
+        super().zero_grad(set_to_none)
+
+    def step(self, closure: object = None) -> None:
+        if not self._is_averaged:
+            self.average_gradients()
+        super().step(closure)
+
+    @torch.no_grad()
+    def average_gradients(self) -> None:
+        """Replace each gradient by the mean over groups; call it where clipping comes between backward and step.
+
+        A trainable parameter without a gradient has one of zeros then, because another group may have one. If a group
+        fails meanwhile, gradients are without meaning, and ``step`` does nothing.
+        """
+        self._is_averaged = True
+        under_way = []
+        for grads in self._buckets():
+            # The one counts groups: torchft zeroes all of a group that catches up, but counts it in the first step.
+            packed = torch.cat([*(grad.reshape(-1) for grad in grads), grads[0].new_ones(1)])
+            under_way.append((grads, packed, self.manager.allreduce(packed, reduce_op=ReduceOp.SUM)))
+        for grads, packed, work in under_way:
+            work.wait()
+            pieces = packed[:-1].div_(packed[-1]).split([grad.numel() for grad in grads])
+            torch._foreach_copy_(grads, [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)])
+
+    def _buckets(self) -> Iterator[list[Tensor]]:
+        """Yield local gradients of one dtype, some at a time, in the same order on all groups."""
+        taken, taken_bytes = list[Tensor](), 0
+        for _, param, _ in sharded_tensors(self._model, self._states):
+            if not param.requires_grad:
+                continue
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            grad = local_of(param.grad)
+            grad = torch.view_as_real(grad) if grad.is_complex() else grad
+            if taken and (taken_bytes + grad.nbytes > BUCKET_BYTES or grad.dtype != taken[0].dtype):
+                yield taken
+                taken, taken_bytes = [], 0
+            taken.append(grad)
+            taken_bytes += grad.nbytes
+        if taken:
+            yield taken
+
+    def _state(self) -> dict[str, Any]:
+        """Return what another group's rank of the same number needs. DTensors would bring this group's mesh along."""
+        tensors = {name: local_of(tensor) for name, tensor, _ in sharded_tensors(self._model, self._states)}
+        optimizer = self.optim.state_dict()
+        state = {
+            number: {name: (isinstance(value, DTensor), local_of(value)) for name, value in values.items()}
+            for number, values in optimizer["state"].items()
+        }
+        return {"tensors": tensors, "optimizer": {**optimizer, "state": state}}
+
+    @torch.no_grad()
+    def _load(self, given: dict[str, Any]) -> None:
+        for name, tensor, _ in sharded_tensors(self._model, self._states):
+            local_of(tensor).copy_(given["tensors"][name])
+        params = [param for group in self.optim.param_groups for param in group["params"]]
+        state = {
+            number: {
+                name: dtensor_like(params[number], value) if is_sharded else value
+                for name, (is_sharded, value) in values.items()
+            }
+            for number, values in given["optimizer"]["state"].items()
+        }
+        self.optim.load_state_dict({**given["optimizer"], "state": state})
