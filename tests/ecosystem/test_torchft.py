@@ -110,10 +110,13 @@ class Groups:
     def join(self, group, timeout_s=120.0):
         return [self.processes[group, rank].wait(timeout_s) for rank in range(RANKS)]
 
-    def close(self):
+    def stop(self):
         for process in self.processes.values():
             process.kill()
             process.wait()
+
+    def close(self):
+        self.stop()
         self.lighthouse.shutdown()
 
 
@@ -143,9 +146,7 @@ class OnTwoHosts(Groups):
         return "" if group == "lighthouse" else super().text(group, rank)
 
     def close(self):
-        for process in self.processes.values():
-            process.kill()
-            process.wait()
+        self.stop()
         for name in self.names:
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
@@ -171,6 +172,7 @@ def _next_step(groups, group, after, together=1):
 
 def _assert_as_without_faults(groups):
     """Each loss of each group is that of one process that leaves out the batches that were lost."""
+    groups.stop()
     model = Llama(replace(PRESETS["tiny"], max_seq=SEQ))
     model.init_weights(0)
     optimizer = torch.optim.SGD(model.parameters(), LR, 0.9)

@@ -1,7 +1,8 @@
 """Trains on 2 ranks, without and with regions; prints each time's losses and uses of caches, as JSON.
 
 ``LOAD`` names a file of artifacts that each rank loads first, ``SAVE`` one that rank 0 writes in the end. ``LENGTHS``
-holds twice the rows of each rank's batch, step by step: ``[[8, 8], [8, 8]]`` by default. ``DYNAMIC`` is what ``torch.compile`` gets as ``dynamic``.
+holds twice the rows of each rank's batch, step by step: ``[[8, 8], [8, 8]]`` by default. ``DYNAMIC`` is what
+``torch.compile`` gets as ``dynamic``.
 """
 
 from __future__ import annotations
