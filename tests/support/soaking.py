@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, step_on_shards
+from fsdp_compiled import (
+    RankMismatchError,
+    fully_shard,
+    fully_shard_with_compiled_compute,
+    step_on_shards,
+    stream_parameters,
+)
 from fsdp_compiled.agreement import tripwire
 from tests.support.measures import sample
 from tests.support.training import batches, full_params, my_part, square_loss
@@ -156,9 +162,28 @@ def train_for_long(mode: str, steps: int, seconds: float, path: str, rank: int) 
             failing.failing_step(number, FAILURES[number // FAILS_EVERY % len(FAILURES)])
         for each in (clean, failing):
             each.step(number)
+        _stream(failing.model, number, rank)
         if number >= WARM_UP and number % SAMPLES_EVERY == 0:
             _write(path, rank, number)
             _assert_equal(clean.model, failing.model, number)
+
+
+def _stream(model: nn.Module, number: int, rank: int) -> None:
+    """Stream all parameters twice; now and then one rank stops the second stream in the middle."""
+    got = dict(stream_parameters(model, bucket_bytes=2**14))
+    if number % SAMPLES_EVERY == 0:
+        for name, want in full_params(model).items():
+            assert torch.equal(got[name], want), f"{name}: streamed differently after {number} steps"
+    one_stops, stream = number % FAILS_EVERY == 5, stream_parameters(model, bucket_bytes=2**14)
+    if one_stops and rank == number // FAILS_EVERY % 2:
+        next(stream)
+        stream.close()
+        return
+    try:
+        assert len(dict(stream)) == len(got) and not one_stops
+    except RankMismatchError:
+        if not one_stops:
+            raise
 
 
 def _assert_equal(clean: nn.Module, failing: nn.Module, number: int) -> None:
