@@ -8,7 +8,7 @@ import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 pytest.importorskip("transformers")
 
@@ -38,6 +38,7 @@ def _assert_trains_like_one_process(name, mode):
     assert all(isinstance(param, DTensor) for param in model.parameters())
     torch._dynamo.utils.counters.clear()
     if mode == "regions":
+        alone.config.use_cache = model.config.use_cache = False  # see the test of sliding windows
         with_regions(model, units_inside(model))
     call = model if mode == "eager" else compiled(model, inductor=mode == "full" and name in WITH_INDUCTOR)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
@@ -64,6 +65,18 @@ def test_trains_like_one_process(name, mode):
     model = _assert_trains_like_one_process(name, mode)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == (name in ("gemma", "bert"))
+
+
+@row("Hugging Face models")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "deepseek v3", "gpt-oss"])
+@each_mode
+@on_ranks(2)
+def test_a_mixture_of_experts_trains_like_one_process(name, mode):
+    model = _assert_trains_like_one_process(name, mode)
+    stacks = {module.gate_up_proj for module in model.modules() if type(module).__name__.endswith("Experts")}
+    assert len(stacks) == 2 and all(stack.ndim == 3 and stack.placements == (Shard(0),) for stack in stacks)
+    if mode == "regions":
+        assert all(isinstance(unit, RegionModule) for unit in units_inside(model))
 
 
 @row("Hugging Face models", mode="regions")
