@@ -98,15 +98,20 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def build(name: str, sharded: bool = False) -> Any:
-    """The model with always the same weights; sharded per layer and as a whole, and nothing else."""
+def build(name: str, sharded: bool = False, **kwargs: Any) -> Any:
+    """The model with always the same weights; sharded per layer and as a whole, and nothing else.
+
+    Args:
+        name: of ``MODELS``.
+        kwargs: given to ``fully_shard``.
+    """
     torch.manual_seed(0)
     model = MODELS[name]()
     if sharded:
         (layers,) = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
         for layer in layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, **kwargs)
+        fully_shard(model, **kwargs)
     return model
 
 
