@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_compiled import fully_shard, step_on_shards, stream_parameters
+from fsdp_compiled.regions.block import RegionModule
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -149,6 +150,8 @@ def test_experts_beside_data_parallel_ranks(mode, exchange):
     _, call = _shard(model, mode)
     assert model.blocks[0].experts.up.to_local().shape == (2 if dist.get_rank() < 2 else 1, HIDDEN, WIDTH)
     assert_trains_like_one_process(model, call, alone, batches(3, 32, WIDTH))
+    if mode == "regions":
+        assert all(isinstance(block, RegionModule) for block in model.blocks)
     if mode in ("full", "regions"):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for name, complete in stream_parameters(model):
