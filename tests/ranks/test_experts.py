@@ -150,7 +150,7 @@ def test_experts_beside_data_parallel_ranks(mode, exchange):
     _, call = _shard(model, mode)
     assert model.blocks[0].experts.up.to_local().shape == (2 if dist.get_rank() < 2 else 1, HIDDEN, WIDTH)
     assert_trains_like_one_process(model, call, alone, batches(3, 32, WIDTH))
-    if mode == "regions":
+    if mode == "regions" and torch.__version__ >= "2.13":  # see with_regions
         assert all(isinstance(block, RegionModule) for block in model.blocks)
     if mode in ("full", "regions"):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
