@@ -208,7 +208,10 @@ def derive_schemas_always() -> None:
 def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
     known, key = of_trace(_Schemas), (id(subgraph), identifier, tuple(map(type, operands)))
     if key not in known:
-        known[key] = subgraph, _derive(subgraph, identifier, *operands)
+        # Torch does it without gradients. Then DTensor.to_local() of an operand detaches it in place, which counts as
+        # a write to the operand.
+        with torch.enable_grad():
+            known[key] = subgraph, _derive(subgraph, identifier, *operands)
     return known[key][1]
 
 

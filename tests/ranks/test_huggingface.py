@@ -6,12 +6,14 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 pytest.importorskip("transformers")
 
+from fsdp_compiled import MixedPrecisionPolicy
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.regions.block import RegionModule
 from fsdp_compiled.regions.choose import set_regions
@@ -38,6 +40,7 @@ def _assert_trains_like_one_process(name, mode):
     assert all(isinstance(param, DTensor) for param in model.parameters())
     torch._dynamo.utils.counters.clear()
     if mode == "regions":
+        alone.config.use_cache = model.config.use_cache = False  # see the test of sliding windows
         with_regions(model, units_inside(model))
     call = model if mode == "eager" else compiled(model, inductor=mode == "full" and name in WITH_INDUCTOR)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (alone, model)]
@@ -64,6 +67,43 @@ def test_trains_like_one_process(name, mode):
     model = _assert_trains_like_one_process(name, mode)
     tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert tied == (name in ("gemma", "bert"))
+
+
+@row("Hugging Face models")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "deepseek v3", "gpt-oss"])
+@each_mode
+@on_ranks(2)
+def test_a_mixture_of_experts_trains_like_one_process(name, mode):
+    model = _assert_trains_like_one_process(name, mode)
+    stacks = {module.gate_up_proj for module in model.modules() if type(module).__name__.endswith("Experts")}
+    assert len(stacks) == 2 and all(stack.ndim == 3 and stack.placements == (Shard(0),) for stack in stacks)
+    if mode == "regions":
+        assert all(isinstance(unit, RegionModule) for unit in units_inside(model))
+
+
+@row("Hugging Face models", "mixed precision")
+@pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
+@each_mode
+@on_ranks(2)
+def test_a_mixture_of_experts_in_bf16_has_the_gradients_of_replicas(name, mode):
+    """In bf16 a graph has torch's own grouped products, in fp32 an operator of Transformers."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    alone, model = huggingface.build(name), huggingface.build(name, sharded=True, mp_policy=policy)
+    for param in alone.parameters():
+        param.data = param.data.bfloat16()
+    model.config.use_cache = False  # see the test of sliding windows
+    if mode == "regions":
+        with_regions(model, units_inside(model))
+    call = model if mode == "eager" else compiled(model)
+    (tokens,) = huggingface.token_batches(1)
+    losses = [huggingface.loss(each, my_part(tokens)) for each in (alone, call)]
+    torch.testing.assert_close(losses[1], losses[0], rtol=2e-3, atol=0)
+    for loss in losses:
+        loss.backward()
+    for (name, want), got in zip(alone.named_parameters(), full_grads(model).values(), strict=True):
+        grad = want.grad.float()
+        dist.all_reduce(grad)
+        assert (got - grad / 2).norm() < 0.03 * grad.norm() / 2, name
 
 
 @row("Hugging Face models", mode="regions")

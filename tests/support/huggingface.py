@@ -21,6 +21,7 @@ SIZES = {
     "max_position_embeddings": 32,
 }
 DECODER = SIZES | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+MIXTURE = {"experts_implementation": "grouped_mm", "num_experts_per_tok": 2}  # the loop over experts does not compile
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -46,8 +47,28 @@ def _gemma3() -> nn.Module:
 
 
 def _gpt_oss() -> nn.Module:
-    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 8}
-    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**DECODER, head_dim=8, **experts))
+    sizes = {"head_dim": 8, "num_local_experts": 3, "sliding_window": 8}
+    return transformers.GptOssForCausalLM(transformers.GptOssConfig(**DECODER, **MIXTURE, **sizes))
+
+
+def _mixtral() -> nn.Module:
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**DECODER, **MIXTURE, head_dim=8, num_local_experts=4)
+    )
+
+
+def _qwen3_moe() -> nn.Module:
+    sizes = {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24}
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**DECODER, **MIXTURE, **sizes))
+
+
+def _deepseek_v3() -> nn.Module:
+    """One dense layer, then two with experts, routed and shared; latent attention."""
+    layers = {"num_hidden_layers": 3, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_group": 2, "topk_group": 1}
+    latent = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    config = transformers.DeepseekV3Config(**(DECODER | layers), **MIXTURE, **experts, **latent)
+    return transformers.DeepseekV3ForCausalLM(config)
 
 
 def _bert() -> nn.Module:
@@ -69,20 +90,28 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mistral": _mistral,
     "gemma 3": _gemma3,
     "gpt-oss": _gpt_oss,
+    "mixtral": _mixtral,
+    "qwen3 moe": _qwen3_moe,
+    "deepseek v3": _deepseek_v3,
     "bert": _bert,
     "lora": _llama_with_lora,
 }
 
 
-def build(name: str, sharded: bool = False) -> Any:
-    """The model with always the same weights; sharded per layer and as a whole, and nothing else."""
+def build(name: str, sharded: bool = False, **kwargs: Any) -> Any:
+    """The model with always the same weights; sharded per layer and as a whole, and nothing else.
+
+    Args:
+        name: of ``MODELS``.
+        kwargs: given to ``fully_shard``.
+    """
     torch.manual_seed(0)
     model = MODELS[name]()
     if sharded:
         (layers,) = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
         for layer in layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, **kwargs)
+        fully_shard(model, **kwargs)
     return model
 
 
