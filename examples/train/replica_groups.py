@@ -51,6 +51,7 @@ def start_group(args: argparse.Namespace) -> tuple[torch.device, Manager]:
         timeout=timeout,
         quorum_timeout=timedelta(minutes=10),  # which waits while another group that is alive compiles
         connect_timeout=timeout,
+        init_sync=False,  # all groups begin with equal parameters
     )
     return device, manager
 
