@@ -41,9 +41,15 @@ class ReplicatedOptimizer(torchft.Optimizer):
 
     def __init__(self, manager: torchft.Manager, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         super().__init__(manager, optimizer)
-        self._model, self._states = original_of(model), check_streamed(model, None)
+        # Found once: torchft's thread asks for the state while forward registers unsharded parameters.
+        self._found = sharded_tensors(original_of(model), check_streamed(model, None))
         self._is_averaged = False
         manager.register_state_dict_fn("fsdp_compiled", self._load, self._state)
+
+    @property
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        """Parameters and persistent buffers, sharded; in the same order on all groups."""
+        return [(name, tensor if param is None else param.sharded_param) for name, tensor, param in self._found]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._is_averaged = False
@@ -73,9 +79,9 @@ class ReplicatedOptimizer(torchft.Optimizer):
             torch._foreach_copy_(grads, [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)])
 
     def _buckets(self) -> Iterator[list[Tensor]]:
-        """Yield local gradients of one dtype, some at a time, in the same order on all groups."""
+        """Yield local gradients of one dtype, some at a time."""
         taken, taken_bytes = list[Tensor](), 0
-        for _, param, _ in sharded_tensors(self._model, self._states):
+        for _, param in self._tensors:
             if not param.requires_grad:
                 continue
             if param.grad is None:
@@ -92,7 +98,7 @@ class ReplicatedOptimizer(torchft.Optimizer):
 
     def _state(self) -> dict[str, Any]:
         """Return what another group's rank of the same number needs. DTensors would bring this group's mesh along."""
-        tensors = {name: local_of(tensor) for name, tensor, _ in sharded_tensors(self._model, self._states)}
+        tensors = {name: local_of(tensor) for name, tensor in self._tensors}
         optimizer = self.optim.state_dict()
         state = {
             number: {name: (isinstance(value, DTensor), local_of(value)) for name, value in values.items()}
@@ -102,7 +108,7 @@ class ReplicatedOptimizer(torchft.Optimizer):
 
     @torch.no_grad()
     def _load(self, given: dict[str, Any]) -> None:
-        for name, tensor, _ in sharded_tensors(self._model, self._states):
+        for name, tensor in self._tensors:
             local_of(tensor).copy_(given["tensors"][name])
         params = [param for group in self.optim.param_groups for param in group["params"]]
         state = {
