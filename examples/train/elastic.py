@@ -6,7 +6,7 @@
 
 In the first, rank 1 kills itself at step 12; or leave ``--die-at`` out and ``kill -9`` a rank. The second goes on
 with another number of ranks. The third is PyTorch's FSDP2 with compiled blocks (``--mode eager``: uncompiled).
-Several machines need ``--rdzv-backend c10d``, and ``--out`` on a disk that all see.
+Several machines need ``--rdzv-backend c10d``, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and ``--out`` on a shared disk.
 
 Checkpoints are written in the background every ``--save-every`` steps, and the last two are kept. A death loses the
 steps since the last complete one. The compiled graph comes from the compile caches (``TORCHINDUCTOR_CACHE_DIR``).

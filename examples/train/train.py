@@ -191,11 +191,12 @@ def positive(text: str) -> int:
 def store_without_past() -> dict[str, Any]:
     """Return what lets restarted ranks of one torchrun ignore the keys of those before.
 
-    With its default (static) rendezvous torchrun gives restarted processes the store of the first ones, where they
-    find addresses of processes that are dead (torch 2.11 to 2.15). A c10d rendezvous makes a new store each time.
+    torchrun gives restarted processes the store of the first ones, where they find addresses of processes that are
+    dead (torch 2.11 to 2.15). Several torchruns do not restart equally often; for them set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with which each start makes a new store.
     """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or os.environ["GROUP_WORLD_SIZE"] != "1":
+    restarts, shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "USE_AGENT_STORE"))
+    if restarts in (None, "0") or shared != "True" or os.environ["GROUP_WORLD_SIZE"] != "1":
         return {}
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     here = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}

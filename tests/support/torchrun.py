@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_HANGS_S = 150.0
+_HANGS_S = 300.0
 
 
 @dataclass(frozen=True)
