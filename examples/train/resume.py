@@ -13,7 +13,9 @@ written. The file at the end holds the averaged parameters under their full name
 from __future__ import annotations
 
 import argparse
+import shutil
 from concurrent.futures import Future
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from train import build, mean_over_ranks, positive, start_ranks
+from train import Trained, build, mean_over_ranks, positive, start_ranks
 
 try:
     from safetensors.torch import save_file
@@ -40,20 +42,45 @@ except ImportError as error:
 class Checkpoints:
     """The checkpoints of one run, a folder ``step_N`` for each."""
 
-    def __init__(self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA) -> None:
+    def __init__(
+        self, folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMA, timeout_s: float = 600
+    ) -> None:
         self._folder = folder
         self._model, self._optimizer, self._ema = model, optimizer, ema
         self._writing: Future[Any] | None = None
         # The thread that writes communicates too: in training's group its messages would meet training's.
-        self._group = dist.new_group(backend="gloo")
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
 
     def _state(self, step: int) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer, "ema": self._ema.average, "step": step}
 
+    def _saved(self) -> dict[int, bool]:
+        """Return the steps that have a folder, newest first, and whether DCP wrote its last file, ``.metadata``."""
+        folders = {int(path.name[5:]): (path / ".metadata").exists() for path in self._folder.glob("step_*")}
+        return dict(sorted(folders.items(), reverse=True))
+
     def latest(self) -> int:
-        """Return the last step that was saved, 0 for none; DCP writes ``.metadata`` when all else is written."""
-        return max((int(path.parent.name[5:]) for path in self._folder.glob("step_*/.metadata")), default=0)
+        """Return the last step that was saved completely, 0 for none; all ranks learn what rank 0 sees."""
+        found = [next((step for step, complete in self._saved().items() if complete), 0)]
+        dist.broadcast_object_list(found, 0)
+        return found[0]
+
+    def remove_old(self, kept: int) -> None:
+        """Remove all complete checkpoints but the newest ones."""
+        for step in [step for step, complete in self._saved().items() if complete][kept:]:
+            self._remove(step)
+
+    def remove_incomplete(self) -> None:
+        """Remove what a process that died was writing; nothing must be being written."""
+        for step in [step for step, complete in self._saved().items() if not complete]:
+            self._remove(step)
+
+    def _remove(self, step: int) -> None:
+        if dist.get_rank() == 0:
+            folder = self._folder / f"step_{step}"
+            (folder / ".metadata").unlink(missing_ok=True)  # first: half a checkpoint must not look complete
+            shutil.rmtree(folder)
 
     def load(self, step: int) -> None:
         """Read each rank's part of a checkpoint that any number of ranks has saved."""
@@ -92,6 +119,25 @@ def export(model: nn.Module, ema: EMA, path: Path) -> None:
     dist.barrier()
 
 
+def take_step(
+    args: argparse.Namespace,
+    step: int,
+    trained: Trained,
+    optimizer: torch.optim.Optimizer,
+    ema: EMA,
+    corpus: data.Corpus,
+) -> float:
+    """Train on the sequences of this step, shared among the ranks; return their mean loss."""
+    sequences = corpus.sample(args.batch, args.seq, torch.Generator().manual_seed(step))
+    tokens, targets = (each.tensor_split(dist.get_world_size())[dist.get_rank()] for each in sequences)
+    loss = trained.call(tokens.to(trained.device), targets.to(trained.device))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ema.update()
+    return mean_over_ranks(loss.detach())
+
+
 def run(args: argparse.Namespace, device: torch.device, corpus: data.Corpus) -> dict[int, float]:
     """Train from the last checkpoint to ``args.steps``; return the mean loss of each step that was taken."""
     trained = build(args, device)
@@ -102,14 +148,7 @@ def run(args: argparse.Namespace, device: torch.device, corpus: data.Corpus) -> 
     if begin:
         checkpoints.load(begin)
     for step in range(begin + 1, args.steps + 1):
-        sequences = corpus.sample(args.batch, args.seq, torch.Generator().manual_seed(step))
-        tokens, targets = (each.tensor_split(dist.get_world_size())[dist.get_rank()] for each in sequences)
-        loss = trained.call(tokens.to(device), targets.to(device))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update()
-        losses[step] = mean_over_ranks(loss.detach())
+        losses[step] = take_step(args, step, trained, optimizer, ema, corpus)
         say(f"step {step}  loss {losses[step]:.4f}")
         if step % args.save_every == 0 and step < args.steps:
             checkpoints.save_async(step)
@@ -126,9 +165,10 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mode", choices=["full", "regional", "eager"], default="eager")
+def arguments(description: str | None, mode: str = "eager") -> argparse.ArgumentParser:
+    """Return the options of a run that keeps checkpoints."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mode", choices=["full", "regional", "eager"], default=mode)
     parser.add_argument("--preset", default="tiny")
     parser.add_argument("--data", metavar="FILE_OR_DIR", help="default: Python's standard library")
     parser.add_argument("--steps", type=positive, default=10, help="of the whole run, earlier ones included")
@@ -140,14 +180,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("run"), help="where checkpoints go")
-    return parser.parse_args()
+    return parser
+
+
+def check_batch(args: argparse.Namespace) -> None:
+    """Refuse a batch that ranks cannot share equally."""
+    if args.batch % dist.get_world_size():
+        raise SystemExit(f"--batch: expected a multiple of {dist.get_world_size()} ranks, got {args.batch}")
 
 
 def main() -> None:
-    args = parse()
+    args = arguments(__doc__).parse_args()
     device = start_ranks()
-    if args.batch % dist.get_world_size():
-        raise SystemExit(f"--batch: expected a multiple of {dist.get_world_size()} ranks, got {args.batch}")
+    check_batch(args)
     run(args, device, data.load(args.data, args.seq))
     dist.destroy_process_group()
 

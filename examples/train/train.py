@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from waiting import importing, is_first_rank
 
@@ -187,7 +188,22 @@ def positive(text: str) -> int:
     return value
 
 
-def start_ranks() -> torch.device:
+def store_without_past() -> dict[str, Any]:
+    """Return what lets restarted ranks of one torchrun ignore the keys of those before.
+
+    torchrun gives restarted processes the store of the first ones, where they find addresses of processes that are
+    dead (torch 2.11 to 2.15). Several torchruns do not restart equally often; for them set
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, with which each start makes a new store.
+    """
+    restarts, shared = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "USE_AGENT_STORE"))
+    if restarts in (None, "0") or shared != "True" or os.environ["GROUP_WORLD_SIZE"] != "1":
+        return {}
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    here = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    return {"store": dist.PrefixStore(f"restart_{restarts}", store), **here}
+
+
+def start_ranks(timeout_s: float = 600) -> torch.device:
     """Join the process group that torchrun describes; without torchrun, be the only rank."""
     for name, value in {
         "RANK": "0",
@@ -196,13 +212,14 @@ def start_ranks() -> torch.device:
         "MASTER_PORT": "29561",
     }.items():
         os.environ.setdefault(name, value)
+    settings = {"timeout": timedelta(seconds=timeout_s), **store_without_past()}
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device, timeout=timedelta(minutes=10))
+        dist.init_process_group("nccl", device_id=device, **settings)
         return device
     torch.set_num_threads(max((os.cpu_count() or 1) // int(os.environ["WORLD_SIZE"]), 1))
-    dist.init_process_group("gloo", timeout=timedelta(minutes=10))
+    dist.init_process_group("gloo", **settings)
     return torch.device("cpu")
 
 
