@@ -63,9 +63,8 @@ class WithCapacity(Experts):
     def forward(self, x):
         ranks = 1 if self.mesh is None else self.mesh.size()
         x = self.exchange(x.contiguous())  # [ranks * its experts, capacity, width]
-        x = (
-            x.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
-        )  # [this rank's experts, ranks * capacity, width]
+        # [this rank's experts, ranks * capacity, width]
+        x = x.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2)
         up, down = self.weights()
         x = torch.bmm(F.silu(torch.bmm(x, up.mT)), down.mT)
         return self.exchange(x.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous())
@@ -140,7 +139,7 @@ def _shard(model, mode, as_dtensor=True):
     return mesh, shard(model, mode, mesh=everyone)
 
 
-@row("shard_placement_fn")
+@row("experts")
 @each_exchange
 @each_with_regions
 @on_ranks(4)
@@ -158,7 +157,7 @@ def test_experts_beside_data_parallel_ranks(mode, exchange):
         torch.testing.assert_close(complete, alone.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
 
 
-@row("shard_placement_fn", "gradient division")
+@row("experts", "gradient division")
 @eager_and_full
 @on_ranks(4)
 def test_local_parts_of_the_stack_as_plain_parameters(mode):
@@ -174,7 +173,7 @@ def test_local_parts_of_the_stack_as_plain_parameters(mode):
     assert_close(full_grads(model), want)
 
 
-@row("optimizers and evaluation")
+@row("experts", "optimizers and evaluation")
 @eager_and_full
 @on_ranks(4)
 def test_clipping_and_an_optimizer_over_both_meshes(mode):

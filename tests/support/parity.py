@@ -79,6 +79,11 @@ ROWS = (
         "HSDP (2-D mesh), replicate-only mesh (compiled DDP), `dp_mesh_dims` on a full SPMD mesh",
     ),
     Row(
+        "experts",
+        "experts sharded over one mesh beside everything else over another; tokens travel in equal parts, or in parts "
+        "that data decide",
+    ),
+    Row(
         "tensor parallel",
         "parameters that are DTensors on a TP mesh already (`parallelize_module`), `_StridedShard`, HSDP + TP",
         regional=False,
