@@ -80,8 +80,8 @@ ROWS = (
     ),
     Row(
         "experts",
-        "experts sharded over one mesh beside everything else over another; tokens travel in equal parts, or in parts "
-        "that data decide",
+        "experts sharded over one mesh beside everything else over another; tokens travel in equal parts, or in "
+        "parts that data decide",
     ),
     Row(
         "tensor parallel",
