@@ -25,6 +25,9 @@ def merged_items(model: nn.Module) -> list[Item]:
     replaced = {name: each for name, each in base.named_modules() if hasattr(each, "modules_to_save")}
     if not adapted and not replaced:
         raise unexpected("merge_adapters", "a model with adapters of PEFT", user_class(model).__name__)
+    for name, each in base.named_modules():
+        if hasattr(each, "parameter_name") or (hasattr(each, "original_module") and name not in replaced):
+            raise _refused(name, f"a {user_class(each).__name__}")  # LoRA of a parameter, or of some tokens
     items = list[Item]()
     for names, tensor in names_of_tensors(base):
         owner = next((each for each in (*adapted, *replaced) if names[0].startswith(f"{each}.")), None)
@@ -40,6 +43,11 @@ def merged_items(model: nn.Module) -> list[Item]:
             is_merged = owner in adapted and attribute == "weight"
             items.append(_merged(name, tensor, layer) if is_merged else Item(name, (tensor,)))
     return items
+
+
+def _refused(name: str, got: str) -> Exception:
+    expected = "LoRA of a linear layer or an embedding in floating point, without DoRA and lora_bias"
+    return unexpected(f"merge_adapters: {name}", expected, got, "merge it by PEFT", NotImplementedError)
 
 
 def _chosen_of(layer: Any) -> str:
@@ -66,9 +74,7 @@ def _merged(name: str, base: Tensor, layer: Any) -> Item:
             or base.dim() != 2
             or not base.is_floating_point()
         ):
-            got = f"adapter {adapter!r} of a {type(layer).__name__} on {base.dtype}"
-            expected = "LoRA of a linear layer or an embedding in floating point, without DoRA and lora_bias"
-            raise unexpected(f"merge_adapters: {name}", expected, got, "merge it by PEFT", NotImplementedError)
+            raise _refused(name, f"adapter {adapter!r} of a {user_class(layer).__name__} on {base.dtype}")
         tensors += [own[each] for each in pair]
         factors.append(layer.scaling[adapter])
     is_transposed = any(each.startswith("lora_embedding_A") for each in own) or getattr(

@@ -72,10 +72,15 @@ def test_adapters_that_are_off_or_others():
     with model.disable_adapter():
         for name, tensor in stream_parameters(model, merge_adapters=True):
             assert torch.equal(tensor, base[name])
-    model = _with_lora("linear", use_dora=True)
-    shard_pretrained(model)
-    with pytest.raises(NotImplementedError, match=r"merge_adapters: model.layers.0.*weight: expected LoRA of a lin"):
-        stream_parameters(model, merge_adapters=True)
+    for more, what in (
+        ({"use_dora": True}, r"layers.0.*weight: expected LoRA of a linear layer.*got adapter 'default' of a Linear"),
+        ({"trainable_token_indices": [1, 2]}, "embed_tokens: .*got a TrainableTokensWrapper"),
+        ({"target_parameters": ["mlp.gate_proj.weight"]}, "layers.0.mlp.gate_proj: .*got a ParamWrapper"),
+    ):
+        model = _with_lora("linear", **more)
+        shard_pretrained(model)
+        with pytest.raises(NotImplementedError, match=f"merge_adapters: model.{what}"):
+            stream_parameters(model, merge_adapters=True)
 
 
 @pytest.mark.parametrize("max_file_bytes", [10**9, 12_000])
