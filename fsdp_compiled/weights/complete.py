@@ -21,7 +21,7 @@ from ..expect import expect, unexpected
 from ..hooks.backward import without_grad
 from ..param.param import FSDPParam
 from ..sharding.contract import contract_of
-from ..sharding.dtensor import process_group
+from ..sharding.dtensor import local_of, process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec
 from .adapters import merged_items
 from .items import Item, cast_dtype, check_streamed, items_of, original_of, sharded_parameters
@@ -62,7 +62,8 @@ def stream_parameters(
         TypeError: an argument of another type.
         ValueError: no unit lies in ``model``, ``bucket_bytes`` is not positive, ``dtype`` not floating-point, a rank
             does not exist, or there are no adapters to merge.
-        NotImplementedError: an adapter to merge is another than LoRA of a linear layer or embedding.
+        NotImplementedError: an adapter to merge is another than LoRA of a linear layer or embedding; while iterating,
+            a tensor subclass cannot be gathered, such as torchao's int8 weights.
         RankMismatchError: while iterating, ranks stream different tensors, or another one has stopped in the middle.
     """
     expect("bucket_bytes", bucket_bytes, int | None, "an integer or None")
@@ -220,8 +221,13 @@ class _Stream:
         dtype = item.travels_in(source, self.dtype)
         if (id(source), dtype) in complete:
             return complete[id(source), dtype]
-        tensor = source.detach()
-        return tensor.to(dtype).full_tensor() if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
+        if not isinstance(source, DTensor):
+            return source.detach()
+        try:
+            return source.detach().to(dtype).full_tensor()  # type: ignore[attr-defined]
+        except NotImplementedError as error:
+            expected, got = "a tensor that DTensor can gather", f"a {type(local_of(source)).__name__}"
+            raise unexpected(item.name, expected, got, "send what it is made of", NotImplementedError) from error
 
     def _stopped(self, launched: _Launched) -> list[int]:
         """Return the ranks that have stopped, as far as the round's groups know, and note these groups."""

@@ -83,6 +83,19 @@ def test_adapters_that_are_off_or_others():
             stream_parameters(model, merge_adapters=True)
 
 
+@on_ranks(2)
+def test_quantised_weights():
+    torchao = pytest.importorskip("torchao.quantization")
+    model = huggingface.build("llama")
+    torchao.quantize_(model.model.layers, torchao.Int8WeightOnlyConfig())
+    model.requires_grad_(False)
+    shard_pretrained(model)
+    with pytest.raises(
+        NotImplementedError, match=r"model.layers.0.*weight: expected a tensor that DTensor can gather"
+    ):
+        list(stream_parameters(model))
+
+
 @pytest.mark.parametrize("max_file_bytes", [10**9, 12_000])
 @on_ranks(2)
 def test_files_that_from_pretrained_reads(tmp_path, max_file_bytes):
