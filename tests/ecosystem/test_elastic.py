@@ -1,6 +1,6 @@
 """examples/train/elastic.py under torchrun: ranks are killed, and training goes on as if nothing had happened.
 
-tests/ecosystem/test_elastic_compiled.py kills ranks of one compiled graph, and tests/long/kills.py many in a row.
+tests/long/kills.py kills many in a row.
 """
 
 from __future__ import annotations
@@ -39,3 +39,18 @@ def test_killed_ranks(tmp_path):
         assert (restart["resumed"], restart["lost"], restart["ranks"]) == (end - EVERY, 0, 1)
         assert training.saved() == [end - EVERY, end]
     training.assert_losses_are_those_of(whole, range(1, STEPS + 2 * EVERY + 1), rel=1e-4)
+
+
+def test_a_killed_rank_of_a_compiled_graph(tmp_path):
+    """Restarted ranks find the graph in the compile caches."""
+    whole, training = (Training(tmp_path / name, tmp_path / "cache") for name in ("whole", "killed"))
+    whole.run("--steps", STEPS)
+    generated = set(whole.cache.rglob("*.so"))
+    assert generated
+    with training.start("--steps", STEPS, restarts=1) as started:
+        started.until(training.saved, "checkpoint")
+        training.kill(started, rank=1)
+        started.finish()
+    assert set(whole.cache.rglob("*.so")) == generated
+    training.assert_losses_are_those_of(whole, range(1, STEPS + 1))
+    assert training.saved() == [STEPS - EVERY, STEPS]
