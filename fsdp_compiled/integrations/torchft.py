@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
+from ..collectives.reference import copy_each
 from ..sharding.dtensor import dtensor_like, local_of
 from ..weights.items import check_streamed, original_of, sharded_tensors
 
@@ -76,7 +77,7 @@ class ReplicatedOptimizer(torchft.Optimizer):
         for grads, packed, work in under_way:
             work.wait()
             pieces = packed[:-1].div_(packed[-1]).split([grad.numel() for grad in grads])
-            torch._foreach_copy_(grads, [piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)])
+            copy_each([piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True)], grads)
 
     def _buckets(self) -> Iterator[list[Tensor]]:
         """Yield local gradients of one dtype, some at a time."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from ..agreement.ledger import agree
 from ..collectives import Pending, all_gather_bucket, launch_all_gather
@@ -120,12 +121,16 @@ def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dty
         for source in item.sources:
             param = params.get(id(source))
             if param is None or param.extension is not None:
-                groups |= dict.fromkeys(_groups_of(source))
+                groups |= dict.fromkeys(
+                    _groups_of(source.device_mesh, source.placements) if isinstance(source, DTensor) else ()
+                )
                 continue
             spec = replace(param.spec.all_gather, dtype=item.travels_in(source, dtype))
             found.setdefault(spec, {})[id(source)] = param
             groups[spec.group] = None
-            groups |= dict.fromkeys(_groups_of(param.sharded_param) if param.outer is not None else ())
+            groups |= dict.fromkeys(
+                _groups_of(param.outer.spec.mesh, param.outer.spec.placements) if param.outer is not None else ()
+            )
     gathers = [
         (all_gather_bucket(spec, [param.spec.param for param in each.values()], device), list(each.items()))
         for spec, each in found.items()
@@ -134,15 +139,17 @@ def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dty
     return _Round(items, gathers, [group for group in groups if group.world > 1])
 
 
-def _groups_of(tensor: Tensor) -> list[Group]:
-    groups = tensor.device_mesh.get_all_groups() if isinstance(tensor, DTensor) else []
-    return [Group(group.group_name, group.size()) for group in groups]
+def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Group]:
+    """Return the groups over which a DTensor is made complete."""
+    pairs = zip(mesh.get_all_groups(), placements, strict=True)
+    return [Group(group.group_name, group.size()) for group, placement in pairs if not placement.is_replicate()]
 
 
 @dataclass(eq=False)
 class _Launched:
     """The collectives of a round under way."""
 
+    round: _Round
     flags: list[tuple[Group, Pending[Sequence[Tensor]]]] = field(default_factory=list)
     tensors: list[tuple[AllGatherBucket, Sequence[tuple[int, FSDPParam]], Pending[Sequence[Tensor]]]] = field(
         default_factory=list
@@ -158,14 +165,13 @@ class _Stream:
 
     def run(self, reads: bool) -> Iterator[tuple[str, Tensor] | None]:
         """Yield None once the first round is under way, then the tensors."""
-        ahead = self._launch(self.rounds[0]) if self.rounds else None
-        left = list(self.rounds[1:])  # that are not launched
+        left = list(self.rounds)  # that are not launched
+        ahead = self._launch(left.pop(0)) if left else None
         try:
             yield None
-            for this in self.rounds:
-                assert ahead is not None
+            while ahead is not None:
                 launched, ahead = ahead, None
-                tensors = self._wait(launched, this)
+                tensors = self._wait(launched)
                 if left:
                     ahead = self._launch(left.pop(0))
                 while tensors and reads:
@@ -178,7 +184,7 @@ class _Stream:
     @without_grad
     def _launch(self, this: _Round, stopped: bool = False) -> _Launched:
         """Start the round's all-gathers, but for those among ranks that know that one has stopped."""
-        launched = _Launched()
+        launched = _Launched(this)
         for group in this.groups:
             if group not in self.told:
                 bucket = _flag_bucket(group)
@@ -193,41 +199,50 @@ class _Stream:
         return launched
 
     @without_grad
-    def _wait(self, launched: _Launched, this: _Round) -> list[tuple[str, Tensor]]:
+    def _wait(self, launched: _Launched) -> list[tuple[str, Tensor]]:
         """Return the round's complete tensors, the last one first; RankMismatchError if a rank has stopped."""
-        stopped = self._stopped(launched)
-        complete: dict[tuple[int, torch.dtype], Tensor] = {}
-        for bucket, members, pending in launched.tensors:
-            for (source, param), layout, tensor in zip(members, bucket.layouts, pending.wait(), strict=True):
-                complete[source, bucket.spec.dtype] = tensor.narrow(layout.dim, 0, layout.shape[layout.dim])
-                if param.outer is not None and not stopped:
-                    complete[source, bucket.spec.dtype] = param.outer.wrap(
-                        complete[source, bucket.spec.dtype]
-                    ).full_tensor()
+        items, stopped = launched.round.items, self._stopped(launched)
+        complete = self._gathered(launched)
         if stopped:
-            expected = f"all ranks to read on from {this.items[0].name}"
+            expected, got = f"all ranks to read on from {items[0].name}", f"ranks {stopped} stopped before it"
             do = "read a stream to its end, or stop at the same tensor on all ranks"
-            raise unexpected(
-                "stream_parameters", expected, f"ranks {stopped} stopped before it", do, RankMismatchError
-            )
+            raise unexpected("stream_parameters", expected, got, do, RankMismatchError)
         found = list[tuple[str, Tensor]]()
-        for item in this.items:
-            sources = [self._complete(item, source, complete) for source in item.sources]
+        for item in items:
+            sources = [complete[id(source), item.travels_in(source, self.dtype)] for source in item.sources]
             tensor = sources[0] if item.join is None else item.join(*sources)
             found.append((item.name, tensor.to(cast_dtype(tensor, self.dtype))))
         return found[::-1]
 
-    def _complete(self, item: Item, source: Tensor, complete: dict[tuple[int, torch.dtype], Tensor]) -> Tensor:
-        dtype = item.travels_in(source, self.dtype)
-        if (id(source), dtype) in complete:
-            return complete[id(source), dtype]
-        if not isinstance(source, DTensor):
+    def _gathered(self, launched: _Launched) -> dict[tuple[int, torch.dtype], Tensor]:
+        """Return the complete sources, but for those over groups that know that a rank has stopped."""
+        complete: dict[tuple[int, torch.dtype], Tensor] = {}
+        for bucket, members, pending in launched.tensors:
+            for (key, param), layout, padded in zip(members, bucket.layouts, pending.wait(), strict=True):
+                tensor, outer = padded.narrow(layout.dim, 0, layout.shape[layout.dim]), param.outer
+                if outer is not None and not self._knows(outer.spec.mesh, outer.spec.placements):
+                    tensor = outer.wrap(tensor).full_tensor()
+                complete[key, bucket.spec.dtype] = tensor
+        for item in launched.round.items:
+            for source in item.sources:
+                dtype = item.travels_in(source, self.dtype)
+                if (id(source), dtype) not in complete:
+                    complete[id(source), dtype] = self._gathered_alone(item, source, dtype)
+        return complete
+
+    def _gathered_alone(self, item: Item, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return a tensor that is in no bucket, by DTensor if it is one."""
+        if not isinstance(source, DTensor) or self._knows(source.device_mesh, source.placements):
             return source.detach()
         try:
             return source.detach().to(dtype).full_tensor()  # type: ignore[attr-defined]
         except NotImplementedError as error:
             expected, got = "a tensor that DTensor can gather", f"a {type(local_of(source)).__name__}"
             raise unexpected(item.name, expected, got, "send what it is made of", NotImplementedError) from error
+
+    def _knows(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+        """Tell whether the ranks that a DTensor needs know that one of them has stopped."""
+        return not self.told.isdisjoint(_groups_of(mesh, placements))
 
     def _stopped(self, launched: _Launched) -> list[int]:
         """Return the ranks that have stopped, as far as the round's groups know, and note these groups."""
@@ -240,20 +255,19 @@ class _Stream:
                 ranks.update(rank for rank, flag in zip(members, flags, strict=True) if flag)
         return sorted(ranks)
 
+    @without_grad
     def _stop(self, ahead: _Launched | None, left: Sequence[_Round]) -> None:
-        """Tell the ranks of each group, in the next round that they wait for."""
+        """Take part in the round under way, and tell the ranks of each group in the next one that they wait for."""
         if ahead is not None:
-            self._drop(ahead)
+            self._stopped(ahead)
+            self._gathered(ahead)
         for this in left:
             groups = [group for group in this.groups if group not in self.told]
             if groups:
-                self._drop(self._launch(this, stopped=True))
+                launched = self._launch(this, stopped=True)
                 self.told.update(groups)
-
-    def _drop(self, launched: _Launched) -> None:
-        self._stopped(launched)
-        for *_, pending in launched.tensors:
-            pending.wait()
+                self._stopped(launched)
+                self._gathered(launched)
 
 
 def _flag_bucket(group: Group) -> AllGatherBucket:

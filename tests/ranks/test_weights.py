@@ -12,6 +12,7 @@ import torch.distributed as dist
 from quantised_all_gather import gather_quantised
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import (
@@ -250,6 +251,23 @@ def test_a_rank_that_stops_is_known_on_all_meshes():
         with pytest.raises(RankMismatchError, match="stopped before it"):
             _read(model, 25)
     _assert_streamed(model)
+
+
+@on_ranks(4, timeout_s=20)
+def test_a_rank_that_stops_is_known_over_tensor_parallel_ranks_too():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = MLP(hidden=16, layers=4)
+    for block in model.blocks:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
+    shard(model, "eager", mesh=mesh["dp"])
+    model.alone = nn.Parameter(distribute_tensor(torch.rand(4, 3), mesh["tp"], [Shard(0)]), requires_grad=False)
+    for stops in (0, 3):
+        if dist.get_rank() == stops:
+            _read(model, 2)
+        else:
+            with pytest.raises(RankMismatchError, match="stopped before it"):
+                _read(model, 26)
+    assert len(dict(stream_parameters(model))) == 26
 
 
 @on_ranks(2, timeout_s=10)
