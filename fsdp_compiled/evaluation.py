@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .expect import expect, unexpected
-from .hooks.state import FSDPState, states_below
+from .hooks.state import FSDPState, states_of
 from .hooks.step import TrainingState
 
 
@@ -32,13 +32,10 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[Non
         ValueError: no unit lies in ``model``, or ``max_bytes`` is negative.
         RuntimeError: a forward, a backward or another such block is under way; inside, a forward with gradients.
     """
-    expect("model", model, nn.Module, "an nn.Module")
+    states = states_of(model)
     expect("max_bytes", max_bytes, int | None, "an integer or None")
     if max_bytes is not None and max_bytes < 0:
         raise unexpected("max_bytes", "0 or more", max_bytes)
-    states = states_below([model])
-    if not states:
-        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     for state in states:
         if not state.unit.config.trains or state.unit.training_state is not TrainingState.IDLE:
             got = "one in another such block" if not state.unit.config.trains else "one in forward or backward"

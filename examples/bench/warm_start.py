@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python examples/bench/warm_start.py --layers 32 --width 64
 
 Starts 2 ranks three times with one new cache folder: the first fills it. ``--regions`` compiles blocks once;
-``--unsharded`` trains one process without this library. ``--json FILE`` adds the figures to a file.
+``--unsharded`` trains one process without this library. ``--json FILE`` keeps the figures.
 """
 
 from __future__ import annotations
@@ -21,11 +21,6 @@ import sys  # noqa: E402
 import tempfile  # noqa: E402
 from datetime import timedelta  # noqa: E402
 from pathlib import Path  # noqa: E402
-
-PARTS = {  # of torch's own clocks, those inside others after them
-    "Dynamo": "_compile.compile_inner",
-    "AOTAutograd": "aot_dispatch",
-}
 
 
 def arguments() -> argparse.Namespace:
@@ -121,8 +116,10 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         runs = [start(args, folder) for _ in range(3)]
-    names = ("cold", "warm", "warm again")
-    for name, run in zip(names, runs, strict=True):
+    named = dict(zip(("cold", "warm", "warm again"), runs, strict=True))
+    if args.json:
+        args.json.write_text(json.dumps({"layers": args.layers, "width": args.width, **named}, indent=1) + "\n")
+    for name, run in named.items():
         print(f"{name:12}", "  ".join(f"{part} {seconds:.2f}" for part, seconds in run["parts"].items()))
         print(f"{'':12} total {sum(run['parts'].values()):.2f}", run["caches"])
         top = sorted(run["clocks"].items(), key=lambda each: -each[1])[:24]

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..agreement.ledger import note, number_in
 from ..collectives import Comm, Hook, streams
-from ..expect import unexpected
+from ..expect import expect, unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..regions.block import without_failing_regions
@@ -33,6 +33,15 @@ def states_below(modules: Sequence[nn.Module]) -> list[FSDPState]:
     """Return the states of ``modules`` and of all modules below them, outermost first."""
     found = {id(s): s for root in modules for m in root.modules() if (s := m.__dict__.get("_fsdp_state")) is not None}
     return list(found.values())
+
+
+def states_of(model: nn.Module) -> list[FSDPState]:
+    """Return the states below a user's ``model``; TypeError if it is no module, ValueError if it has no unit."""
+    expect("model", model, nn.Module, "an nn.Module")
+    states = states_below([model])
+    if not states:
+        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
+    return states
 
 
 class FSDPState(TorchNames):

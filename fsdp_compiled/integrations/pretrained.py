@@ -18,7 +18,7 @@ from ..api import fully_shard, register_fsdp_forward_method
 from ..expect import unexpected
 from ..sharding.dtensor import local_of, local_part
 from ..weights import stream_parameters
-from ..weights.items import names_of_tensors, original_of
+from ..weights.items import base_of, names_of_tensors
 
 RESHARD = {"free_full_weight": None, "keep_full_weight": False}  # the styles of ``_fsdp_plan``
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -199,7 +199,7 @@ def save_pretrained(
     from safetensors.torch import save_file
 
     folder, taken, files = Path(folder), dict[str, Tensor](), list[list[str]]()
-    sizes: dict[str, int] = {}
+    taken_bytes = total_bytes = 0
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -208,14 +208,16 @@ def save_pretrained(
         taken.clear()
 
     for name, tensor in stream_parameters(model, dtype=dtype, ranks=[0], merge_adapters=merge_adapters):
-        sizes[name] = tensor.nbytes
-        if taken and sum(sizes[each] for each in taken) + tensor.nbytes > max_file_bytes:
+        if taken and taken_bytes + tensor.nbytes > max_file_bytes:
             write()
+            taken_bytes = 0
+        taken_bytes += tensor.nbytes
+        total_bytes += tensor.nbytes
         taken[name] = tensor.to("cpu", copy=tensor.device.type == "cpu").contiguous()
         del tensor
     if taken:
         write()
-        _finish(model, folder, files, sum(sizes.values()))
+        _finish(model, folder, files, total_bytes)
     if dist.is_initialized():
         dist.barrier()  # others may read the files at once
 
@@ -230,8 +232,7 @@ def _finish(model: nn.Module, folder: Path, files: list[list[str]], total_bytes:
     if count > 1:
         weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}))
-    original: Any = original_of(model)
-    base = original.get_base_model() if hasattr(original, "get_base_model") else original
+    base = base_of(model)
     for name in ("config", "generation_config"):
         if hasattr(config := getattr(base, name, None), "save_pretrained"):
             config.save_pretrained(folder)  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..expect import unexpected
 from ..module import user_class
-from .items import Item, names_of_tensors
+from .items import Item, base_of, names_of_tensors
 
 
 def merged_items(model: nn.Module) -> list[Item]:
@@ -19,8 +19,7 @@ def merged_items(model: nn.Module) -> list[Item]:
         ValueError: ``model`` has no adapters.
         NotImplementedError: an active adapter is another than LoRA of a linear layer or embedding in floating point.
     """
-    outer: Any = model
-    base: Any = outer.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     adapted = {name: each for name, each in base.named_modules() if hasattr(each, "base_layer")}
     replaced = {name: each for name, each in base.named_modules() if hasattr(each, "modules_to_save")}
     if not adapted and not replaced:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..expect import expect, shown, unexpected
-from ..hooks.state import FSDPState, states_below
+from ..hooks.state import FSDPState, states_of
 from ..param.param import FSDPParam
 
 
@@ -49,15 +50,18 @@ def original_of(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    """Return the model inside PEFT's and what ``torch.compile`` has wrapped, or the model itself."""
+    original: Any = original_of(model)
+    return original.get_base_model() if hasattr(original, "get_base_model") else original
+
+
 def check_streamed(model: nn.Module, dtype: torch.dtype | None) -> list[FSDPState]:
     """Return the units of ``model``, outermost first, after looking for what was replaced; raises as its callers."""
-    expect("model", model, nn.Module, "an nn.Module")
+    states = states_of(model)
     expect("dtype", dtype, torch.dtype | None, "a floating-point dtype or None")
     if dtype is not None and not dtype.is_floating_point:
         raise unexpected("dtype", "a floating-point dtype or None", shown(dtype))
-    states = states_below([model])
-    if not states:
-        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     for root in dict.fromkeys(state.outermost for state in states):
         root.check_parameters()
     return states
