@@ -15,8 +15,8 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 from fsdp_compiled import FSDPModule, as_torch_fsdp, stream_parameters
-from tests.ecosystem.test_trl import tokenizer
-from tests.ecosystem.training import BACKEND, MODES, accelerate_on_cpu
+from tests.ecosystem.test_trl import SHARDED, options, tokenizer
+from tests.ecosystem.training import MODES, accelerate_on_cpu
 from tests.support import huggingface
 from tests.support.ranks import on_ranks
 from tests.support.training import assert_close
@@ -68,27 +68,14 @@ def _reward(completion_ids, **_):
 
 
 def _train(mode, folder, ranks):
-    sharded = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     arguments = GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
+        **options(mode, folder),
+        **(SHARDED if ranks > 1 else {}),
         per_device_train_batch_size=2 * GROUP // ranks,
         num_generations=GROUP,
         num_iterations=2,  # in the second one the loss is not zero
         max_completion_length=GENERATED,
         max_steps=STEPS,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        torch_compile=mode == "full",
-        torch_compile_backend=BACKEND if mode == "full" else None,
-        seed=0,
-        **(sharded if ranks > 1 else {}),
     )
     engine = Engine()
     trainer = GRPOTrainer(

@@ -31,26 +31,30 @@ def tokenizer():
     )
 
 
+SHARDED = {"fsdp": True, "fsdp_config": {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+
+
+def options(mode, folder):
+    """The arguments that TRL's trainers share."""
+    return {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "bf16": False,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "torch_compile": mode == "full",
+        "torch_compile_backend": BACKEND if mode == "full" else None,
+        "seed": 0,
+    }
+
+
 def _train(mode, folder):
-    arguments = SFTConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        bf16=False,
-        fsdp=True,
-        fsdp_config={"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-        per_device_train_batch_size=2,
-        max_steps=STEPS,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        torch_compile=mode == "full",
-        torch_compile_backend=BACKEND if mode == "full" else None,
-        seed=0,
-    )
+    arguments = SFTConfig(**options(mode, folder), **SHARDED, per_device_train_batch_size=2, max_steps=STEPS)
     rows = [{"input_ids": row.tolist()} for row in huggingface.token_batches(STEPS).flatten(0, 1)]
     trainer = SFTTrainer(
         model=huggingface.build("llama"),
