@@ -90,8 +90,9 @@ class FSDPState(TorchNames):
         return self.outermost is self
 
     @property
-    def is_used_elsewhere(self) -> bool:
-        return self._context is not None and self._context.step.is_used_elsewhere
+    def is_used_here(self) -> bool:
+        """Whether this thread called the model last; any other could reshard what a step is about to use."""
+        return self._context is not None and self._context.step.is_used_here
 
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""

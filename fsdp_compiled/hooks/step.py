@@ -165,6 +165,10 @@ class Step:
         """Whether another thread called the model last."""
         return self.thread not in (None, get_ident())
 
+    @property
+    def is_used_here(self) -> bool:
+        return self.thread == get_ident()
+
     def note_check(self) -> None:
         self.is_checked = True
 

@@ -36,7 +36,7 @@ class UnitState(Protocol):
     @property
     def unit(self) -> Unit: ...
     @property
-    def is_used_elsewhere(self) -> bool: ...
+    def is_used_here(self) -> bool: ...
     @property
     def run(self) -> Callable[..., Any]: ...  # a call of the outermost unit, without regions that fail
     def reshard(self) -> None: ...
@@ -248,7 +248,7 @@ def _reshard_units(module: ShardedModule, *_: object) -> None:
 
 def _before_save(module: ShardedModule, *_: object) -> None:
     for unit in module._fsdp_units:
-        if not unit.is_used_elsewhere:
+        if unit.is_used_here:
             unit.reshard()
 
 

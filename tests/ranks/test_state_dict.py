@@ -409,6 +409,17 @@ def test_another_thread_takes_state_dicts_while_the_model_trains(mode, keep_vars
             assert (value is params[name]) is keep_vars
 
 
+@on_ranks(2)
+def test_a_thread_that_has_not_called_the_model_reshards_nothing_to_take_its_state_dict():
+    model = MLP()
+    shard(model, "eager")
+    model.unshard()
+    with ThreadPoolExecutor(1) as threads:
+        state = threads.submit(model.state_dict).result()
+    assert not isinstance(model.scale, DTensor)  # a step that begins meanwhile may be about to use it
+    assert isinstance(state["scale"], DTensor)
+
+
 @each_mode
 @on_ranks(2)
 def test_another_threads_state_dict_between_forward_and_backward(mode):
