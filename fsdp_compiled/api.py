@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, passes, sharding
-from .expect import expect, unexpected
+from .expect import expect, shown, unexpected
 from .init.arguments import check_device, check_options, checked_modules, checked_reshard
 from .init.parameters import ShardPlacementFn, checked_placements, managed_parameters
 from .init.shard import shard
@@ -24,7 +24,6 @@ from .module import FSDPModule, unit_state
 from .param.placement import ParamPlacement
 from .passes import Pass, mode_options, region_options
 from .policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, SchedulePolicy
-from .regions.block import has_regions
 from .regions.choose import set_regions
 from .sharding.dtensor import data_parallel_mesh
 from .sharding.mesh import DataParallelMeshDims
@@ -194,7 +193,7 @@ def compile(
     model: nn.Module | Callable[..., Any],
     *,
     schedule: SchedulePolicy | None = None,
-    regions: Literal["off", "auto"] | Sequence[nn.Module] = "off",
+    regions: Literal["off", "auto"] | Sequence[nn.Module] = "auto",
     passes: Sequence[Pass] = (),
     **torch_compile_kwargs: Any,
 ) -> Any:
@@ -203,10 +202,11 @@ def compile(
     Args:
         model: a module given to ``fully_shard``, or a function that calls one.
         schedule: None for the default policy.
-        regions: which blocks are compiled once and called several times: "off" for none, "auto" for the units that
-            occur at least four times with equal class and parameter shapes, or a list of modules given to
-            ``fully_shard``. The graph's collectives stay outside them. The choice holds until the next call with
-            this model. A block that torch cannot make a region of is compiled as a part of the graph, with a warning.
+        regions: which blocks are compiled once and called several times: "auto", as in plain ``torch.compile``, for
+            the units that occur at least four times with equal class and parameter shapes, "off" for none, or a list
+            of modules given to ``fully_shard``. The graph's collectives stay outside them. The choice holds until
+            the next call with this model. A block that torch cannot make a region of is compiled as a part of the
+            graph: one of a list with a warning, one of "auto" with a line in the log ``fsdp_compiled``.
         passes: your own graph passes: each a function of a ``torch.fx.Graph`` that changes it in place, a frozen
             dataclass for its fields to enter the compile-cache keys. It runs after ``Schedule``, or where a class
             attribute ``before`` or ``after`` names another pass; the graph's rules are checked after it.
@@ -222,7 +222,8 @@ def compile(
         ValueError: another backend than Inductor, which alone runs the passes, or both ``mode`` and ``options``;
             regions of a function, or modules that are no units of ``model``, or lie inside each other; a pass that
             names another one, to stand beside, that there is not.
-        NotImplementedError: regions, and a pass of the user's in Inductor's option ``_pre_fusion_custom_pass``.
+        NotImplementedError: a list of regions, and a pass of the user's in Inductor's option
+            ``_pre_fusion_custom_pass``.
     """
     expect("model", model, Callable, "a module or a function that calls one")
     backend = torch_compile_kwargs.get("backend", "inductor")
@@ -233,12 +234,14 @@ def compile(
     if mode is not None and given:
         raise unexpected("mode", "None beside options", repr(mode), "put what the mode sets into options")
     chosen = {**mode_options(mode), **given, **_options(schedule, given, passes)}
-    of_regions = region_options(given) if regions != "off" else {}
+    is_list = regions not in ("off", "auto")
+    if is_list:
+        region_options(given)
     if isinstance(model, nn.Module):
         set_regions(model, regions)
-        chosen |= of_regions if has_regions(model) else {}
-    elif regions != "off":
-        raise unexpected("regions", "'off' for a function", repr(regions), "compile the model with regions first")
+    elif is_list:
+        do = "compile the model with regions first"
+        raise unexpected("regions", "'auto' or 'off' for a function", shown(regions), do)
     return torch.compile(model, options=chosen, **torch_compile_kwargs)
 
 

@@ -30,11 +30,6 @@ def unit_state(module: Any) -> FSDPState:
     return state
 
 
-def user_class(module: nn.Module) -> type[nn.Module]:
-    """Return the class that the user wrote: for a module that holds sharded parameters, not the one made of it."""
-    return getattr(type(module), "_fsdp_user_class", type(module))
-
-
 class UnshardHandle(torch_fsdp.UnshardHandle):
     """Waits for an asynchronous :meth:`FSDPModule.unshard`."""
 

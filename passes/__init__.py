@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from . import inductor
+from . import inductor, unalias
 from .agree import Agree as Agree
 from .cost import CLUSTERS as CLUSTERS
 from .cost import Cluster as Cluster
@@ -29,7 +29,9 @@ from .schedule_policy import SchedulePolicy as SchedulePolicy
 from .unalias import Expand as Expand
 from .unalias import Protect as Protect
 from .unalias import Unalias as Unalias
+from .unalias import protected as protected
 from .unalias import region_options as region_options
+from .unalias import suits_default as suits_default
 
 
 def joint(policy: SchedulePolicy) -> tuple[Pass, ...]:
@@ -72,6 +74,7 @@ def install(core: str = "") -> None:
     """
     for slot, run in slots(DEFAULT, core).items():
         inductor.install(slot, run)
+    unalias.install()
 
 
 def uninstall() -> None:
@@ -82,6 +85,7 @@ def uninstall() -> None:
     """
     for slot in slots(DEFAULT):
         inductor.uninstall(slot)
+    unalias.uninstall()
 
 
 def options(
@@ -91,4 +95,5 @@ def options(
 
     ``given`` are other options of that compile; a pass of the user's among them runs rather than the one in the slot.
     """
-    return {slot: beside_users_passes(slot, run, given) for slot, run in slots(policy, core, more).items()}
+    ours = {slot: beside_users_passes(slot, run, given) for slot, run in slots(policy, core, more).items()}
+    return ours | unalias.protected(given or {})

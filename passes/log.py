@@ -40,7 +40,8 @@ def unregister() -> None:
 register()  # when imported, so that a program can name it before it shards a model
 
 
-def _say(text: str, *args: Any) -> None:
+def say(text: str, *args: Any) -> None:
+    """Log a line, at level INFO on rank 0."""
     _log.log(_level(), text, *args)
 
 
@@ -82,14 +83,14 @@ class _Progress:
         self._began, self._scheduled = time.perf_counter(), False
         is_backward = args.callback_trigger.name == "LAZY_BACKWARD"
         self._enter("" if is_backward else "tracing")
-        _say("compiling backward" if is_backward else "tracing")
+        say("compiling backward" if is_backward else "tracing")
 
     def end(self, _: Any) -> None:
         """Called by torch when it has compiled."""
         self._leave()
         if self._began:
             why = "; no graph was scheduled: it has no collectives or came from a compile cache"
-            _say("compilation took %.1f s%s", time.perf_counter() - self._began, "" if self._scheduled else why)
+            say("compilation took %.1f s%s", time.perf_counter() - self._began, "" if self._scheduled else why)
         self._began = 0.0
 
     @contextmanager
@@ -107,7 +108,7 @@ class _Progress:
             return
         self._scheduled = True
         following = "; generating code" if slot == "schedule" else ""
-        _say("%s: scheduled %s in %.1f s%s", kind, _described(graph), time.perf_counter() - began, following)
+        say("%s: scheduled %s in %.1f s%s", kind, _described(graph), time.perf_counter() - began, following)
         self._enter(f"{kind}: code generation" if slot == "schedule" else "")
 
     def _enter(self, phase: str) -> None:
@@ -115,7 +116,7 @@ class _Progress:
 
     def _leave(self) -> None:
         if self._phase:
-            _say("%s took %.1f s", self._phase, time.perf_counter() - self._phase_began)
+            say("%s took %.1f s", self._phase, time.perf_counter() - self._phase_began)
         self._phase = ""
 
 
@@ -147,4 +148,4 @@ def trace_artifact(kind: Literal["artifact", "link"], text: str | None = None, *
 
 def ran(name: str, seconds: float) -> None:
     """Tell that a user's pass has run on the graph under way."""
-    _say("%s: %s ran in %.2f s", _graph_kind(), name, seconds)
+    say("%s: %s ran in %.2f s", _graph_kind(), name, seconds)

@@ -34,13 +34,39 @@ def region_options(given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     Raises:
         NotImplementedError: the user has a pass of his own where ``Protect`` must be.
     """
-    user = (given or {}).get(_SLOT, getattr(config, _SLOT))
-    if user is not None and not isinstance(user, Protect):
+    options = protected(given or {})
+    if not options:
         raise NotImplementedError(
-            f"regions: expected no pass in Inductor's option {_SLOT}, where theirs must be, got {user!r}; "
-            "take it out, or compile without regions"
+            f"regions: expected no pass in Inductor's option {_SLOT}, where theirs must be, "
+            f"got {_in_slot(given or {})!r}; take it out, or compile without regions"
         )
-    return {_SLOT: Protect()}
+    return options
+
+
+def protected(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of :func:`region_options`, or none where the user has a pass of his own."""
+    return {_SLOT: Protect()} if isinstance(_in_slot(given), Protect | None) else {}
+
+
+def suits_default(options: Mapping[str, Any]) -> bool:
+    """Tell whether graphs may call regions that nobody has asked for; with CUDA graphs they are untested."""
+    return isinstance(_in_slot(options), Protect) and not options.get("triton.cudagraphs", config.triton.cudagraphs)
+
+
+def install() -> None:
+    """Let every later ``torch.compile`` of this process have :func:`region_options`, but for a pass of the user's."""
+    for slot, run in protected({}).items():
+        setattr(config, slot, run)
+
+
+def uninstall() -> None:
+    """End that."""
+    if isinstance(getattr(config, _SLOT), Protect):
+        setattr(config, _SLOT, None)
+
+
+def _in_slot(options: Mapping[str, Any]) -> object:
+    return options.get(_SLOT, getattr(config, _SLOT))
 
 
 @dataclass(frozen=True)
@@ -116,12 +142,14 @@ class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
 
     def __call__(self, scheduled: list[Any]) -> list[Any]:
         graph = V.graph
+        calls = [each for each in graph.operations if isinstance(each, ir.InvokeSubgraph)]
+        if not calls:
+            return scheduled
         graph.never_reuse_buffers.update(
             name for name, original in graph.graph_inputs_original.items() if isinstance(original, ir.DonatedBuffer)
         )
-        for call in graph.operations:
-            if isinstance(call, ir.InvokeSubgraph):
-                graph.never_reuse_buffers.update(_shared(graph, call))
+        for call in calls:
+            graph.never_reuse_buffers.update(_shared(graph, call))
         return scheduled
 
     def uuid(self) -> str:

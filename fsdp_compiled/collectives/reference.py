@@ -75,7 +75,11 @@ def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[
     return [
         piece.resize_as_(layout.like_padded)
         if layout.dim == 0
-        else piece.view(layout.world, *layout.shard_shape).movedim(0, layout.dim).reshape(layout.padded_shape)
+        # chunks of length 1 would stay a view, whose strides are not those that compiled code expects
+        else piece.view(layout.world, *layout.shard_shape)
+        .movedim(0, layout.dim)
+        .contiguous()
+        .view(layout.padded_shape)
         for piece, layout in zip(pieces, layouts, strict=True)
     ]
 

@@ -17,7 +17,7 @@ from ..collectives import Comm, Hook, streams
 from ..expect import expect, unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
-from ..regions.block import without_failing_regions
+from ..regions.choose import with_regions
 from ..torch_fsdp.state_names import TorchNames
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import rebase
@@ -49,7 +49,7 @@ class FSDPState(TorchNames):
 
     pre_forward: PreForward
     post_forward: PostForward
-    run = staticmethod(without_failing_regions)  # a call of the outermost unit, see TracedCall
+    run = staticmethod(with_regions)  # a call of the outermost unit, see TracedCall
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], default: ParamPlacement, unit: UnitInStep

@@ -10,10 +10,11 @@ from torch import nn
 
 from ..expect import expect, unexpected
 from ..hooks.state import states_below
-from ..module import FSDPModule, user_class
+from ..module import FSDPModule
 from ..policy import MixedPrecisionPolicy, OffloadPolicy
 from ..sharding.mesh import DataParallelMeshInfo
 from ..tracing.dynamo import module_inside
+from ..tracing.sharded_module import user_class
 
 
 def checked_modules(module: Any) -> list[nn.Module]:

@@ -19,14 +19,15 @@ from ..api import options
 from ..expect import expect, unexpected
 from ..hooks.forward import tensors_in
 from ..hooks.state import FSDPState, states_below
-from ..module import user_class
-from ..passes import Pass, beside_users_passes, region_options, slots
+from ..passes import Pass, beside_users_passes, slots
 from ..passes.cost import Cluster
 from ..passes.inductor import name_of
 from ..passes.schedule_policy import DEFAULT
 from ..policy import SchedulePolicy
-from ..regions.block import has_regions
+from ..regions.block import without_failing_regions
+from ..regions.choose import set_default_regions
 from ..tracing.dynamo import counters, with_code_of_its_own
+from ..tracing.sharded_module import user_class
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
 from .lifetimes import Allocation, Part
 from .memory import step_memory
@@ -125,9 +126,11 @@ def trace(
     if not states:
         raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
     policy = _policy_for(gpu, schedule, states)
+    if "_fsdp_state" in model.__dict__ and states[0].is_root:
+        set_default_regions(model)
     updated = _updated(model, states)
     held = _held(model, states, tensors_in((args, kwargs)), optimizer, updated)
-    recorder = _Recorder(policy, passes, region_options() if has_regions(model) else {}, code, gpu)
+    recorder = _Recorder(policy, passes, code, gpu)
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
     meshes = [param.placement.mesh_info for state in states for param in state.params]
     world = max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1)
@@ -166,7 +169,8 @@ def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor
         with torch.random.fork_rng():
             # Nothing of this capture remains where Dynamo would find it for another, and sizes that differ from an
             # earlier capture's are no sizes that vary.
-            total = loss(torch.compile(with_code_of_its_own(call), backend=backend, dynamic=False)(*args, **kwargs))
+            compiled = torch.compile(with_code_of_its_own(call), backend=backend, dynamic=False)
+            total = loss(without_failing_regions(model, compiled, *args, **kwargs))
             if total.requires_grad:
                 total.backward()
     finally:
@@ -231,24 +235,25 @@ def _empty(value: Any) -> Any:
 class _Recorder:
     """A backend: Inductor with the passes of one policy, keeping every graph."""
 
-    def __init__(
-        self, policy: SchedulePolicy, own: Sequence[Pass], more: Mapping[str, Any], code: bool, gpu: Gpu | None
-    ) -> None:
+    compiler_name = "inductor"  # as the one of torch.compile says, for which there are regions by default
+
+    def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], code: bool, gpu: Gpu | None) -> None:
         self.graphs = list[CapturedGraph]()
         self.scheduled = list[tuple[GraphKind, fx.Graph]]()
+        self.config = options(policy, own)
         self._policy, self._code, self._gpu = policy, code, gpu
         self._scheduled: fx.Graph | None = None
-        self._config = {**options(policy, own), **more, "force_disable_caches": True}  # on a hit no pass would run
-        self._config |= OPTIONS if gpu else {}
+        self.config |= {"force_disable_caches": True}  # on a hit no pass would run
+        self.config |= OPTIONS if gpu else {}
         slot = "post_grad_custom_pre_pass"
         pipeline = slots(policy, more=own)[slot]
         self._passes = tuple(map(name_of, pipeline.passes))
         ran: tuple[Pass, ...] = (*pipeline.passes, self._observe)
         observed = replace(pipeline, passes=ran, slot="schedule" if code else "schedule only")
-        self._config[slot] = beside_users_passes(slot, observed)
+        self.config[slot] = beside_users_passes(slot, observed)
 
     def __call__(self, module: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-        return compile_fx(module, inputs, inner_compile=self._compile, config_patches=self._config)
+        return compile_fx(module, inputs, inner_compile=self._compile, config_patches=self.config)
 
     def _observe(self, graph: fx.Graph) -> None:
         """Run as the last pass before Inductor's own."""

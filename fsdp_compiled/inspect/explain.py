@@ -8,13 +8,12 @@ from torch import nn
 
 from ..expect import expect, unexpected
 from ..hooks.state import FSDPState, states_below
-from ..module import user_class
 from ..param.param import FSDPParam
 from ..passes.reshard import kept_by
 from ..passes.schedule_policy import DEFAULT, SchedulePolicy
 from ..sharding.spec import CommSpec
 from ..tracing.dynamo import module_inside
-from ..tracing.sharded_module import is_managed
+from ..tracing.sharded_module import is_managed, user_class
 from .records import UnitExplanation
 from .render import figures
 from .report import Explanation

@@ -20,7 +20,6 @@ from ..inspect.lifetimes import Event, Part
 from ..inspect.memory import reduced_bytes, step_events
 from ..inspect.optimizer_cost import OPTIMIZERS, Updated
 from ..inspect.reading import Scheduled
-from ..module import user_class
 from ..passes.cost import Cluster
 from ..passes.cost.compute import flops_of
 from ..passes.graph import nodes
@@ -29,6 +28,7 @@ from ..passes.planning.buckets import decide
 from ..passes.planning.tasks import Plan, Requests, in_order, simulate
 from ..policy import MixedPrecisionPolicy, SchedulePolicy
 from ..sharding.spec import Group
+from ..tracing.sharded_module import user_class
 from .options import Checkpointing, Layout
 
 LARGEST_SHARDS = 5 * 2**30  # bytes: capturing writes gradients of one rank

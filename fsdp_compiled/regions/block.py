@@ -7,27 +7,30 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from inspect import signature
+from inspect import signature, unwrap
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
-from .. import collectives
+from .. import collectives, passes
 from ..param.param import FSDPParam
 from ..param.unit import Unit
 from ..tracing import reads
 from ..tracing.dynamo import (
     TorchDynamoException,
     attention_backends,
+    began_with,
     comptime,
     describe_arguments,
     get_eval_frame_callback,
     guard_as_reused,
+    inductor_options,
     known_internals,
     local_value,
     of_trace,
@@ -48,6 +51,7 @@ class Region:
     params: tuple[FSDPParam, ...]  # all that are read below the module
     names: str  # which of them is read under which names
     is_reused: bool  # a trace of an equal block may stand for this one's
+    by_default: bool  # nobody has asked for it: nothing is lost without it but the time to compile
 
 
 class RegionModule:
@@ -78,14 +82,17 @@ class RegionModule:
         return super().forward(*args, **kwargs)  # type: ignore[misc]
 
 
-def make_region(module: nn.Module, unit: Unit) -> None:
-    """Let ``module``, which belongs to ``unit``, be a region of graphs that are traced from now on."""
+def make_region(module: nn.Module, unit: Unit, by_default: bool) -> None:
+    """Let ``module``, which belongs to ``unit``, be a region of graphs that are traced from now on.
+
+    ``by_default``: only of those that Inductor compiles for a call that can be made again if the region fails.
+    """
     read: dict[FSDPParam, list[str]] = {}
     for path, below in module.named_modules(remove_duplicate=False):
         for name, param in below.__dict__.get("_fsdp_params", {}).items():
             read.setdefault(param, []).append(f"{path}.{name}")
     names = "; ".join(map(" = ".join, read.values()))
-    module.__dict__["_fsdp_region"] = Region(unit, tuple(read), names, is_reused=bool(_LIMIT))
+    module.__dict__["_fsdp_region"] = Region(unit, tuple(read), names, bool(_LIMIT), by_default)
     rebase(module, add=(RegionModule,))
 
 
@@ -133,6 +140,7 @@ _region = nested_compile_region(_body, **_LIMIT)
 
 
 _entered: ContextVar[type | None] = ContextVar("the class of the region that Dynamo traced last", default=None)
+_repeatable: ContextVar[CodeType | None] = ContextVar("the call that is made again if a region fails", default=None)
 
 
 @known_internals("compare the arguments of equal blocks")
@@ -143,18 +151,28 @@ def _enter(context: Any) -> None:
     the graph if the trace's first region was called under others.
     """
     block, first, here = local_value(context, "self"), of_trace(_modes), _modes()
+    if block._fsdp_region.by_default and not _is_safe(context):
+        set_local(context, "is_region", False)
+        return
     if first != here:
-        warnings.warn(
-            f"regions: a block ({type(block)._fsdp_user_class.__name__}) is compiled as a part of the graph, because "
-            f"it is called under other modes than the first region: {here}, not {first}",
-            stacklevel=2,
-        )
+        if not block._fsdp_region.by_default:
+            warnings.warn(
+                f"regions: a block ({type(block)._fsdp_user_class.__name__}) is compiled as a part of the graph, "
+                f"because it is called under other modes than the first region: {here}, not {first}",
+                stacklevel=2,
+            )
         set_local(context, "is_region", False)
         return
     _entered.set(type(block))
     if block._fsdp_region.is_reused:
         set_local(context, "call", describe_arguments(context))
     reads.check_below(context)
+
+
+def _is_safe(context: Any) -> bool:
+    """Tell whether a region that nobody has asked for changes nothing but the time to compile."""
+    options = inductor_options(context)
+    return options is not None and passes.suits_default(options) and began_with(context, _repeatable.get())
 
 
 def _modes() -> str:
@@ -221,34 +239,37 @@ _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side ef
 
 @skipped  # or Dynamo would trace it and what it calls as one
 def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """Run; where torch cannot compile a region, compile its block as a part of the graph, and warn.
+    """Run; where torch cannot compile a region, compile its block as a part of the graph, and warn or log.
 
     An error that has nothing to do with regions leaves them as they are.
     """
-    dropped: dict[nn.Module, Unit] = {}
+    dropped: dict[nn.Module, Region] = {}
     why: Exception | None = None
     dynamo = get_eval_frame_callback()
     while True:
-        before = _entered.set(None)
+        before, call = _entered.set(None), _repeatable.set(unwrap(run).__code__)
         try:
             result = run(*args, **kwargs)
         except (TorchDynamoException, AssertionError) as error:  # torch 2.11's Dynamo lets assertions of its own out
+            left = set_eval_frame(None)  # or Dynamo would trace what is called here, after an error in compiled code
             failing = _failing(model, error)
             if not failing:
-                for module, unit in dropped.items():
-                    make_region(module, unit)
+                for module, region in dropped.items():
+                    make_region(module, region.unit, region.by_default)
+                set_eval_frame(left)
                 raise
             if not _trace_each(failing, error):
                 why = why or error
                 for module in failing:
-                    dropped[module] = module._fsdp_region.unit
+                    dropped[module] = module._fsdp_region
                     drop_region(module)
             set_eval_frame(dynamo)  # which an error in Dynamo ends
         else:
             if why is not None:
-                _warn(list(dropped), why)
+                _tell(dropped, why)
             return result
         finally:
+            _repeatable.reset(call)
             _entered.reset(before)
 
 
@@ -275,15 +296,18 @@ def _trace_each(failing: list[Any], error: Exception) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _warn(modules: Sequence[nn.Module], why: Exception) -> None:
+def _tell(modules: Mapping[nn.Module, Region], why: Exception) -> None:
     classes = sorted({type(module)._fsdp_user_class.__name__ for module in modules})  # type: ignore[attr-defined]
     first = re.split(r"(?<![:\n])\n", str(why).strip())[0]  # the first line, and what a colon at its end announces
     reason = " ".join(first.split()) or type(why).__name__
     configs = (getattr(below, "config", None) for module in modules for below in module.modules())
     if any(getattr(config, "use_cache", False) for config in configs):  # Hugging Face's
         reason += "; in training set config.use_cache = False, so that they keep no tensors in a cache"
-    warnings.warn(
+    text = (
         f"regions: {len(modules)} blocks ({', '.join(classes)}) are compiled as a part of the graph, because torch "
-        f"cannot compile them as regions: {reason}",
-        stacklevel=4,
+        f"cannot compile them as regions: {reason}"
     )
+    if all(region.by_default for region in modules.values()):
+        passes.log.say(text)
+    else:
+        warnings.warn(text, stacklevel=4)

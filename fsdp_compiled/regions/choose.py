@@ -3,16 +3,39 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from ..expect import shown, unexpected
-from ..module import FSDPModule, unit_state, user_class
-from .block import RegionModule, drop_region, make_region
+from ..tracing.dynamo import get_eval_frame_callback, skipped
+from ..tracing.sharded_module import UnitState, user_class
+from .block import RegionModule, drop_region, make_region, without_failing_regions
+
+T = TypeVar("T")
 
 # "auto" takes blocks that occur at least so often: a region costs about as much to compile as two flat blocks.
 AUTO_COUNT = 4
+
+
+@skipped  # or Dynamo would trace it and what it calls as one
+def with_regions(model: nn.Module, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Run a call of an outermost unit; its first one under ``torch.compile`` makes regions if nobody has chosen any.
+
+    Where torch cannot compile a region, its block is compiled as a part of the graph.
+    """
+    if "_fsdp_regions" not in model.__dict__ and callable(get_eval_frame_callback()):
+        set_default_regions(model)
+    return without_failing_regions(model, run, *args, **kwargs)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def set_default_regions(model: nn.Module) -> None:
+    """Make the regions of "auto" if nobody has chosen regions of an outermost unit."""
+    if "_fsdp_regions" not in model.__dict__:
+        set_regions(model, "auto")
 
 
 def set_regions(model: nn.Module, regions: str | Sequence[nn.Module]) -> None:
@@ -22,7 +45,10 @@ def set_regions(model: nn.Module, regions: str | Sequence[nn.Module]) -> None:
         if isinstance(module, RegionModule) and module not in chosen:
             drop_region(module)
     for module in chosen:
-        make_region(module, unit_state(module).unit)
+        make_region(module, _state_of(module).unit, by_default=isinstance(regions, str))
+    for module in model.modules():
+        if "_fsdp_state" in module.__dict__ and _state_of(module).is_root:
+            module.__dict__["_fsdp_regions"] = True  # somebody has chosen
 
 
 def _chosen(model: nn.Module, regions: str | Sequence[nn.Module]) -> list[nn.Module]:
@@ -49,8 +75,12 @@ def _chosen(model: nn.Module, regions: str | Sequence[nn.Module]) -> list[nn.Mod
 def _units(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Yield the modules of units below the outermost one, and their names; outer ones first."""
     for name, module in model.named_modules():
-        if module is not model and isinstance(module, FSDPModule) and not unit_state(module).is_root:
-            yield module, name  # type: ignore[misc]  # a mixin of modules
+        if module is not model and "_fsdp_state" in module.__dict__ and not _state_of(module).is_root:
+            yield module, name
+
+
+def _state_of(module: nn.Module) -> UnitState:
+    return module.__dict__["_fsdp_state"]  # type: ignore[no-any-return]
 
 
 def _equal_units(model: nn.Module) -> list[nn.Module]:

@@ -6,7 +6,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -135,6 +135,20 @@ def local_value(context: Any, name: str) -> Any:
     if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
         return variable.peek_value()
     return variable.realize().value
+
+
+def began_with(context: Any, code: CodeType | None) -> bool:
+    """Tell whether the trace under way began with the call of ``code``: nothing of that call has run."""
+    return _tracer(context).output.root_tx.f_code is code
+
+
+def inductor_options(context: Any) -> Mapping[str, Any] | None:
+    """Return the options of Inductor with which ``torch.compile`` traces; None if its backend is none such."""
+    backend = _tracer(context).output.compiler_fn
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    backend = getattr(backend, "compiler_fn", backend)  # one that is no name is wrapped once more
+    return backend.config if getattr(backend, "compiler_name", None) == "inductor" else None
 
 
 def set_local(context: Any, name: str, value: Any) -> None:

@@ -7,7 +7,7 @@ from copy import deepcopy
 from enum import IntEnum
 from functools import cache
 from inspect import unwrap
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ class UnitState(Protocol):
 
     @property
     def unit(self) -> Unit: ...
+    @property
+    def is_root(self) -> bool: ...
     @property
     def is_used_here(self) -> bool: ...
     @property
@@ -177,26 +179,27 @@ def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> Non
         module.register_load_state_dict_post_hook(_relink)
     state["_fsdp_params"].update(params)
     state["_fsdp_units"] += (unit,)
-    has_call = _user_class(module).__call__ is not nn.Module.__call__
+    has_call = user_class(module).__call__ is not nn.Module.__call__
     rebase(module, add=(ShardedModuleWithCall if has_call else ShardedModule,), names=tuple(state["_fsdp_params"]))
 
 
-def _user_class(module: nn.Module) -> type:
-    return type(module).__dict__.get("_fsdp_user_class", type(module))
+def user_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that the user wrote: for a module that holds sharded parameters, not the one made of it."""
+    return getattr(type(module), "_fsdp_user_class", type(module))
 
 
 def rebase(
     module: nn.Module, add: tuple[type, ...] = (), drop: type | None = None, names: tuple[str, ...] = ()
 ) -> None:
     """Put mixins before the class that the user gave ``module``, and properties for ``names``."""
-    cls, user_cls = type(module), _user_class(module)
+    cls, user_cls = type(module), cast(Any, user_class(module))
     mixins: set[Any] = {*add, *cls.__dict__.get("_fsdp_mixins", ())} - {drop}
     in_order = tuple(sorted(mixins, key=lambda mixin: mixin._fsdp_order))
     module.__class__ = _subclass(user_cls, in_order, names or cls.__dict__.get("_fsdp_names", ()))
 
 
 @cache
-def _subclass(user_cls: type, mixins: tuple[type, ...], names: tuple[str, ...]) -> type:
+def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, ...]) -> type:
     """Return the one subclass of ``user_cls`` with these mixins and sharded names; all state is on instances."""
     prefix, *_ = mixins[0].__name__.split("Module")
     body: dict[str, Any] = {name: _reader(name) for name in names}
@@ -213,7 +216,7 @@ def copied_module(module: Any, memo: dict[int, Any]) -> Any:
 
     TypeError if the module has a function that would refer to the original in the copy.
     """
-    cls = _user_class(module).__name__
+    cls = user_class(module).__name__
     for unit in module.__dict__.get("_fsdp_units", ()):
         if id(unit) not in memo:
             expected = f"all modules with parameters of unit {unit.unit.config.name} to be deep-copied"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..expect import unexpected
-from ..module import user_class
+from ..tracing.sharded_module import user_class
 from .items import Item, base_of, names_of_tensors
 
 

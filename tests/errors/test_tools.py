@@ -46,9 +46,9 @@ def muon(count=2):
         (print, {"fullgraf": True}, TypeError, "unexpected keyword argument 'fullgraf'"),
         (
             print,
-            {"regions": "auto"},
+            {"regions": []},
             ValueError,
-            "regions: expected 'off' for a function, got 'auto'; compile the model",
+            r"regions: expected 'auto' or 'off' for a function, got \[\] of list; compile the model",
         ),
     ],
 )

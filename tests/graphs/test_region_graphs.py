@@ -119,7 +119,7 @@ def test_wrong_regions(choose, error, message):
 
 def test_equal_blocks_are_one_region_and_their_all_gathers_stay_outside():
     model = sharded(6, 6, 6, 6)
-    fsdp_compiled.compile(model, regions="auto")
+    fsdp_compiled.compile(model, regions=list(model.blocks))
     call, recorder = record(model)
     call(X).sum().backward()
     for kind in ("forward", "backward"):
@@ -132,7 +132,7 @@ def test_equal_blocks_are_one_region_and_their_all_gathers_stay_outside():
 
 def test_no_recompilation():
     model = sharded(6, 6, 6, 6)
-    fsdp_compiled.compile(model, regions="auto")
+    fsdp_compiled.compile(model, regions=list(model.blocks))
     call, recorder = record(model)
     for _ in range(3):
         call(X).sum().backward()
@@ -145,7 +145,7 @@ def test_equal_blocks_are_traced_once():
     if "max_reuse_entries" not in inspect.signature(torch.compiler.nested_compile_region).parameters:
         pytest.skip("this torch traces every call")
     model = sharded(6, 6, 6, 6)
-    fsdp_compiled.compile(model, regions="auto")
+    fsdp_compiled.compile(model, regions=list(model.blocks))
     traced = []
     for each in model.blocks:
         each[1] = Heard(traced)
@@ -157,7 +157,7 @@ def test_schemas_are_derived_once_for_all_equal_blocks():
     derived = []
     for depth in (4, 8):
         model = sharded(*[6] * depth)
-        fsdp_compiled.compile(model, regions="auto")
+        fsdp_compiled.compile(model, regions=list(model.blocks))
         torch._dynamo.reset()
         with mock.patch.object(of_regions, "_derive", wraps=of_regions._derive) as derive:
             call, _ = record(model)
@@ -170,7 +170,7 @@ def test_schemas_are_derived_once_for_all_equal_blocks():
 def test_a_collective_follows_the_last_of_the_regions_before_it():
     """Of regions in a chain the last one says all; what Inductor does with dependencies is quadratic in them."""
     model = sharded(*[6] * 8)
-    fsdp_compiled.compile(model, regions="auto")
+    fsdp_compiled.compile(model, regions=list(model.blocks))
     torch._dynamo.reset()
     several_blocks = SchedulePolicy(bucket=1400)
     for graph in capture(model, X.clone().requires_grad_(), schedule=several_blocks, code=False).graphs:
@@ -213,7 +213,7 @@ def test_a_change_in_a_block_whose_trace_was_reused_is_heard(change):
     model = Model()
     model.blocks.extend(fully_shard(Settings()) for _ in range(4))
     fully_shard(model)
-    fsdp_compiled.compile(model, regions="auto")
+    fsdp_compiled.compile(model, regions=list(model.blocks))
     call, recorder = record(model)
     x = X.clone().requires_grad_()
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_a_change_in_a_block_whose_trace_was_reused_is_heard(change):
 
 def test_functional_call_in_a_block_whose_trace_is_reused():
     model = sharded(6, 6, 6, 6)
-    fsdp_compiled.compile(model, regions="auto")
+    fsdp_compiled.compile(model, regions=list(model.blocks))
     given = {"blocks.2.0.weight": torch.ones(6, 8)}
     with pytest.raises(RuntimeError, match=r"0.weight: expected the parameter that fully_shard registered"):
         torch.compile(lambda x: functional_call(model, given, (x,)), fullgraph=True, backend="aot_eager")(X)
@@ -246,7 +246,7 @@ def test_a_region_takes_as_long_as_its_compute():
 
 def test_a_capture_names_each_region_once_and_the_blocks_that_call_it(tmp_path):
     model = sharded(6, 6, 6, 6)
-    fsdp_compiled.compile(model, regions="auto")
+    fsdp_compiled.compile(model, regions=list(model.blocks))
     captured = capture(model, X, code=False)
     for graph in captured.graphs:
         region = max(graph.regions, key=lambda region: len(region.calls))
@@ -268,7 +268,7 @@ def test_a_capture_names_each_region_once_and_the_blocks_that_call_it(tmp_path):
 
 def test_an_uncompiled_call_knows_no_regions():
     model = sharded(6, 6, 6, 6)
-    fsdp_compiled.compile(model, regions="auto")
+    fsdp_compiled.compile(model, regions=list(model.blocks))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model(X).sum().backward()

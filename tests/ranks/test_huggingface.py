@@ -119,7 +119,7 @@ def test_a_sliding_window_trains_in_regions_without_a_cache(name):
         set_regions(model, units_inside(model))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loss = huggingface.loss(compiled(model, regions=True), my_part(tokens))
+            loss = huggingface.loss(compiled(model), my_part(tokens))
         texts = [str(each.message) for each in caught if "regions:" in str(each.message)]
         assert len(texts) == use_cache and all("in training set config.use_cache = False" in text for text in texts)
         assert all(isinstance(unit, RegionModule) is not use_cache for unit in units_inside(model))

@@ -72,7 +72,7 @@ def test_an_argument_that_changes_between_calls():
         fully_shard(block)
     fully_shard(model)
     with_regions(model, model.blocks)
-    call = compiled(model, regions=True)
+    call = compiled(model)
     for value in (1, 3, 2):
         alone.factors[2].value = model.factors[2].value = value
         assert_trains_like_one_process(model, call, alone)

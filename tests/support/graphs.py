@@ -16,7 +16,6 @@ from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from fsdp_compiled import SchedulePolicy, options, passes
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.schedule_policy import DEFAULT
-from fsdp_compiled.regions.block import has_regions
 
 
 def without_code(gm: fx.GraphModule, schedule: SchedulePolicy | None) -> Callable[..., Any]:
@@ -41,13 +40,14 @@ class Recorder:
     dynamo_graphs: int = 0
     schedule: SchedulePolicy = DEFAULT
     lower: bool = True  # False: run graphs as they are before the post-grad passes
-    more: dict[str, Any] = field(default_factory=dict)  # options of Inductor
     code: bool = False  # let Inductor compile code, which takes most of the time
+    compiler_name: str = ""  # "inductor": as ``torch.compile`` without a backend, with the options that follow
+    config: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Any, **_: Any) -> Any:
         self.dynamo_graphs += 1
         # also while backward is compiled, later
-        patches = {**options(self.schedule), **self.more, "force_disable_caches": True}
+        patches = {**options(self.schedule), **self.config, "force_disable_caches": True}
         return compile_fx(gm, example_inputs, inner_compile=self._inner, config_patches=patches)
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
@@ -70,8 +70,7 @@ def record(
     model: nn.Module, schedule: SchedulePolicy = DEFAULT, lower: bool = True, code: bool = False, **kwargs: Any
 ) -> tuple[Callable[..., Any], Recorder]:
     torch._dynamo.reset()
-    more = passes.region_options() if has_regions(model) else {}
-    recorder = Recorder(schedule=schedule, lower=lower, more=more, code=code)
+    recorder = Recorder(schedule=schedule, lower=lower, code=code)
     return torch.compile(model, backend=recorder, fullgraph=True, **kwargs), recorder
 
 

@@ -17,7 +17,6 @@ from torch._inductor.compile_fx import compile_fx
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import FSDPModule, fully_shard, fully_shard_with_compiled_compute
-from fsdp_compiled.passes import region_options
 from fsdp_compiled.passes.schedule_policy import DEFAULT
 from fsdp_compiled.regions.choose import set_regions
 from fsdp_compiled.testing.llama import Config, Llama
@@ -91,7 +90,7 @@ def shard(model: nn.Module, mode: str, inductor: bool = False, **kwargs: Any) ->
 
 def call_of(model: nn.Module, mode: str, inductor: bool = False) -> Callable[..., Any]:
     """What to call in this mode: the model, or the model compiled as one graph."""
-    return compiled(model, True, inductor, mode == "regions") if mode in ("full", "regions") else model
+    return compiled(model, True, inductor) if mode in ("full", "regions") else model
 
 
 def with_regions(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
@@ -110,35 +109,24 @@ def units_inside(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
 
 
-def compiled(
-    call: Callable[..., Any], fullgraph: bool = True, inductor: bool = False, regions: bool = False
-) -> Callable[..., Any]:
+def compiled(call: Callable[..., Any], fullgraph: bool = True, inductor: bool = False) -> Callable[..., Any]:
     """``torch.compile``; only with ``inductor`` or --inductor through code generation, which takes most of the time.
 
     Else the graphs, after Inductor's partitioner and our passes, run as they are. Such a backend holds weak
     references on parameters, which then cannot be swapped for others of another dtype.
     """
-    return torch.compile(call, fullgraph=fullgraph, **backend(inductor, regions))
+    return torch.compile(call, fullgraph=fullgraph, **backend(inductor))
 
 
-def backend(inductor: bool = False, regions: bool = False) -> dict[str, Any]:
+def backend(inductor: bool = False) -> dict[str, Any]:
     """What makes ``torch.compile`` generate code or, in most tests, run graphs as they are."""
     if inductor or os.environ.get(INDUCTOR):
-        return {"options": region_options()} if regions else {}
+        return {}
     return {"backend": without_codegen}
 
 
 def without_codegen(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-    return _compile_without_codegen(gm, inputs, **region_options())
-
-
-def without_options(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:
-    """As :func:`without_codegen`, with the options of a plain ``torch.compile``, which regions refuse."""
-    return _compile_without_codegen(gm, inputs)
-
-
-def _compile_without_codegen(gm: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-    return compile_fx(gm, inputs, inner_compile=_run_passes, config_patches=options | {"force_disable_caches": True})
+    return compile_fx(gm, inputs, inner_compile=_run_passes, config_patches={"force_disable_caches": True})
 
 
 def _run_passes(gm: fx.GraphModule, inputs: Any, **_: Any) -> Any:

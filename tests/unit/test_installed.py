@@ -117,6 +117,7 @@ def test_uninstall_leaves_torch_as_it_was():
         "optimizer hooks",
         "start callbacks",
         "sys.excepthook",
+        "torch._inductor.config._pre_fusion_custom_pass",
         "torch._inductor.config.joint_custom_pre_pass",
         "torch._inductor.config.post_grad_custom_post_pass",
         "torch._inductor.config.post_grad_custom_pre_pass",

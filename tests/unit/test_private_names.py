@@ -51,6 +51,7 @@ OWNERS = {
     ),
     "_spec": "torch.distributed.tensor.DTensor",
     "_timeout": "torch._C._distributed_c10d.Backend.Options",
+    "_torchdynamo_orig_backend": "torch._dynamo.convert_frame.ConvertFrame",
 }
 NOT_TORCHS = {
     "_asdict",
@@ -68,6 +69,7 @@ TRANSLATOR, OUTPUT = (
 READ_BY_DYNAMO_PY = (
     f"{TRANSLATOR}.output",
     f"{TRANSLATOR}.symbolic_locals",
+    f"{OUTPUT}.compiler_fn",
     f"{OUTPUT}.current_tracer",
     f"{OUTPUT}.guard_on_key_order",
     f"{OUTPUT}.root_tx",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from math import prod
 from unittest import mock
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch.library import opcheck
 
 from fsdp_compiled import collectives
-from fsdp_compiled.collectives import copies, reduce_grad, unshard
+from fsdp_compiled.collectives import copies, reduce_grad, reference, unshard
 from fsdp_compiled.errors import FSDPError
+from fsdp_compiled.sharding.layout import ShardLayout, packed_layout
 from fsdp_compiled.sharding.spec import (
     AllGatherBucket,
     AllGatherSpec,
@@ -76,6 +78,18 @@ def test_an_all_gather_and_its_gradient_over_2_ranks():
     (gathered * (rank + 1)).sum().backward()
     mine = [torch.full((3, 3), 1.5), torch.tensor([[1.5] * 3] * 2 + [[0.0] * 3])][rank]
     torch.testing.assert_close(padded.grad, mine)
+
+
+@pytest.mark.parametrize("shape", [(6, 2), (6, 4), (3, 2, 5), (2, 3)])
+def test_an_unpacked_parameter_is_contiguous_whatever_dimension_is_sharded(shape):
+    want = torch.arange(float(prod(shape))).view(shape)
+    layouts = [ShardLayout(shape, dim, 2) for dim in range(len(shape)) if shape[dim] % 2 == 0]
+    shards = [[want.chunk(2, layout.dim)[rank].contiguous() for layout in layouts] for rank in range(2)]
+    packed = torch.empty(2, packed_layout(tuple(layout.shard_numel for layout in layouts)).numel)
+    for rank in range(2):
+        copies.pack(shards[rank], packed[rank])
+    for got in reference.unpacked_parameters(packed, layouts):
+        assert got.stride() == want.stride() and got.equal(want)
 
 
 @on_ranks(2)

@@ -1,0 +1,251 @@
+"""What plain ``torch.compile(model)`` makes of equal blocks: regions, or in silence the flat graph."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config
+
+import fsdp_compiled
+from fsdp_compiled.passes import Protect
+from fsdp_compiled.regions.block import RegionModule
+from tests.support.graphs import Recorder, regions_of
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    assert_trains_like_one_process,
+    assert_trains_like_replicas,
+    batches,
+    my_part,
+    square_loss,
+)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(10, 14), nn.Linear(14, 10, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).tanh())
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(10)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class Aliases(Block):
+    def forward(self, x):
+        return x, super().forward(x)
+
+
+class Breaks(Block):
+    def forward(self, x):
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class Heard(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+class Stack(nn.Module):
+    def __init__(self, kind: type[nn.Module] = Block, depth: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.rand(10) + 0.5)
+        self.blocks = nn.ModuleList(kind() for _ in range(depth))
+
+    def forward(self, x):
+        x = x * self.scale
+        for block in self.blocks:
+            out = block(x)
+            x = out if isinstance(out, torch.Tensor) else sum(out) / 2
+        return x
+
+
+class Counts(Stack):
+    """What runs before a graph break must not run once more."""
+
+    def __init__(self) -> None:
+        super().__init__(Aliases)
+        self.count = 0
+
+    def forward(self, x):
+        self.count += 1
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def sharded(model):
+    for block in model.blocks:
+        fsdp_compiled.fully_shard(block)
+    return fsdp_compiled.fully_shard(model)
+
+
+def plain(model, fullgraph=True, name="inductor", code=False, **options):
+    """``torch.compile`` as without a backend, with these options; and what records its graphs."""
+    torch._dynamo.reset()
+    recorder = Recorder(compiler_name=name, config=options, code=code)
+    return torch.compile(model, backend=recorder, fullgraph=fullgraph), recorder
+
+
+def regions_called(recorder) -> int:
+    return sum(len(regions_of(graph)) for kind, graph in recorder.after if kind == "forward")
+
+
+def made(model) -> int:
+    return sum(isinstance(module, RegionModule) for module in model.modules())
+
+
+@pytest.mark.parametrize("code", [False, True])
+@on_ranks(2)
+def test_equal_blocks_are_regions(code):
+    alone, model = Stack(), sharded(Stack())
+    assert made(model) == 0
+    with torch.no_grad():
+        model(batches(1, 4, 10)[0])
+    assert made(model) == 0  # an uncompiled call needs none
+    call, recorder = plain(model, code=code)
+    assert_trains_like_one_process(model, call, alone)
+    assert regions_called(recorder) >= 3
+
+
+@on_ranks(2)
+def test_through_torch_compile_itself():
+    alone, model = Stack(), sharded(Stack())
+    torch._dynamo.reset()
+    assert_trains_like_one_process(model, torch.compile(model, fullgraph=True), alone)
+    assert made(model) == 4
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@on_ranks(2)
+def test_few_blocks_are_parts_of_the_graph(depth):
+    alone, model = Stack(depth=depth), sharded(Stack(depth=depth))
+    call, recorder = plain(model)
+    assert_trains_like_one_process(model, call, alone)
+    assert regions_called(recorder) == 0
+
+
+@on_ranks(2)
+def test_what_the_user_has_chosen_stays():
+    for regions, count in (("off", 0), ("auto", 4), ("first two", 2)):
+        model = sharded(Stack())
+        fsdp_compiled.compile(model, regions=list(model.blocks[:2]) if regions == "first two" else regions)
+        call, _ = plain(model)
+        square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+        assert made(model) == count, regions
+
+
+@pytest.mark.parametrize("kind", [Aliases, Normed])
+@on_ranks(2)
+def test_a_block_that_torch_cannot_make_a_region_of_is_a_part_of_the_graph_in_silence(kind):
+    alone, model = Stack(kind), sharded(Stack(kind))
+    call, _ = plain(model)
+    logger, heard = logging.getLogger("fsdp_compiled"), Heard()
+    logger.addHandler(heard)
+    logger.setLevel(logging.DEBUG)  # of ranks but the first
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="regions")
+        assert_trains_like_replicas(model, call, alone, batches(3, 8, 10))
+    logger.removeHandler(heard)
+    logger.setLevel(logging.NOTSET)
+    said = [text for text in heard.texts if "as a part of the graph, because torch" in text]
+    assert len(said) == (made(model) == 0)
+
+
+@on_ranks(2)
+def test_only_the_class_that_fails_loses_its_regions():
+    def kinds():
+        model = Stack()
+        model.blocks.extend(Aliases() for _ in range(4))
+        return model
+
+    alone, model = kinds(), sharded(kinds())
+    call, _ = plain(model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="regions")
+        assert_trains_like_one_process(model, call, alone)
+    assert made(model) == 4
+
+
+@on_ranks(2)
+def test_graph_breaks_in_blocks():
+    alone, model = Stack(Breaks), sharded(Stack(Breaks))
+    call, recorder = plain(model, fullgraph=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="regions")
+        assert_trains_like_one_process(model, call, alone)
+    assert regions_called(recorder) == 0
+
+
+@on_ranks(2)
+def test_nothing_runs_twice_for_a_region_that_fails():
+    model = sharded(Counts())
+    call, recorder = plain(model, fullgraph=False)
+    square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+    assert model.count == 1 and regions_called(recorder) == 0
+
+
+def _mine(scheduled):
+    return scheduled
+
+
+@pytest.mark.parametrize("options", [{"_pre_fusion_custom_pass": _mine}, {"triton.cudagraphs": True}])
+@on_ranks(2)
+def test_options_that_do_not_go_with_regions(options):
+    alone, model = Stack(), sharded(Stack())
+    call, recorder = plain(model, **options)
+    assert_trains_like_one_process(model, call, alone)
+    assert regions_called(recorder) == 0
+
+
+@on_ranks(2)
+def test_a_pass_in_the_slot_of_theirs():
+    alone, model = Stack(), sharded(Stack())
+    assert isinstance(config._pre_fusion_custom_pass, Protect)
+    with config.patch(_pre_fusion_custom_pass=_mine):
+        sharded(Stack())
+        assert config._pre_fusion_custom_pass is _mine
+        call, recorder = plain(model)
+        assert_trains_like_one_process(model, call, alone)
+        assert regions_called(recorder) == 0
+
+
+@on_ranks(2)
+def test_other_backends_and_functions_get_the_flat_graph():
+    alone, model = Stack(), sharded(Stack())
+    call, recorder = plain(model, name="mine")
+    assert_trains_like_one_process(model, call, alone)
+    assert regions_called(recorder) == 0
+    recorder = Recorder(compiler_name="inductor")
+    call = torch.compile(lambda x: model(x), backend=recorder, fullgraph=True)
+    square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+    assert regions_called(recorder) == 0
+
+
+@on_ranks(2)
+def test_uninstall_ends_them():
+    alone, model = Stack(), sharded(Stack())
+    fsdp_compiled.uninstall()
+    try:
+        assert config._pre_fusion_custom_pass is None
+        assert_trains_like_one_process(model, torch.compile(model, fullgraph=True), alone)
+    finally:
+        sharded(Stack())
+    assert isinstance(config._pre_fusion_custom_pass, Protect)
