@@ -2,13 +2,13 @@
 
     python examples/bench/bench_compile.py
     python examples/bench/bench_compile.py --cases 16x64 --contenders unsharded "full graph" --rounds 1
-    python examples/bench/bench_compile.py --cases 4x64 32x64 128x64 --contenders "full graph, regions" --rounds 1
+    python examples/bench/bench_compile.py --cases 4x64 32x64 128x64 --contenders "full graph" --rounds 1
 
 The contenders are the unsharded model, FSDP2 with each block compiled, our regional compilation (each block's compute
-compiled), our one full graph, and the same with the blocks as regions, compiled once for all of them; the second and
-the third leave embedding, head and loss uncompiled. Each measurement is a new process with OMP_NUM_THREADS=1, empty
-caches and a simulated process group that communicates nothing: every contender pays equally for g++'s precompiled
-header, and none for importing torch. Contenders take turns, round after round.
+compiled), our one full graph, whose blocks are regions, compiled once for all of them, and the same without regions.
+The second and the third leave embedding, head and loss uncompiled. Each measurement is a new process with
+OMP_NUM_THREADS=1, empty caches and a simulated process group that communicates nothing: every contender pays equally
+for g++'s precompiled header, and none for importing torch. Contenders take turns, round after round.
 
 Prints the median seconds, their ratio to the unsharded model's, the median CPU seconds (compilers included; other
 work on the machine changes them less), and how many different kernels Inductor generated, each a run of g++ on a
@@ -58,8 +58,8 @@ def full_graph(model: Llama) -> Callable[..., Tensor]:
     return torch.compile(ours_eager(model), fullgraph=True)
 
 
-def regions(model: Llama) -> Callable[..., Tensor]:
-    return fsdp_compiled.compile(ours_eager(model), regions="auto", fullgraph=True)
+def no_regions(model: Llama) -> Callable[..., Tensor]:
+    return fsdp_compiled.compile(ours_eager(model), regions="off", fullgraph=True)
 
 
 CONTENDERS: dict[str, Callable[[Llama], Callable[..., Tensor]]] = {
@@ -67,7 +67,7 @@ CONTENDERS: dict[str, Callable[[Llama], Callable[..., Tensor]]] = {
     "FSDP2, blocks compiled": fsdp2_compiled_blocks,
     "regional": ours_regional,
     "full graph": full_graph,
-    "full graph, regions": regions,
+    "full graph, no regions": no_regions,
 }
 
 

@@ -133,7 +133,7 @@ def ours_regional(model: Llama, mesh: DeviceMesh | None = None) -> Callable[...,
     return fully_shard(model, mesh=mesh)
 
 
-def full_graph(schedule: SchedulePolicy, on_shards: bool = True, regions: str = "off") -> Setup:
+def full_graph(schedule: SchedulePolicy, on_shards: bool = True, regions: str = "auto") -> Setup:
     def shard(model: Llama, mesh: DeviceMesh | None = None) -> Callable[..., Tensor]:
         return fsdp_compiled.compile(ours_eager(model, mesh), schedule=schedule, regions=regions, fullgraph=True)
 
@@ -152,7 +152,7 @@ CONTENDERS = {
 }
 DEFAULT = list(CONTENDERS)
 CONTENDERS |= {
-    "full graph, regions": full_graph(SchedulePolicy(), regions="auto"),
+    "full graph, no regions": full_graph(SchedulePolicy(), regions="off"),
     "full graph, unit buckets": full_graph(SchedulePolicy(bucket="unit", prefetch=1)),
     "full graph, nothing kept": full_graph(SchedulePolicy(keep_unsharded_bytes=0)),
 }

@@ -31,6 +31,13 @@ def after_inductors_passes(gm: fx.GraphModule, inputs: Any, **kwargs: Any) -> Ca
     return import_module("fsdp_compiled.inspect.capture")._without_code(gm, inputs, **kwargs)
 
 
+def copied(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph, which finds its regions where the original does."""
+    result = copy.deepcopy(graph)
+    result.owning_module = graph.owning_module
+    return result
+
+
 @dataclass
 class Recorder:
     """A backend: Inductor, recording every forward, backward and inference graph in order of compilation."""
@@ -52,7 +59,7 @@ class Recorder:
 
     def _inner(self, gm: fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         kind = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
-        self.before.append((kind, copy.deepcopy(gm.graph)))
+        self.before.append((kind, copied(gm.graph)))
         if self.lower and self.code:
             compiled = compile_fx_inner(gm, example_inputs, **kwargs)
         else:
