@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unittest
+
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
@@ -66,6 +68,8 @@ def _loss(call, x, target):
 @each_with_regions
 @on_ranks(4)
 def test_ranks_that_share_a_sequence_train_as_one_process(mode):
+    if mode == "regions" and torch.__version__ < "2.13":
+        raise unittest.SkipTest("torch 2.11 makes no regions of blocks that communicate")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     alone, model = Model(), Model()
     for block in model.blocks:
