@@ -17,6 +17,8 @@ from .hooks.copying import copied_units
 from .hooks.root import GradientReductionHandle
 from .hooks.state import FSDPState, states_below
 from .hooks.step import is_in_backward
+from .regions.block import COMPILED_IN_PLACE
+from .regions.choose import set_default_regions
 from .tracing.dynamo import with_code_of_its_own
 from .tracing.sharded_module import MixinOrder
 
@@ -80,6 +82,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
         # Dynamo begins at the first frame outside torch's own module code, so this one brings the hooks in.
         call = with_code_of_its_own(lambda module, args, kwargs: module._call_impl(*args, **kwargs))
         compiled = torch.compile(call, *args, **kwargs)
+        set_default_regions(self)  # type: ignore[arg-type]  # a mixin of modules
+        self.__dict__[COMPILED_IN_PLACE] = (call.__code__,)
         self._compiled_call_impl = lambda *args, **kwargs: compiled(self, args, kwargs)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from inspect import signature, unwrap
+from inspect import signature
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -139,8 +139,9 @@ _region = nested_compile_region(_body, **_LIMIT)
 # ---- while Dynamo traces: comptime calls these, so that nothing of them is left in a graph ----
 
 
+COMPILED_IN_PLACE = "_fsdp_compiled_in_place"  # an attribute of modules: the code with which Dynamo begins
 _entered: ContextVar[type | None] = ContextVar("the class of the region that Dynamo traced last", default=None)
-_repeatable: ContextVar[CodeType | None] = ContextVar("the call that is made again if a region fails", default=None)
+_repeated: ContextVar[tuple[CodeType, ...]] = ContextVar("the call that is made again if a region fails", default=())
 
 
 @known_internals("compare the arguments of equal blocks")
@@ -172,7 +173,7 @@ def _enter(context: Any) -> None:
 def _is_safe(context: Any) -> bool:
     """Tell whether a region that nobody has asked for changes nothing but the time to compile."""
     options = inductor_options(context)
-    return options is not None and passes.suits_default(options) and began_with(context, _repeatable.get())
+    return options is not None and passes.suits_default(options) and began_with(context, _repeated.get())
 
 
 def _modes() -> str:
@@ -233,6 +234,7 @@ def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
     return known[key][1]
 
 
+_ERRORS = (TorchDynamoException,) if _LIMIT else (TorchDynamoException, AssertionError)  # 2.11 lets its own out
 # Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
 
@@ -246,11 +248,12 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any,
     dropped: dict[nn.Module, Region] = {}
     why: Exception | None = None
     dynamo = get_eval_frame_callback()
+    begins = (getattr(run, "__wrapped__", run).__code__, *model.__dict__.get(COMPILED_IN_PLACE, ()))  # type: ignore[attr-defined]
     while True:
-        before, call = _entered.set(None), _repeatable.set(unwrap(run).__code__)
+        before, call = _entered.set(None), _repeated.set(begins)
         try:
             result = run(*args, **kwargs)
-        except (TorchDynamoException, AssertionError) as error:  # torch 2.11's Dynamo lets assertions of its own out
+        except _ERRORS as error:
             left = set_eval_frame(None)  # or Dynamo would trace what is called here, after an error in compiled code
             failing = _failing(model, error)
             if not failing:
@@ -269,7 +272,7 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any,
                 _tell(dropped, why)
             return result
         finally:
-            _repeatable.reset(call)
+            _repeated.reset(call)
             _entered.reset(before)
 
 

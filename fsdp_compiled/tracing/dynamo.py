@@ -6,7 +6,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -137,9 +137,9 @@ def local_value(context: Any, name: str) -> Any:
     return variable.realize().value
 
 
-def began_with(context: Any, code: CodeType | None) -> bool:
-    """Tell whether the trace under way began with the call of ``code``: nothing of that call has run."""
-    return _tracer(context).output.root_tx.f_code is code
+def began_with(context: Any, codes: Sequence[CodeType]) -> bool:
+    """Tell whether the trace under way began with a call of one of ``codes``: nothing of that call has run."""
+    return any(_tracer(context).output.root_tx.f_code is code for code in codes)
 
 
 def inductor_options(context: Any) -> Mapping[str, Any] | None:

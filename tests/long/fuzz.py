@@ -32,7 +32,7 @@ from tests.unit.passes.test_buckets import PASSES_POLICIES, chains, check_graph
 from tests.unit.passes.test_placing import PREFETCHES, ROOMS, check_schedule, loads
 
 WORLD = 2
-SETTING = Setting(group_timeout=timedelta(seconds=30), test_timeout_s=150)
+SETTING = Setting(group_timeout=timedelta(seconds=120), test_timeout_s=600)  # with --inductor a case takes a minute
 SIMPLIFYING_S = 90.0  # beyond the time that is given
 ROUND = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 

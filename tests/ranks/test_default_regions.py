@@ -133,6 +133,19 @@ def test_through_torch_compile_itself():
     assert made(model) == 4
 
 
+@on_ranks(2)
+def test_a_model_that_is_compiled_in_place():
+    torch._dynamo.reset()
+    alone, model, recorder = Stack(), sharded(Stack()), Recorder(compiler_name="inductor")
+    model.compile(fullgraph=True, backend=recorder)
+    assert_trains_like_one_process(model, model, alone)
+    assert made(model) == 4 and regions_called(recorder) >= 3
+    alone, model = Stack(Aliases), sharded(Stack(Aliases))
+    model.compile(fullgraph=True, backend=recorder)
+    assert_trains_like_one_process(model, model, alone)
+    assert made(model) == 0
+
+
 @pytest.mark.parametrize("depth", [2, 3])
 @on_ranks(2)
 def test_few_blocks_are_parts_of_the_graph(depth):
