@@ -143,7 +143,7 @@ class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
     def __call__(self, scheduled: list[Any]) -> list[Any]:
         graph = V.graph
         calls = [each for each in graph.operations if isinstance(each, ir.InvokeSubgraph)]
-        if not calls:
+        if not calls and not hasattr(graph, "parent"):  # it neither calls a region nor is one
             return scheduled
         graph.never_reuse_buffers.update(
             name for name, original in graph.graph_inputs_original.items() if isinstance(original, ir.DonatedBuffer)

@@ -40,6 +40,13 @@ def _rank_pool():
 
 
 @pytest.fixture
+def nothing_older():
+    """Let the collector, and who asks it for objects, see only what the test makes: far fewer objects."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture
 def fake_group():
     """A default process group of 4 ranks of which this process is rank 0; collectives return garbage."""
     import torch.distributed as dist

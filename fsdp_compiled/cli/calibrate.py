@@ -143,7 +143,9 @@ class _Bench:
     def _cold(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
         """Return tensors in turn, so many that none is in a cache when its turn comes, as in a training step."""
         count = 1 + _COLD * KIB**2 // (math.prod(shape) * dtype.itemsize)
-        return itertools.cycle(torch.randn(count, *shape, device=self.device).to(dtype))
+        numel = count * math.prod(shape)
+        some = torch.randn(min(numel, KIB**2), device=self.device).to(dtype)  # all of them take long
+        return itertools.cycle(some.repeat(-(-numel // some.numel()))[:numel].view(count, *shape))
 
     def attention(self, dtype: torch.dtype) -> tuple[Curve, Curve]:
         """Return FLOP/s by FLOPs of causal attention, and of its backward, which has 2.5 times as many."""

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.training import MLP, compiled, shard
 
-pytestmark = pytest.mark.usefixtures("fake_group")
+pytestmark = pytest.mark.usefixtures("fake_group", "nothing_older")
 
 
 def _train(sharded):

@@ -54,14 +54,14 @@ def _lengths(seed: int) -> Iterator[tuple[int, int]]:
     near = rng.randint(100, 4000)
     yield rng.choice([1, 2, 3]), rng.randint(100, 4000)
     yield rng.choice([1, 2]), int(100 * 40 ** rng.random())
-    yield from ((1, int(near * rng.uniform(0.95, 1.05))) for _ in range(2))
+    yield 1, int(near * rng.uniform(0.95, 1.05))
     yield from ((1, 88), (3, 24))
 
 
 @pytest.mark.usefixtures("ranks_64")
 @pytest.mark.parametrize("name", MODELS)
 def test_no_size_of_an_input_changes_a_collective(name):
-    """Seven sizes, fixed, varying and as Dynamo finds out: every two of them are a pair of ranks."""
+    """Six sizes, fixed, varying and as Dynamo finds out: every two of them are a pair of ranks."""
     for of_kind in wanted(name, 64).values():
         assert len(set(map(str, of_kind))) > 1  # or nothing that is estimated would matter
     for number, (rows, length) in enumerate(_lengths(len(name))):

@@ -13,12 +13,16 @@ from torch._inductor import config
 import fsdp_compiled
 from fsdp_compiled.passes import Protect
 from fsdp_compiled.regions.block import RegionModule
+from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.graphs import Recorder, regions_of
 from tests.support.ranks import on_ranks
 from tests.support.training import (
+    assert_close,
     assert_trains_like_one_process,
     assert_trains_like_replicas,
     batches,
+    full_grads,
+    llama_loss,
     my_part,
     square_loss,
 )
@@ -144,6 +148,20 @@ def test_a_model_that_is_compiled_in_place():
     model.compile(fullgraph=True, backend=recorder)
     assert_trains_like_one_process(model, model, alone)
     assert made(model) == 0
+
+
+@on_ranks(2)
+def test_gradients_where_backward_is_given_memory_of_its_arguments():
+    config = Config(vocab=256, width=64, layers=4, heads=2, kv_heads=2, hidden=192, max_seq=128)
+    alone, model = Llama(config), Llama(config)
+    for each in (alone, model):
+        each.init_weights(seed=0)
+    call, recorder = plain(sharded(model), code=True)
+    tokens = torch.randint(256, (4, 129), generator=torch.Generator().manual_seed(0))
+    llama_loss(alone, tokens).backward()
+    llama_loss(call, my_part(tokens)).backward()
+    assert regions_called(recorder) >= 3
+    assert_close(full_grads(model), full_grads(alone), rtol=1e-4)
 
 
 @pytest.mark.parametrize("depth", [2, 3])

@@ -392,6 +392,7 @@ def test_another_thread_takes_state_dicts_while_the_model_trains(mode, keep_vars
     def look() -> None:
         while not ends.is_set():
             seen.append(model.state_dict(keep_vars=keep_vars))
+            time.sleep(0.001)  # lets the other thread train meanwhile
 
     with ThreadPoolExecutor(1) as threads:
         looking = threads.submit(look)

@@ -29,6 +29,7 @@ def test_a_measure_may_be_allowed_to_grow_a_little():
     assert growing(rising, {"rss_kib": 0.1}) == ["rss_kib grows by 1.00 a step: 1000, 1010, 1020, 1030, 1040, 1050"]
 
 
+@pytest.mark.usefixtures("nothing_older")
 def test_a_kept_tensor_and_an_open_file_are_found():
     kept, files, samples = [], [], []
     for _ in range(3):

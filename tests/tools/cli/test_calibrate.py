@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from fsdp_compiled import SchedulePolicy
 from fsdp_compiled.cli import calibrate as program
-from fsdp_compiled.cli import main
+from fsdp_compiled.cli import host_costs, main
 from fsdp_compiled.passes import CLUSTERS, cost
 from tests.faults.steps import trainer
 from tests.support.ranks import on_ranks, same_on_ranks
@@ -21,9 +22,16 @@ FEW = {"_SIZES": (2**16, 2**18), "_COPIES": (2**12, 2**16), "_WIDTHS": (16, 32, 
 FEW |= {"_LENGTHS": (4, 8), "_COLD": 1}
 
 
+@contextmanager
+def few():
+    """Let a calibration measure a little of everything."""
+    with patch.multiple(program, **FEW), patch.object(host_costs, "_LAYERS", 8):
+        yield
+
+
 def _calibrated(path, ranks_per_node):
     local = dist.get_rank() % ranks_per_node
-    with patch.multiple(program, **FEW), patch.dict(os.environ, LOCAL_RANK=str(local)):
+    with few(), patch.dict(os.environ, LOCAL_RANK=str(local)):
         found = program.calibrate(path)
     same_on_ranks(found)  # also the file's, which the first rank has written
     assert cost.named(str(path)) == found
@@ -83,7 +91,7 @@ def test_nodes_with_different_numbers_of_ranks():
 
 def test_one_process(tmp_path, capsys, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    with patch.multiple(program, **FEW):
+    with few():
         assert main(["calibrate", "--out", str(tmp_path / "cluster.json")]) == 0
     found = cost.named(str(tmp_path / "cluster.json"))
     assert found.products_32bit
