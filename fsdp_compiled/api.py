@@ -202,8 +202,8 @@ def compile(
     Args:
         model: a module given to ``fully_shard``, or a function that calls one.
         schedule: None for the default policy.
-        regions: which blocks are compiled once and called several times: "auto", as in plain ``torch.compile``, for
-            the units that occur at least four times with equal class and parameter shapes, "off" for none, or a list
+        regions: which blocks are compiled once and called several times: "auto", as in plain ``torch.compile`` from
+            torch 2.13 on, for the units that occur at least four times with equal class and parameter shapes, "off" for none, or a list
             of modules given to ``fully_shard``. The graph's collectives stay outside them. The choice holds until
             the next call with this model. A block that torch cannot make a region of is compiled as a part of the
             graph: one of a list with a warning, one of "auto" with a line in the log ``fsdp_compiled``.

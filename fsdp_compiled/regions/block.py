@@ -92,7 +92,7 @@ def make_region(module: nn.Module, unit: Unit, by_default: bool) -> None:
         for name, param in below.__dict__.get("_fsdp_params", {}).items():
             read.setdefault(param, []).append(f"{path}.{name}")
     names = "; ".join(map(" = ".join, read.values()))
-    module.__dict__["_fsdp_region"] = Region(unit, tuple(read), names, bool(_LIMIT), by_default)
+    module.__dict__["_fsdp_region"] = Region(unit, tuple(read), names, REUSES_TRACES, by_default)
     rebase(module, add=(RegionModule,))
 
 
@@ -134,6 +134,7 @@ _LIMIT: dict[str, Any] = (
     {"max_reuse_entries": 16} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 )
 _region = nested_compile_region(_body, **_LIMIT)
+REUSES_TRACES = bool(_LIMIT)
 
 
 # ---- while Dynamo traces: comptime calls these, so that nothing of them is left in a graph ----
@@ -234,7 +235,9 @@ def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
     return known[key][1]
 
 
-_ERRORS = (TorchDynamoException,) if _LIMIT else (TorchDynamoException, AssertionError)  # 2.11 lets its own out
+_ERRORS = (
+    (TorchDynamoException,) if REUSES_TRACES else (TorchDynamoException, AssertionError)
+)  # 2.11 lets its own out
 # Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
 

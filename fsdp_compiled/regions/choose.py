@@ -12,7 +12,7 @@ from torch import nn
 from ..expect import shown, unexpected
 from ..tracing.dynamo import get_eval_frame_callback, skipped
 from ..tracing.sharded_module import UnitState, user_class
-from .block import RegionModule, drop_region, make_region, without_failing_regions
+from .block import REUSES_TRACES, RegionModule, drop_region, make_region, without_failing_regions
 
 T = TypeVar("T")
 
@@ -33,9 +33,12 @@ def with_regions(model: nn.Module, run: Callable[..., T], *args: Any, **kwargs: 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def set_default_regions(model: nn.Module) -> None:
-    """Make the regions of "auto" if nobody has chosen regions of an outermost unit."""
+    """Make the regions of "auto" if nobody has chosen regions of an outermost unit.
+
+    Not with torch 2.11, which traces every block, refuses more of them, and has met fewer drawn ones.
+    """
     if "_fsdp_regions" not in model.__dict__:
-        set_regions(model, "auto")
+        set_regions(model, "auto" if REUSES_TRACES else "off")
 
 
 def set_regions(model: nn.Module, regions: str | Sequence[nn.Module]) -> None:
