@@ -203,10 +203,11 @@ def compile(
         model: a module given to ``fully_shard``, or a function that calls one.
         schedule: None for the default policy.
         regions: which blocks are compiled once and called several times: "auto", as in plain ``torch.compile`` from
-            torch 2.13 on, for the units that occur at least four times with equal class and parameter shapes, "off" for none, or a list
-            of modules given to ``fully_shard``. The graph's collectives stay outside them. The choice holds until
-            the next call with this model. A block that torch cannot make a region of is compiled as a part of the
-            graph: one of a list with a warning, one of "auto" with a line in the log ``fsdp_compiled``.
+            torch 2.13 on, for the units that occur at least four times with equal class and parameter shapes, "off"
+            for none, or a list of modules given to ``fully_shard``. The graph's collectives stay outside them. The
+            choice holds until the next call with this model. A block that torch cannot make a region of is compiled
+            as a part of the graph: one of a list with a warning, one of "auto" with a line in the log
+            ``fsdp_compiled``.
         passes: your own graph passes: each a function of a ``torch.fx.Graph`` that changes it in place, a frozen
             dataclass for its fields to enter the compile-cache keys. It runs after ``Schedule``, or where a class
             attribute ``before`` or ``after`` names another pass; the graph's rules are checked after it.

@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/bench/generate.py
 
-Contenders run in turn on a Llama of 31 million parameters made from its config; every rank generates greedily from
+Contenders run in turn on a Llama of 28 million parameters made from its config; every rank generates greedily from
 prompts of its own, each token by a forward with a cache. Times are medians. ``--json FILE`` keeps the figures.
 """
 

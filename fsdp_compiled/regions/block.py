@@ -235,9 +235,7 @@ def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
     return known[key][1]
 
 
-_ERRORS = (
-    (TorchDynamoException,) if REUSES_TRACES else (TorchDynamoException, AssertionError)
-)  # 2.11 lets its own out
+_ERRORS = (TorchDynamoException, *(() if REUSES_TRACES else (AssertionError,)))  # torch 2.11 lets its own out
 # Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
 

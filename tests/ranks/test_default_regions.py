@@ -27,7 +27,6 @@ from tests.support.training import (
     square_loss,
 )
 
-
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="without a list there are no regions on torch 2.11"
 )
