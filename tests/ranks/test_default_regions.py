@@ -55,6 +55,11 @@ class Aliases(Block):
         return x, super().forward(x)
 
 
+class ChangesItsArgument(Block):
+    def forward(self, x):
+        return super().forward(x.mul_(1.1))
+
+
 class Breaks(Block):
     def forward(self, x):
         if torch.compiler.is_compiling():
@@ -187,7 +192,7 @@ def test_what_the_user_has_chosen_stays():
         assert made(model) == count, regions
 
 
-@pytest.mark.parametrize("kind", [Aliases, Normed])
+@pytest.mark.parametrize("kind", [Aliases, Normed, ChangesItsArgument])
 @on_ranks(2)
 def test_a_block_that_torch_cannot_make_a_region_of_is_a_part_of_the_graph_in_silence(kind):
     alone, model = Stack(kind), sharded(Stack(kind))
