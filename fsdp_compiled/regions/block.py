@@ -235,7 +235,6 @@ def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
     return known[key][1]
 
 
-_ERRORS = (TorchDynamoException, *(() if REUSES_TRACES else (AssertionError,)))  # torch 2.11 lets its own out
 # Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
 
@@ -254,9 +253,10 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any,
         before, call = _entered.set(None), _repeated.set(begins)
         try:
             result = run(*args, **kwargs)
-        except _ERRORS as error:
+        except (TorchDynamoException, AssertionError) as error:  # Dynamo lets assertions of its own out
             left = set_eval_frame(None)  # or Dynamo would trace what is called here, after an error in compiled code
-            failing = _failing(model, error)
+            is_running = dynamo is not None and left is dynamo  # an error in Dynamo ends that
+            failing = [] if is_running and isinstance(error, AssertionError) else _failing(model, error)
             if not failing:
                 for module, region in dropped.items():
                     make_region(module, region.unit, region.by_default)
@@ -267,7 +267,7 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any,
                 for module in failing:
                     dropped[module] = module._fsdp_region
                     drop_region(module)
-            set_eval_frame(dynamo)  # which an error in Dynamo ends
+            set_eval_frame(dynamo)
         else:
             if why is not None:
                 _tell(dropped, why)

@@ -242,6 +242,23 @@ def test_nothing_runs_twice_for_a_region_that_fails():
     assert model.count == 1 and regions_called(recorder) == 0
 
 
+@on_ranks(2)
+def test_an_assertion_of_the_users_is_raised_once_and_leaves_the_regions():
+    called = []
+
+    def fails(module, args):
+        called.append(len(args))
+        raise AssertionError("no such batch")
+
+    model = sharded(Stack())
+    call, _ = plain(model, fullgraph=False)
+    handle = model.register_forward_pre_hook(torch.compiler.disable(fails))
+    with pytest.raises(AssertionError, match="no such batch"):
+        call(batches(1, 4, 10)[0])
+    handle.remove()
+    assert called == [1] and made(model) == 4
+
+
 def _mine(scheduled):
     return scheduled
 
