@@ -29,7 +29,6 @@ from .schedule_policy import SchedulePolicy as SchedulePolicy
 from .unalias import Expand as Expand
 from .unalias import Protect as Protect
 from .unalias import Unalias as Unalias
-from .unalias import protected as protected
 from .unalias import region_options as region_options
 from .unalias import suits_default as suits_default
 

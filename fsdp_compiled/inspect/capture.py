@@ -18,7 +18,7 @@ from torch._inductor.virtualized import V
 from ..api import options
 from ..expect import expect, unexpected
 from ..hooks.forward import tensors_in
-from ..hooks.state import FSDPState, states_below
+from ..hooks.state import FSDPState, states_of
 from ..passes import Pass, beside_users_passes, slots
 from ..passes.cost import Cluster
 from ..passes.inductor import name_of
@@ -122,9 +122,7 @@ def trace(
     """Compile and run a model once and return its graphs. Parameters and errors as of :func:`capture`."""
     expect("model", model, nn.Module, "an nn.Module", "give the module, not its result")
     gpu = gpu_of(device)
-    states = states_below([model])
-    if not states:
-        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
+    states = states_of(model)
     policy = _policy_for(gpu, schedule, states)
     if "_fsdp_state" in model.__dict__ and states[0].is_root:
         set_default_regions(model)

@@ -138,7 +138,7 @@ def local_value(context: Any, name: str) -> Any:
 
 
 def began_with(context: Any, codes: Sequence[CodeType]) -> bool:
-    """Tell whether the trace under way began with a call of one of ``codes``: nothing of that call has run."""
+    """Tell whether the current trace began with a call of one of ``codes``: nothing of that call has run."""
     return any(_tracer(context).output.root_tx.f_code is code for code in codes)
 
 

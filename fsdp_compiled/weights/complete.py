@@ -257,7 +257,7 @@ class _Stream:
 
     @without_grad
     def _stop(self, ahead: _Launched | None, left: Sequence[_Round]) -> None:
-        """Take part in the round under way, and tell the ranks of each group in the next one that they wait for."""
+        """Take part in the current round, and tell the ranks of each group in the next one that they wait for."""
         if ahead is not None:
             self._stopped(ahead)
             self._gathered(ahead)

@@ -16,7 +16,7 @@ from torch._inductor.compile_fx import compile_fx
 
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute
 from fsdp_compiled.errors import RankFailureError, RankMismatchError
-from fsdp_compiled.passes import CLUSTERS, Link, region_options
+from fsdp_compiled.passes import CLUSTERS, Link
 from tests.support.graphs import without_code
 from tests.support.training import with_regions
 
@@ -90,8 +90,7 @@ def trainer(
     fully_shard(model, **kwargs)
     if mode == "regions":
         with_regions(model, model.blocks)
-    options = region_options() if mode == "regions" else {}
-    return Trainer(model, compiled(model, schedule, **options) if mode in ("full", "regions") else model)
+    return Trainer(model, compiled(model, schedule) if mode in ("full", "regions") else model)
 
 
 def compiled(call: Callable[..., Any], schedule: SchedulePolicy | None = None, **options: Any) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -117,6 +118,14 @@ def plain(model, fullgraph=True, name="inductor", code=False, **options):
     return torch.compile(model, backend=recorder, fullgraph=fullgraph), recorder
 
 
+@contextmanager
+def in_silence():
+    """Raise where regions warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="regions")
+        yield
+
+
 def regions_called(recorder) -> int:
     return sum(len(regions_of(graph)) for kind, graph in recorder.after if kind == "forward")
 
@@ -200,8 +209,7 @@ def test_a_block_that_torch_cannot_make_a_region_of_is_a_part_of_the_graph_in_si
     logger, heard = logging.getLogger("fsdp_compiled"), Heard()
     logger.addHandler(heard)
     logger.setLevel(logging.DEBUG)  # of ranks but the first
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="regions")
+    with in_silence():
         assert_trains_like_replicas(model, call, alone, batches(3, 8, 10))
     logger.removeHandler(heard)
     logger.setLevel(logging.NOTSET)
@@ -218,8 +226,7 @@ def test_only_the_class_that_fails_loses_its_regions():
 
     alone, model = kinds(), sharded(kinds())
     call, _ = plain(model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="regions")
+    with in_silence():
         assert_trains_like_one_process(model, call, alone)
     assert made(model) == 4
 
@@ -228,8 +235,7 @@ def test_only_the_class_that_fails_loses_its_regions():
 def test_graph_breaks_in_blocks():
     alone, model = Stack(Breaks), sharded(Stack(Breaks))
     call, recorder = plain(model, fullgraph=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="regions")
+    with in_silence():
         assert_trains_like_one_process(model, call, alone)
     assert regions_called(recorder) == 0
 
