@@ -28,6 +28,8 @@ def pytest_configure(config):
         from .support.training import INDUCTOR
 
         os.environ[INDUCTOR] = "1"
+    # files in order: by default those with few tests, which take the longest, would come last, on one worker
+    config.option.loadscopereorder = False
     config.pluginmanager.register(ParityPlugin(config))
 
 

@@ -53,24 +53,32 @@ def _assert_hits_both(warm: dict) -> None:
     assert not warm["fx"].get("fxgraph_cache_miss"), warm
 
 
-def test_a_second_process_hits_both_caches_on_both_ranks(tmp_path):
-    first, second = _run([tmp_path] * 2), _run([tmp_path] * 2)
-    for cold, warm in zip(first, second, strict=True):
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A folder with the ranks' cache, with what ``save_cache_artifacts`` gives in a file, and what the ranks said."""
+    folder = tmp_path_factory.mktemp("caches")
+    return folder, _run([folder / "shared"] * 2, SAVE=str(folder / "artifacts"))
+
+
+def _assert_compiles_nothing(first: list[dict], again: list[dict]) -> None:
+    for cold, warm in zip(first, again, strict=True):
         assert warm["losses"] == cold["losses"]
         assert not warm["autograd"].get("autograd_cache_miss"), warm
         _assert_hits_both(warm)
-    for colds in (first[::2], first[1::2]):
+
+
+def test_a_second_process_hits_both_caches_on_both_ranks(first):
+    folder, said = first
+    for colds in (said[::2], said[1::2]):
         assert sum(cold["autograd"].get("autograd_cache_miss", 0) for cold in colds) >= 1
+    _assert_compiles_nothing(said, _run([folder / "shared"] * 2))
 
 
-def test_what_one_rank_compiled_is_loaded_on_others(tmp_path):
-    """By ``save_cache_artifacts``, on machines whose cache folders are empty."""
-    folders, file = [tmp_path / name for name in ("0", "1", "2", "3")], str(tmp_path / "artifacts")
-    cold = _run(folders[:2], SAVE=file)
-    for before, warm in zip(cold, _run(folders[2:], LOAD=file), strict=True):
-        assert warm["losses"] == before["losses"]
-        assert not warm["autograd"].get("autograd_cache_miss"), warm
-        _assert_hits_both(warm)
+def test_what_one_rank_compiled_is_loaded_on_others(first):
+    """By ``load_cache_artifacts``, on machines whose cache folders are empty."""
+    folder, said = first
+    again = _run([folder / "one", folder / "other"], LOAD=str(folder / "artifacts"))
+    _assert_compiles_nothing(said, again)
 
 
 def test_a_restart_with_batches_of_other_lengths_hits_both_caches(tmp_path):

@@ -31,6 +31,11 @@ def build(batch):
     return Llama(CONFIG), (tokens, tokens)
 
 
+def build_small(batch):
+    tokens = torch.zeros(batch, 16, dtype=torch.int64)
+    return Llama(replace(CONFIG, layers=1, width=32, max_seq=16)), (tokens, tokens)
+
+
 class WithoutLoss(Llama):
     def forward(self, tokens):
         return super().forward(tokens)
@@ -204,8 +209,8 @@ def test_a_model_that_is_sharded_already():
 
 
 def test_the_command_line(tmp_path, capsys):
-    target, page = f"{__name__}:build", tmp_path / "plan.html"
-    words = ["plan", target, "--ranks", "8", "--tokens-per-step", "8K"]
+    target, page = f"{__name__}:build_small", tmp_path / "plan.html"
+    words = ["plan", target, "--ranks", "8", "--tokens-per-step", "512"]
     assert main([*words, "--save", str(page)]) == 0
     out = capsys.readouterr()
     assert "8 ranks: what would help most" in out.out and "capturing" in out.err
