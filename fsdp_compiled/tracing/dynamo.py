@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, replace
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -30,7 +31,7 @@ from torch._dynamo.source import LocalSource
 from torch._dynamo.utils import counters as counters
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
-from torch._guards import TracingContext
+from torch._guards import Source, TracingContext
 
 is_skipped = trace_rules.check  # whether Dynamo skips a function, as it does torch's own
 attention_backends = torch.nn.attention._cur_sdpa_kernel_backends  # those that are enabled where it is called
@@ -181,18 +182,18 @@ def describe_arguments(context: Any) -> str | None:
     other arguments, such as objects and functions: torch does not compare what a trace reads of them.
     """
     seen: dict[Any, int] = {}
-    block = local_variable(context, "self").source
+    moved = {local_variable(context, "self").source: LocalSource("self")}
     try:
-        return "".join(_described(local_variable(context, name), block, seen) for name in ("args", "kwargs"))
+        return "".join(_described(local_variable(context, name), moved, seen) for name in ("args", "kwargs"))
     except (NotImplementedError, Unsupported):
         return None
 
 
-def _described(variable: Any, block: Any, seen: dict[Any, int]) -> str:
+def _described(variable: Any, moved: dict[Any, Any], seen: dict[Any, int]) -> str:
     variable = variable.realize()
     kind = variable.python_type()
     # Of an attribute, torch takes whatever the trace reads there from the other call's argument.
-    where = str(variable.source and _moved(variable.source, block, LocalSource("self")))
+    where = str(variable.source and _moved(variable.source, moved))
     text = f"{kind.__name__} {where if 'member=' in where or 'global_name=' in where else ''} "
     if isinstance(variable, ConstantVariable):
         return text + repr(variable.value)
@@ -203,7 +204,7 @@ def _described(variable: Any, block: Any, seen: dict[Any, int]) -> str:
     elif kind not in (tuple, list):
         raise NotImplementedError(text)
     items = variable.items.values() if kind is dict else variable.items
-    return text + str([_described(each, block, seen) for each in items])
+    return text + str([_described(each, moved, seen) for each in items])
 
 
 def guard_as_reused(context: Any, code: CodeType) -> bool:
@@ -215,13 +216,14 @@ def guard_as_reused(context: Any, code: CodeType) -> bool:
 
 
 def _guard_like(context: Any, condition: Any, trace: Any) -> bool:
-    output, block, traced = _tracer(context).output, local_variable(context, "self").source, trace.arg_sources[0]
+    output = _tracer(context).output
     scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
     known: dict[Any, Any] = {}  # values of sources, so that what several lead through is looked up once
+    moved = {trace.arg_sources[0]: local_variable(context, "self").source}
     guards = []
     for source, handler, expected, guard in condition.guards:
-        own = _moved(source, traced, block)
-        if own != source:
+        own = _moved(source, moved)
+        if own is not source:
             try:
                 value = own.get_value(scope, {}, known)
             except Exception:  # whatever evaluating the source raises: the block has nothing there
@@ -229,11 +231,16 @@ def _guard_like(context: Any, condition: Any, trace: Any) -> bool:
             if not handler.eval_fn(value, expected):
                 return False
             guards.append(own.make_guard(guard.create_fn))
-    output.guard_on_key_order.update([_moved(source, traced, block) for source in output.guard_on_key_order])
+    output.guard_on_key_order.update([_moved(source, moved) for source in output.guard_on_key_order])
     install_guard(*(guard for guard in guards if guard.create_fn_name() != "TENSOR_MATCH"))
     return True
 
 
-def _moved(source: Any, traced: Any, block: Any) -> Any:
-    """Return where ``block`` has what ``source`` leads to in the block ``traced``."""
-    return source.clone(lambda each: block if each == traced else each)
+def _moved(source: Any, known: dict[Any, Any]) -> Any:
+    """Return what leads from another block to where ``source`` leads; ``known`` has the blocks' own, and remembers."""
+    if source not in known:
+        inside = {each.name: getattr(source, each.name) for each in fields(source)}
+        inside = {name: _moved(inner, known) for name, inner in inside.items() if isinstance(inner, Source)}
+        is_same = all(inner is getattr(source, name) for name, inner in inside.items())
+        known[source] = source if is_same else replace(source, **inside)
+    return known[source]
