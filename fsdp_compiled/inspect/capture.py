@@ -31,7 +31,7 @@ from ..tracing.sharded_module import user_class
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
 from .lifetimes import Allocation, Part
 from .memory import step_memory
-from .optimizer_cost import OPTIMIZERS, Updated
+from .optimizer_cost import OPTIMIZERS, Updated, clipping_us
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -46,6 +46,7 @@ def capture(
     device: str | None = None,
     passes: Sequence[Pass] = (),
     optimizer: str = "adamw",
+    clip_gradients: bool = False,
     **kwargs: Any,
 ) -> Capture:
     """Compile ``model`` as ``torch.compile`` would, run it once, and return the graphs and what they cost.
@@ -66,6 +67,7 @@ def capture(
         passes: your own graph passes, as for ``fsdp_compiled.compile``.
         optimizer: whose state and step the estimates count: "adamw", "adam", "rmsprop", "sgd_momentum", "sgd" or
             "muon": of the matrices in units below the outermost one, by ``step_on_shards``, and AdamW of the others.
+        clip_gradients: whether the optimizer's step counts ``clip_grad_norm_`` over all of them, too.
         kwargs: of its forward.
 
     Raises:
@@ -78,6 +80,10 @@ def capture(
     traced = trace(model, args, kwargs, loss, schedule or SchedulePolicy(), code, device, passes, optimizer)
     cluster = traced.cluster
     memory = step_memory(traced.scheduled, traced.held, optimizer, traced.updated, traced.shards, cluster.on_host)
+    updated, ranks = traced.updated, range(traced.world)
+    optimizer_us = OPTIMIZERS[optimizer].step_us(cluster, memory.reduced_bytes, updated, ranks, traced.shards)
+    if clip_gradients:
+        optimizer_us += clipping_us(cluster, memory.reduced_bytes, updated.parameters, ranks, traced.shards)
     return Capture(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
@@ -88,10 +94,8 @@ def capture(
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(traced.graphs),
         memory=memory,
-        trained=traced.updated.parameters,
-        optimizer_us=OPTIMIZERS[optimizer].step_us(
-            cluster, memory.reduced_bytes, traced.updated, range(traced.world), traced.shards
-        ),
+        trained=updated.parameters,
+        optimizer_us=optimizer_us,
     )
 
 

@@ -84,6 +84,17 @@ class Optimizer(NamedTuple):
         )
 
 
+def clipping_us(cluster: Cluster, reduced_bytes: float, parameters: int, ranks: Sequence[int], shards: int) -> float:
+    """Return the time of ``torch.nn.utils.clip_grad_norm_``, which reads gradients, then reads and writes them.
+
+    *Source:* its operators in torch 2.13.0; on DTensors one all-reduce of the norm over a group of ``shards``.
+    """
+    if not parameters:
+        return 0.0
+    norm_us = cluster.link_of(ranks[:shards]).collective_us(4, shards, passes=2)
+    return norm_us + parameters * cluster.memory_us(3 * reduced_bytes / parameters)
+
+
 # *Source:* torch/optim of torch 2.13.0: the defaults of each class, implementation "foreach", its operators in turn.
 # Of Muon: our step on fp32 shards; what is no matrix, and the outermost unit, is updated by AdamW.
 OPTIMIZERS = {

@@ -240,7 +240,8 @@ class CapturedModel:
         graph_breaks: a reason for each.
         graphs: in order of compilation.
         memory: estimated, of one training step; None where only a graph of it is known.
-        optimizer_us: estimated time of the optimizer's step, by the memory that it reads and writes.
+        optimizer_us: estimated time of the optimizer's step, by the memory that it reads and writes, and of clipping
+            gradients if asked.
         trained: number of parameters that require grad.
     """
 
@@ -260,8 +261,7 @@ class CapturedModel:
     def step_us(self) -> float:
         """The estimated time of a step: forward and backward with what compute waits for, and the optimizer.
 
-        What runs outside of the graphs is not in it: a loss that is not compiled, clipping of gradients. The host
-        counts as far as the cluster knows what it takes.
+        A loss that is not compiled is not in it. The host counts as far as the cluster knows what it takes.
         """
         device_us = sum(graph.total_us for graph in self.graphs) + self.optimizer_us
         new_bytes = self.memory.new_bytes if self.memory else 0

@@ -237,7 +237,7 @@ def _guard_like(context: Any, condition: Any, trace: Any) -> bool:
 
 
 def _moved(source: Any, known: dict[Any, Any]) -> Any:
-    """Return what leads from another block to where ``source`` leads; ``known`` has the blocks' own, and remembers."""
+    """Return what leads from another block to where ``source`` leads; ``known`` has the blocks, and remembers."""
     if source not in known:
         inside = {each.name: getattr(source, each.name) for each in fields(source)}
         inside = {name: _moved(inner, known) for name, inner in inside.items() if isinstance(inner, Source)}

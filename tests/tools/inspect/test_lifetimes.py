@@ -59,6 +59,11 @@ def test_a_step_is_its_graphs_and_the_optimizer():
         assert sum(each.step_parts_us.values()) == pytest.approx(each.step_us)
         assert "time of a step, by estimate: all" in str(each)
     assert captured["adamw"].step_us > captured["sgd"].step_us
+    clipped = capture(model, torch.ones(4, 16), code=False, optimizer="sgd", clip_gradients=True)
+    norm_us = cluster.link_of(range(4)).collective_us(4, 4, passes=2)
+    clipping_us = clipped.optimizer_us - captured["sgd"].optimizer_us
+    assert clipping_us == pytest.approx(norm_us + cluster.memory_us(3 * shard))
+    assert clipped.step_us == pytest.approx(captured["sgd"].step_us + clipping_us)
 
 
 @pytest.mark.usefixtures("fake_group")
