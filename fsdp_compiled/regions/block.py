@@ -102,11 +102,6 @@ def drop_region(module: nn.Module) -> None:
     rebase(module, drop=RegionModule)
 
 
-def has_regions(model: nn.Module) -> bool:
-    """Tell whether graphs of ``model`` call regions."""
-    return any(isinstance(module, RegionModule) for module in model.modules())
-
-
 def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:
     """Return the unsharded parameters; one operator all-gathers them, since tracing it costs time in every block."""
     plain = [param for param in params if param.extension is None]
