@@ -38,7 +38,7 @@ from ..tracing.dynamo import (
     set_local,
     skipped,
 )
-from ..tracing.sharded_module import MixinOrder, rebase
+from ..tracing.sharded_module import MixinOrder, rebase, user_class
 
 T = TypeVar("T")
 
@@ -161,8 +161,8 @@ def _enter(context: Any) -> None:
         set_local(context, "is_region", False)
         return
     _entered.set(type(block))
-    if block._fsdp_region.is_reused:
-        set_local(context, "call", describe_arguments(context))
+    if block._fsdp_region.is_reused and (call := describe_arguments(context)) is not None:
+        set_local(context, "call", f"{_modules_of(block)} {call}")
     reads.check_below(context)
 
 
@@ -179,6 +179,29 @@ def _modes() -> str:
     modes |= {f"autocast dtype on {each}": torch.get_autocast_dtype(each) for each in sorted(devices)}
     modes["attention"] = [each.name for each in attention_backends()]
     return f"gradients {torch.is_grad_enabled()}, {modes}, {torch.get_default_dtype()}"
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _modules_of(block: nn.Module) -> str:
+    """Return a text that is equal for blocks whose modules are alike in what torch does not compare.
+
+    These are their classes, which attributes they have of their own, and their hooks. (It loses what it knows of a
+    module inside the block, whose source it wraps. Of the block itself it compares all; its hooks run outside.)
+    """
+    return str(
+        [
+            (name, id(user_class(each)), sorted(each.__dict__), [_hooks_of(each, kind) for kind in _HOOKS])
+            for name, each in block.named_modules(remove_duplicate=False)
+            if each is not block
+        ]
+    )
+
+
+def _hooks_of(module: nn.Module, kind: str) -> list[int]:
+    """Return which functions its hooks are; torch compares what it reads of those that are methods of an object."""
+    return [id(getattr(hook, "__func__", hook)) for hook in getattr(module, kind).values()]
 
 
 class ReuseRefusedError(RuntimeError):

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
-from torch._dynamo import OptimizedModule, trace_rules
+from torch._dynamo import OptimizedModule, guards, trace_rules
 from torch._dynamo.callback import callback_handler as callback_handler
 
 # Not wrapped: Dynamo recognises the object, and gives the frame of whoever calls it. What it calls while it traces
@@ -220,8 +220,8 @@ def _guard_like(context: Any, condition: Any, trace: Any) -> bool:
     scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
     known: dict[Any, Any] = {}  # values of sources, so that what several lead through is looked up once
     moved = {trace.arg_sources[0]: local_variable(context, "self").source}
-    guards = []
-    for source, handler, expected, guard in condition.guards:
+    own_guards = []
+    for source, handler, expected, guard in (*condition.guards, *_of_modules(output, condition, scope)):
         own = _moved(source, moved)
         if own is not source:
             try:
@@ -230,10 +230,34 @@ def _guard_like(context: Any, condition: Any, trace: Any) -> bool:
                 return False
             if not handler.eval_fn(value, expected):
                 return False
-            guards.append(own.make_guard(guard.create_fn))
+            own_guards.append(own.make_guard(guard.create_fn))
     output.guard_on_key_order.update([_moved(source, moved) for source in output.guard_on_key_order])
-    install_guard(*(guard for guard in guards if guard.create_fn_name() != "TENSOR_MATCH"))
+    install_guard(*(guard for guard in own_guards if guard.create_fn_name() != "TENSOR_MATCH"))
     return True
+
+
+def _of_modules(output: Any, condition: Any, scope: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """Return what a trace's ``condition.guards`` lack: guards on modules in its block, whose sources torch wraps."""
+    lost = of_trace(_Lost)
+    if id(condition) not in lost:
+        names = {source.name for source in condition.traced_sources}
+        found = [
+            (source, guards.GUARD_VALUE_DISPATCH[guard.create_fn_name()], guard)
+            for source, of_source in output.guards.source_to_guards.items()
+            if source.name in names and source not in condition.traced_sources
+            for guard in of_source
+        ]
+        known: dict[Any, Any] = {}
+        lost[id(condition)] = [
+            (source, check, check.get_metadata_fn(guard, source.get_value(scope, {}, known)), guard)
+            for source, check, guard in found
+            if isinstance(check, guards.GuardCheckSpec)
+        ]
+    return lost[id(condition)]
+
+
+class _Lost(dict[int, list[tuple[Any, ...]]]):
+    """Those of the trace under way, by the id of a condition, which lives as long."""
 
 
 def _moved(source: Any, known: dict[Any, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from contextlib import contextmanager
+from types import MethodType
 
 import pytest
 import torch
@@ -180,6 +181,68 @@ def test_gradients_where_backward_is_given_memory_of_its_arguments():
     llama_loss(call, my_part(tokens)).backward()
     assert regions_called(recorder) >= 3
     assert_close(full_grads(model), full_grads(alone), rtol=1e-4)
+
+
+class Scaled(nn.Module):
+    gain = 1.0
+
+    def forward(self, x):
+        return (x * self.gain).tanh()
+
+
+class Holds(Block):
+    """A module without parameters, of which torch compares nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = Scaled()
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+def _other_module(block):
+    block.act = nn.Identity()
+
+
+def _own_forward(block):
+    block.act.forward = MethodType(lambda self, x: x.sin(), block.act)
+
+
+def _own_attribute(block):
+    block.act.gain = 3.0
+
+
+def _hook(block):
+    block.up.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _pre_hook(block):
+    block.down.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+@pytest.mark.parametrize("change", [_other_module, _own_forward, _own_attribute, _hook, _pre_hook])
+@pytest.mark.parametrize("which", [0, 2])
+@on_ranks(2)
+def test_blocks_whose_modules_differ(change, which):
+    alone, model = Stack(Holds, depth=5), Stack(Holds, depth=5)
+    for each in (alone, model):
+        change(each.blocks[which])
+    call, recorder = plain(sharded(model))
+    assert_trains_like_one_process(model, call, alone)
+    assert made(model) == 5 and regions_called(recorder) >= 4
+
+
+@pytest.mark.parametrize("change", [_other_module, _own_forward, _own_attribute])
+@on_ranks(2)
+def test_a_module_that_changes_later_is_seen(change):
+    alone, model = Stack(Holds), sharded(Stack(Holds))
+    call, _ = plain(model)
+    assert_trains_like_one_process(model, call, alone)
+    for each in (alone, model):
+        change(each.blocks[2])
+    assert_trains_like_one_process(model, call, alone)
+    assert made(model) == 4
 
 
 @pytest.mark.parametrize("depth", [2, 3])
