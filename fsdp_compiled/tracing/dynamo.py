@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
-from torch._dynamo import OptimizedModule, guards, trace_rules
+from torch._dynamo import OptimizedModule, trace_rules
 from torch._dynamo.callback import callback_handler as callback_handler
 
 # Not wrapped: Dynamo recognises the object, and gives the frame of whoever calls it. What it calls while it traces
@@ -242,7 +242,7 @@ def _of_modules(output: Any, condition: Any, scope: dict[str, Any]) -> list[tupl
     if id(condition) not in lost:
         names = {source.name for source in condition.traced_sources}
         found = [
-            (source, guards.GUARD_VALUE_DISPATCH[guard.create_fn_name()], guard)
+            (source, getattr(guard.create_fn, "func", guard.create_fn).guard_check_spec, guard)  # or of a partial
             for source, of_source in output.guards.source_to_guards.items()
             if source.name in names and source not in condition.traced_sources
             for guard in of_source
@@ -251,7 +251,7 @@ def _of_modules(output: Any, condition: Any, scope: dict[str, Any]) -> list[tupl
         lost[id(condition)] = [
             (source, check, check.get_metadata_fn(guard, source.get_value(scope, {}, known)), guard)
             for source, check, guard in found
-            if isinstance(check, guards.GuardCheckSpec)
+            if isinstance(check, tuple)  # others are of nothing that a module is guarded by
         ]
     return lost[id(condition)]
 
