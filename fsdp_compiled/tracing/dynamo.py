@@ -251,7 +251,7 @@ def _of_modules(output: Any, condition: Any, scope: dict[str, Any]) -> list[tupl
         lost[id(condition)] = [
             (source, check, check.get_metadata_fn(guard, source.get_value(scope, {}, known)), guard)
             for source, check, guard in found
-            if isinstance(check, tuple)  # others are of nothing that a module is guarded by
+            if hasattr(check, "eval_fn")  # else the guard is not of the object alone, or needs no check
         ]
     return lost[id(condition)]
 
