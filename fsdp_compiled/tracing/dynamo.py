@@ -257,7 +257,7 @@ def _of_modules(output: Any, condition: Any, scope: dict[str, Any]) -> list[tupl
 
 
 class _Lost(dict[int, list[tuple[Any, ...]]]):
-    """Those of the trace under way, by the id of a condition, which lives as long."""
+    """Those of the current trace, by the id of a condition, which lives as long."""
 
 
 def _moved(source: Any, known: dict[Any, Any]) -> Any:
