@@ -33,12 +33,13 @@ from ..tracing.dynamo import (
     inductor_options,
     known_internals,
     local_value,
+    note_guards,
     of_trace,
     set_eval_frame,
     set_local,
     skipped,
 )
-from ..tracing.sharded_module import MixinOrder, rebase, user_class
+from ..tracing.sharded_module import MixinOrder, rebase
 
 T = TypeVar("T")
 
@@ -116,10 +117,13 @@ def _body(module: Any, which: str | type, *operands: Any, **kwargs: Any) -> Any:
     does not compare classes, so the trace of a block that is called with one is not reused.
     """
     comptime(_enter_body)
-    return module._fsdp_body(*operands[len(module._fsdp_region.params) :], **kwargs)
+    output = module._fsdp_body(*operands[len(module._fsdp_region.params) :], **kwargs)
+    comptime(note_guards)
+    return output
 
 
 def _enter_body(context: Any) -> None:
+    note_guards(context)
     reads.enter_region(context, local_value(context, "module")._fsdp_region.params)
 
 
@@ -162,7 +166,7 @@ def _enter(context: Any) -> None:
         return
     _entered.set(type(block))
     if block._fsdp_region.is_reused and (call := describe_arguments(context)) is not None:
-        set_local(context, "call", f"{_modules_of(block)} {call}")
+        set_local(context, "call", f"{_hooks_of(block)} {call}")
     reads.check_below(context)
 
 
@@ -184,28 +188,19 @@ def _modes() -> str:
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def _modules_of(block: nn.Module) -> str:
-    """Return a text that is equal for blocks whose modules are alike in what torch does not compare.
+def _hooks_of(block: nn.Module) -> str:
+    """Return a text that is equal for blocks whose modules have the same hooks, for which torch has no guards.
 
-    These are their classes, which attributes they have of their own, and their hooks. (It loses what it knows of a
-    module inside the block, whose source it wraps. Of the block itself it compares all; its hooks run outside.)
+    Those of the block run outside. Of hooks that are methods, torch compares what it reads of their objects.
     """
-    return str(
-        [
-            (name, id(user_class(each)), sorted(each.__dict__), [_hooks_of(each, kind) for kind in _HOOKS])
-            for name, each in block.named_modules(remove_duplicate=False)
-            if each is not block
-        ]
-    )
-
-
-def _hooks_of(module: nn.Module, kind: str) -> list[int]:
-    """Return which functions its hooks are; torch compares what it reads of those that are methods of an object."""
-    return [id(getattr(hook, "__func__", hook)) for hook in getattr(module, kind).values()]
-
-
-class ReuseRefusedError(RuntimeError):
-    """No trace of an equal block fits: each block must be traced by itself."""
+    functions = [
+        (name, kind, id(getattr(hook, "__func__", hook)))
+        for name, each in block.named_modules(remove_duplicate=False)
+        if each is not block
+        for kind in _HOOKS
+        for hook in getattr(each, kind).values()
+    ]
+    return str(functions)
 
 
 @known_internals("guard a block for which the trace of an equal one is reused")
@@ -213,10 +208,9 @@ def _guard(context: Any) -> None:
     """Guard the caller's ``self``, after its region, as the block of a reused trace is guarded.
 
     Torch compares a block with the one that it traced, but installs no guards for it: what changes in it later, such
-    as its training mode, would go unnoticed. ReuseRefusedError if torch has traces of equal blocks and none fits.
+    as its training mode, would go unnoticed.
     """
-    if not guard_as_reused(context, _body.__code__):
-        raise ReuseRefusedError("no trace fits the block")
+    guard_as_reused(context, _body.__code__)
 
 
 _operator: Any = torch.ops.higher_order.invoke_subgraph
@@ -306,11 +300,7 @@ def _failing(model: nn.Module, error: Exception) -> list[Any]:
 
 def _trace_each(failing: list[Any], error: Exception) -> bool:
     """Let each of the blocks be traced by itself if what failed was to reuse a trace; tell whether it was."""
-    cause: BaseException | None = error  # Dynamo raises errors of its own instead of ours
-    while cause is not None and not isinstance(cause, ReuseRefusedError):
-        cause = cause.__cause__ or cause.__context__
-    was_refused = cause is not None or _REFUSES_REUSE.search(str(error)) is not None
-    if not was_refused or not any(module._fsdp_region.is_reused for module in failing):
+    if not _REFUSES_REUSE.search(str(error)) or not any(module._fsdp_region.is_reused for module in failing):
         return False
     for module in failing:
         module.__dict__["_fsdp_region"] = replace(module._fsdp_region, is_reused=False)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -182,7 +183,9 @@ def describe_arguments(context: Any) -> str | None:
     other arguments, such as objects and functions: torch does not compare what a trace reads of them.
     """
     seen: dict[Any, int] = {}
-    moved = {local_variable(context, "self").source: LocalSource("self")}
+    block = local_variable(context, "self").source
+    of_trace(_Call).begin(block)
+    moved = {block: LocalSource("self")}
     try:
         return "".join(_described(local_variable(context, name), moved, seen) for name in ("args", "kwargs"))
     except (NotImplementedError, Unsupported):
@@ -207,57 +210,108 @@ def _described(variable: Any, moved: dict[Any, Any], seen: dict[Any, int]) -> st
     return text + str([_described(each, moved, seen) for each in items])
 
 
-def guard_as_reused(context: Any, code: CodeType) -> bool:
-    """Guard the caller's ``self`` as the blocks of torch's traces of the region ``code`` are; False if none fits."""
-    caches = _tracer(context).output.tracing_context.hop_dispatch_set_cache
-    traces = caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache.get(code, [])
-    fits = [_guard_like(context, condition, trace) for condition, trace in traces]
-    return any(fits) or not fits
+def note_guards(context: Any) -> None:
+    """Note, at the begin and at the end of the trace of a region's body, which guards there are."""
+    call = of_trace(_Call)
+    call.installed = [*call.installed[-1:], set(_tracer(context).output.guards)]
 
 
-def _guard_like(context: Any, condition: Any, trace: Any) -> bool:
-    output = _tracer(context).output
-    scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
-    known: dict[Any, Any] = {}  # values of sources, so that what several lead through is looked up once
-    moved = {trace.arg_sources[0]: local_variable(context, "self").source}
-    own_guards = []
-    for source, handler, expected, guard in (*condition.guards, *_of_modules(output, condition, scope)):
-        own = _moved(source, moved)
-        if own is not source:
+def guard_as_reused(context: Any, code: CodeType) -> None:
+    """Guard the caller's ``self``, after its call of the region ``code``, as the block whose trace was reused.
+
+    Later blocks are compared with new traces of ``code`` in all that these have read.
+    """
+    output, call = _tracer(context).output, of_trace(_Call)
+    caches = output.tracing_context.hop_dispatch_set_cache
+    for condition, trace in caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache[code]:
+        if id(condition) not in call.known:
+            call.known.add(id(condition))  # which lives as long as the trace
+            _compare_all(output, condition, trace.arg_sources[0])
+    output.guard_on_key_order.update([_moved(source, call.moved) for source in output.guard_on_key_order])
+    install_guard(
+        *(_moved_guard(guard, call.moved) for guard in call.guards if guard.create_fn_name() != "TENSOR_MATCH")
+    )
+
+
+class _Call:
+    """The call of a region under way in a trace, and how its block was found to be like one that was traced."""
+
+    def __init__(self) -> None:
+        self.known: set[int] = set()  # conditions, by their ids
+        self.installed: list[set[Any]] = []  # guards, before and after the trace of the last body
+        self.begin(None)
+
+    def begin(self, block: Any) -> None:
+        self.block, self.guards, self.moved = block, list[Any](), dict[Any, Any]()
+
+
+def _compare_all(output: Any, condition: Any, block: Any) -> None:
+    """Let ``condition``, which tells torch whether a trace may be reused, compare all that was read of ``block``."""
+    names = {block.name, *(source.name for source in condition.traced_sources)}
+    before, after = of_trace(_Call).installed
+    asked = after - before  # more than "traced": a constant of which only the type was asked for
+    elsewhere: dict[Any, Any] = {block: LocalSource("")}
+    read = [
+        guard
+        for source, guards in output.guards.source_to_guards.items()
+        if _moved(source, elsewhere) is not source
+        for guard in guards
+        if source.name in names or guard in asked
+    ]
+    condition.guards[:] = [each for each in condition.guards if _moved(each[0], elsewhere) is each[0]]
+    condition.guards.append((block, _Comparison(output, block, read), None, read[0]))
+
+
+class _Comparison:
+    """Compares blocks with the traced ``block`` by the guards on what was ``read``; torch takes it for one check.
+
+    Torch's own checks lack modules inside the block, whose sources it wraps after it has noted what was read, types
+    of constants and containers, and which values are the same object. They raise where a value has another type, in
+    the order of a set, which differs by rank.
+    """
+
+    def __init__(self, output: Any, block: Any, read: list[Any]) -> None:
+        self._scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
+        self._block, self._read = block, read
+        self._alike: list[tuple[Any, type, Any, Any]] = []  # sources, types, torch's checks, what these expect
+        self._same: list[tuple[Any, Any]] = []  # two sources of one object
+        self._can_compare, values = True, dict[Any, Any]()
+        for guard in read:
+            source, create = guard.originating_source, guard.create_fn
             try:
-                value = own.get_value(scope, {}, known)
-            except Exception:  # whatever evaluating the source raises: the block has nothing there
-                return False
-            if not handler.eval_fn(value, expected):
-                return False
-            own_guards.append(own.make_guard(guard.create_fn))
-    output.guard_on_key_order.update([_moved(source, moved) for source in output.guard_on_key_order])
-    install_guard(*(guard for guard in own_guards if guard.create_fn_name() != "TENSOR_MATCH"))
-    return True
+                check = getattr(create, "func", create).guard_check_spec  # or of a partial
+                if guard.create_fn_name() == "DUPLICATE_INPUT":
+                    self._same.append((source, create.keywords["source_b"]))
+                elif hasattr(check, "get_metadata_fn"):  # else it is of no object
+                    value = source.get_value(self._scope, {}, values)
+                    self._alike.append((source, type(value), check, check.get_metadata_fn(guard, value)))
+            except Exception:  # whatever evaluating a source raises, or NotImplementedError of the check
+                self._can_compare = False
+
+    def eval_fn(self, _block: Any, _expected: None) -> bool:
+        call, values = of_trace(_Call), dict[Any, Any]()
+        moved = {self._block: call.block}
+
+        def value(source: Any) -> Any:
+            return _moved(source, moved).get_value(self._scope, {}, values)
+
+        try:
+            for source, kind, check, expected in self._alike:
+                if type(value(source)) is not kind or not check.eval_fn(value(source), expected):
+                    return False
+            is_alike = self._can_compare and all(value(source) is value(other) for source, other in self._same)
+        except Exception:  # whatever evaluating a source raises, where the block has nothing, or comparing values
+            return False
+        if is_alike:
+            call.guards, call.moved = self._read, moved
+        return is_alike
 
 
-def _of_modules(output: Any, condition: Any, scope: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Return what a trace's ``condition.guards`` lack: guards on modules in its block, whose sources torch wraps."""
-    lost = of_trace(_Lost)
-    if id(condition) not in lost:
-        names = {source.name for source in condition.traced_sources}
-        found = [
-            (source, getattr(guard.create_fn, "func", guard.create_fn).guard_check_spec, guard)  # or of a partial
-            for source, of_source in output.guards.source_to_guards.items()
-            if source.name in names and source not in condition.traced_sources
-            for guard in of_source
-        ]
-        known: dict[Any, Any] = {}
-        lost[id(condition)] = [
-            (source, check, check.get_metadata_fn(guard, source.get_value(scope, {}, known)), guard)
-            for source, check, guard in found
-            if hasattr(check, "eval_fn")  # else the guard is not of the object alone, or needs no check
-        ]
-    return lost[id(condition)]
-
-
-class _Lost(dict[int, list[tuple[Any, ...]]]):
-    """Those of the current trace, by the id of a condition, which lives as long."""
+def _moved_guard(guard: Any, moved: dict[Any, Any]) -> Any:
+    create = guard.create_fn
+    if guard.create_fn_name() == "DUPLICATE_INPUT":
+        create = partial(create.func, source_b=_moved(create.keywords["source_b"], moved))
+    return _moved(guard.originating_source, moved).make_guard(create)
 
 
 def _moved(source: Any, known: dict[Any, Any]) -> Any:

@@ -26,7 +26,7 @@ from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 from tests.support.drawn import CASES, parse
 from tests.support.drawn_lengths import RANKS, Compared
-from tests.support.drawn_regions import calls, check_calls, check_program, programs
+from tests.support.drawn_regions import calls, check_calls, check_differences, check_program, differences, programs
 from tests.support.drawn_training import train_drawn
 from tests.unit.passes.test_buckets import PASSES_POLICIES, chains, check_graph
 from tests.unit.passes.test_placing import PREFETCHES, ROOMS, check_schedule, loads
@@ -120,7 +120,7 @@ def test_models(search, ranks, pytestconfig):
     if case:
         ranks.train(parse(case))
     else:
-        search(CASES, ranks.train, part=0.5)
+        search(CASES, ranks.train, part=0.4)
 
 
 def test_regions(search):
@@ -129,6 +129,10 @@ def test_regions(search):
 
 def test_calls_of_regions(search, ranks):
     search(calls(), functools.partial(ranks.run, check_calls), part=0.1)
+
+
+def test_differences_of_regions(search, ranks):
+    search(differences(), functools.partial(ranks.run, check_differences), part=0.1)
 
 
 def test_schedules(search):

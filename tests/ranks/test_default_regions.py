@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from contextlib import contextmanager
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ import fsdp_compiled
 from fsdp_compiled.passes import Protect
 from fsdp_compiled.regions.block import RegionModule
 from fsdp_compiled.testing.llama import Config, Llama
+from fsdp_compiled.tracing import reads
 from tests.support.graphs import Recorder, regions_of
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -242,6 +243,72 @@ def test_a_module_that_changes_later_is_seen(change):
     for each in (alone, model):
         change(each.blocks[2])
     assert_trains_like_one_process(model, call, alone)
+    assert made(model) == 4
+
+
+@on_ranks(2)
+def test_equal_blocks_are_traced_once(monkeypatch):
+    traced, enter = [], reads.enter_region
+    monkeypatch.setattr(reads, "enter_region", lambda *args: traced.append(enter(*args)))
+    alone, model = Stack(Typed, depth=5), Stack(Typed, depth=5)
+    call, _ = plain(sharded(model))
+    assert_trains_like_one_process(model, call, alone)
+    assert made(model) == 5 and len(traced) == 1
+
+
+class Typed(Block):
+    """Computes by the type of an attribute, and with attributes that may be one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value, self.gain = 1, SimpleNamespace(by=1.0)
+        self.act = Gain(self.gain)
+
+    def forward(self, x):
+        y = self.down(self.act(self.up(x))) * self.gain.by
+        return x + y * (0.5 if isinstance(self.value, (bool, float, list)) else 0.1)
+
+
+class Gain(nn.Module):
+    def __init__(self, gain) -> None:
+        super().__init__()
+        self.gain = gain
+
+    def forward(self, x):
+        return x * self.gain.by
+
+
+@pytest.mark.parametrize("values", [(1, True), (1, 1.0), ((2.0, 3.0), [2.0, 3.0])], ids=str)
+@on_ranks(2)
+def test_equal_values_of_other_types(values):
+    alone, model = Stack(Typed, depth=5), Stack(Typed, depth=5)
+    for each in (alone, model):
+        for index, block in enumerate(each.blocks):
+            block.value = values[index % 2]
+    call, recorder = plain(sharded(model))
+    assert_trains_like_one_process(model, call, alone)
+    assert made(model) == 5 and regions_called(recorder) >= 4
+
+
+@on_ranks(2)
+def test_attributes_that_are_one_object_in_some_blocks():
+    alone, model = Stack(Typed, depth=5), Stack(Typed, depth=5)
+    for each in (alone, model):
+        each.blocks[2].act.gain = SimpleNamespace(by=0.5)
+    call, recorder = plain(sharded(model))
+    assert_trains_like_one_process(model, call, alone)
+    assert made(model) == 5 and regions_called(recorder) >= 4
+
+
+@on_ranks(2)
+def test_a_value_gets_another_type_later():
+    alone, model = Stack(Typed), sharded(Stack(Typed))
+    call, _ = plain(model)
+    assert_trains_like_one_process(model, call, alone)
+    for value in ((2.0, 3.0), None, [2.0]):
+        for each in (alone, model):
+            each.blocks[1].value = value
+        assert_trains_like_one_process(model, call, alone)
     assert made(model) == 4
 
 

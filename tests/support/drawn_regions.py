@@ -1,13 +1,16 @@
 """What hypothesis draws of regions.
 
 Programs: what a block of an unsharded model computes; what it keeps for backward may share memory. Calls: with which
-arguments equal blocks of a sharded model are called.
+arguments equal blocks of a sharded model are called. Differences: in what blocks differ that look equal, from the
+first step on or after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -212,3 +215,146 @@ def check_calls(calls: Sequence[Call], rank: int = 0) -> None:
     square_loss(alone, data).backward()
     square_loss(compiled(model), my_part(data)).backward()
     assert_close(full_grads(model), full_grads(alone))
+
+
+# ---- differences ----
+
+
+class Inner(nn.Module):
+    """A module inside a block; it computes with attributes of every kind."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.value, self.scaled = nn.Linear(WIDTH, WIDTH, bias=False), None, Scaled(0.9)
+        self.register_buffer("buffer", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x) * self.factor * getattr(self, "more", 1.0) * (1.0 if self.training else 0.8)
+        return _folded(_folded(_folded(y, self.value), self.scaled), self.buffer)
+
+
+class Sine(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sin()
+
+
+class Nested(nn.Module):
+    """A block that computes with an inner module, and with attributes of its own."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.activation, self.value = Inner(), nn.Tanh(), None
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.activation(self.inner(x * self.scale)) * self.factor * getattr(self, "more", 1.0)
+        return x + _folded(y, self.value)
+
+
+def _doubled_forward(module: nn.Module) -> None:
+    first = type(module).forward
+    module.forward = MethodType(lambda self, x: first(self, x * 2), module)
+
+
+def _set_value(name: str, value: Callable[[], Any], block: Nested) -> None:
+    module = block.get_submodule(name)
+    del module.value  # of a module's attributes, submodules can become nothing else
+    module.value = value()
+
+
+VALUES: dict[str, Callable[[], Any]] = {
+    "1": lambda: 1,
+    "True": lambda: True,
+    "0.5": lambda: 0.5,
+    "text": lambda: "sin",
+    "vector": lambda: torch.full([WIDTH], 0.3, dtype=torch.float64),
+    "tuple": lambda: (2.0, 0.5),
+    "list": lambda: [2.0, 0.5],
+    "dict": lambda: {"by": 2.0},
+    "other dict": lambda: {"to": 2.0},
+    "dataclass": lambda: Scaled(3.0),
+    "object": lambda: Shift(0.25),
+    "function": lambda: torch.sin,
+    "closure": lambda: (lambda by: lambda y: y * by)(0.7),
+    "partial": lambda: partial(torch.mul, 0.6),
+    "ReLU": nn.ReLU,
+    "Sigmoid": nn.Sigmoid,
+}
+# what may change after a step, too; a hook may not, because torch does not guard hooks
+LATER: dict[str, Callable[[Nested], None]] = {
+    "activation": lambda block: setattr(block, "activation", nn.ReLU()),
+    "activations": lambda block: setattr(block, "activation", nn.Sequential(nn.ReLU(), nn.Sigmoid())),
+    "no activation": lambda block: setattr(block, "activation", nn.Identity()),
+    "factor": lambda block: setattr(block, "factor", 2.0),
+    "factor of inner": lambda block: setattr(block.inner, "factor", 2.0),
+    "more": lambda block: setattr(block, "more", 0.5),
+    "more of inner": lambda block: setattr(block.inner, "more", 0.5),
+    "field of inner": lambda block: setattr(block.inner.scaled, "factor", 3.0),
+    "evaluates": lambda block: block.inner.eval(),
+    "forward of activation": lambda block: _doubled_forward(block.activation),
+    "buffer of inner": lambda block: setattr(block.inner, "buffer", torch.full([WIDTH], 0.2, dtype=torch.float64)),
+    "no buffer of inner": lambda block: setattr(block.inner, "buffer", None),
+    **{f"value {name}": partial(_set_value, "", value) for name, value in VALUES.items()},
+    **{f"value {name} of inner": partial(_set_value, "inner", value) for name, value in VALUES.items()},
+}
+CHANGES: dict[str, Callable[[Nested], Any]] = LATER | {
+    "class of inner": lambda block: setattr(block.inner, "__class__", Sine),
+    "forward of inner": lambda block: _doubled_forward(block.inner),
+    "forward of linear": lambda block: _doubled_forward(block.inner.linear),
+    "frozen": lambda block: block.inner.requires_grad_(False),
+    "hook": lambda block: block.activation.register_forward_hook(lambda module, args, y: y * 0.7),
+    "hook of inner": lambda block: block.inner.register_forward_hook(lambda module, args, y: y * 0.7),
+    "hook of linear": lambda block: block.inner.linear.register_forward_hook(lambda module, args, y: y * 0.7),
+    "hook before": lambda block: block.inner.register_forward_pre_hook(lambda module, args: (args[0] * 0.7,)),
+}
+Different = tuple[list[list[str]], list[tuple[int, str]]]  # changes of each block; which blocks change after a step
+
+
+def differences() -> st.SearchStrategy[Different]:
+    """Few kinds of changes in each, so that blocks resemble each other."""
+
+    def some(kinds: list[str]) -> st.SearchStrategy[Different]:
+        first = st.lists(st.lists(st.sampled_from(kinds), max_size=2, unique=True), min_size=2, max_size=5)
+        later = sorted(set(kinds) & set(LATER)) or ["more of inner"]
+        return st.tuples(first, st.lists(st.tuples(st.integers(0, 4), st.sampled_from(later)), max_size=2))
+
+    return st.lists(st.sampled_from(list(CHANGES)), min_size=1, max_size=3).flatmap(some)
+
+
+class Stacked(nn.Module):
+    def __init__(self, changes: Sequence[Sequence[str]]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale, self.blocks = nn.Parameter(torch.rand(WIDTH)), nn.ModuleList(Nested() for _ in changes)
+        for block, names in zip(self.double().blocks, changes, strict=True):
+            for name in names:
+                CHANGES[name](block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def check_differences(different: Different, rank: int = 0) -> None:
+    """Compile a sharded model whose blocks, as regions, differ so; its gradients are those of one process."""
+    torch._dynamo.reset()
+    changes, later = different
+    alone, model = Stacked(changes), Stacked(changes)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    with_regions(model, model.blocks)
+    call = compiled(model)
+    for data in batches(2, 8, WIDTH).double():
+        square_loss(alone, data).backward()
+        square_loss(call, my_part(data)).backward()
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (alone, model):
+            for index, name in later:
+                LATER[name](each.blocks[index % len(changes)])
