@@ -247,8 +247,9 @@ def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
     return known[key][1]
 
 
-# Of torch's own errors: a guard that it cannot compare, more traces than the limit, a side effect in a checkpoint.
-_REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Unsafe side effect")
+# Of torch's own errors: a guard that it cannot compare, more traces than the limit, a float that it made symbolic,
+# a side effect in a checkpoint.
+_REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Freevar has no source|Unsafe side effect")
 
 
 @skipped  # or Dynamo would trace it and what it calls as one

@@ -7,6 +7,7 @@ first step on or after it.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -352,8 +353,11 @@ def check_differences(different: Different, rank: int = 0) -> None:
     with_regions(model, model.blocks)
     call = compiled(model)
     for data in batches(2, 8, WIDTH).double():
-        square_loss(alone, data).backward()
-        square_loss(call, my_part(data)).backward()
+        with warnings.catch_warnings():
+            # Torch makes a float that changes symbolic, and 2.13 compiles no region with it.
+            warnings.filterwarnings("ignore", ".*are compiled as a part of the graph.*invoke_subgraph op")
+            square_loss(alone, data).backward()
+            square_loss(call, my_part(data)).backward()
         assert_close(full_grads(model), full_grads(alone))
         for each in (alone, model):
             for index, name in later:
