@@ -26,14 +26,15 @@ from ..tracing.dynamo import (
     TorchDynamoException,
     attention_backends,
     began_with,
+    begin_body,
     comptime,
     describe_arguments,
+    end_body,
     get_eval_frame_callback,
     guard_as_reused,
     inductor_options,
     known_internals,
     local_value,
-    note_guards,
     of_trace,
     set_eval_frame,
     set_local,
@@ -118,13 +119,19 @@ def _body(module: Any, which: str | type, *operands: Any, **kwargs: Any) -> Any:
     """
     comptime(_enter_body)
     output = module._fsdp_body(*operands[len(module._fsdp_region.params) :], **kwargs)
-    comptime(note_guards)
+    comptime(_leave_body)
     return output
 
 
 def _enter_body(context: Any) -> None:
-    note_guards(context)
+    if REUSES_TRACES:
+        begin_body(context)
     reads.enter_region(context, local_value(context, "module")._fsdp_region.params)
+
+
+def _leave_body(context: Any) -> None:
+    if REUSES_TRACES:
+        end_body(context)
 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.

@@ -6,7 +6,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -28,9 +28,10 @@ from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import install_guard
-from torch._dynamo.source import LocalSource
+from torch._dynamo.source import DictGetItemSource, GetItemSource, LocalSource, UnspecializedNNModuleSource
 from torch._dynamo.utils import counters as counters
-from torch._dynamo.variables import ConstantVariable, LazyVariableTracker
+from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, NewGlobalVariable
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Source, TracingContext
 
@@ -180,11 +181,15 @@ def describe_arguments(context: Any) -> str | None:
     """Return a text that is equal for two calls of equal blocks, the caller's ``self``, if their arguments are alike.
 
     These are alike in number, names, kinds, values but for tensors, and in which tensors are the same. It is None for
-    other arguments, such as objects and functions: torch does not compare what a trace reads of them.
+    other arguments, such as objects and functions: torch does not compare what a trace reads of them. Nor does it
+    where a global or an attribute of a tensor was set.
     """
     seen: dict[Any, int] = {}
     block = local_variable(context, "self").source
-    of_trace(_Call).begin(block)
+    effects = _tracer(context).output.side_effects
+    of_trace(_Call).begin(block, effects)
+    if any(isinstance(each, (NewGlobalVariable, TensorVariable)) for each in effects.store_attr_mutations):
+        return None
     moved = {block: LocalSource("self")}
     try:
         return "".join(_described(local_variable(context, name), moved, seen) for name in ("args", "kwargs"))
@@ -210,10 +215,16 @@ def _described(variable: Any, moved: dict[Any, Any], seen: dict[Any, int]) -> st
     return text + str([_described(each, moved, seen) for each in items])
 
 
-def note_guards(context: Any) -> None:
-    """Note, at the begin and at the end of the trace of a region's body, which guards there are."""
-    call = of_trace(_Call)
-    call.installed = [*call.installed[-1:], set(_tracer(context).output.guards)]
+def begin_body(context: Any) -> None:
+    """Let the trace of a region's body note all that it reads: what Dynamo has wrapped before, it would not note."""
+    output = _tracer(context).output
+    of_trace(_Call).wrapped = output.variable_tracker_cache
+    output.variable_tracker_cache = {}
+
+
+def end_body(context: Any) -> None:
+    """End that."""
+    _tracer(context).output.variable_tracker_cache |= of_trace(_Call).wrapped
 
 
 def guard_as_reused(context: Any, code: CodeType) -> None:
@@ -238,28 +249,37 @@ class _Call:
 
     def __init__(self) -> None:
         self.known: set[int] = set()  # conditions, by their ids
-        self.installed: list[set[Any]] = []  # guards, before and after the trace of the last body
-        self.begin(None)
+        self.wrapped: dict[Any, Any] = {}  # by Dynamo, before the trace of the last body
+        self.block: Any = None
 
-    def begin(self, block: Any) -> None:
+    def begin(self, block: Any, effects: Any) -> None:
         self.block, self.guards, self.moved = block, list[Any](), dict[Any, Any]()
+        self.changed = {  # objects from before the trace that it has changed until now, by their ids
+            each
+            for each, variable in effects.id_to_variable.items()
+            if isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
+            and effects.is_modified(variable)
+        }
 
 
 def _compare_all(output: Any, condition: Any, block: Any) -> None:
     """Let ``condition``, which tells torch whether a trace may be reused, compare all that was read of ``block``."""
     names = {block.name, *(source.name for source in condition.traced_sources)}
-    before, after = of_trace(_Call).installed
-    asked = after - before  # more than "traced": a constant of which only the type was asked for
     elsewhere: dict[Any, Any] = {block: LocalSource("")}
+
+    def is_read(source: Any) -> bool:  # or in a container that is read
+        is_item = isinstance(source, (GetItemSource, DictGetItemSource, UnspecializedNNModuleSource))
+        return source.name in names or (is_item and is_read(source.base))
+
     read = [
         guard
         for source, guards in output.guards.source_to_guards.items()
         if _moved(source, elsewhere) is not source
         for guard in guards
-        if source.name in names or guard in asked
+        if is_read(source) or guard.create_fn_name() == "TYPE_MATCH"  # all that some reads of a constant ask for
     ]
     condition.guards[:] = [each for each in condition.guards if _moved(each[0], elsewhere) is each[0]]
-    condition.guards.append((block, _Comparison(output, block, read), None, read[0]))
+    condition.guards.append((block, _Comparison(output, block, read, condition.traced_sources), None, read[0]))
 
 
 class _Comparison:
@@ -267,12 +287,13 @@ class _Comparison:
 
     Torch's own checks lack modules inside the block, whose sources it wraps after it has noted what was read, types
     of constants and containers, and which values are the same object. They raise where a value has another type, in
-    the order of a set, which differs by rank.
+    the order of a set, which differs by rank. And they are of values from before the trace, which may have changed
+    them: no block is alike that reads a changed object, from any of ``sources``.
     """
 
-    def __init__(self, output: Any, block: Any, read: list[Any]) -> None:
+    def __init__(self, output: Any, block: Any, read: list[Any], sources: Collection[Any]) -> None:
         self._scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
-        self._block, self._read = block, read
+        self._block, self._read, self._sources = block, read, sources
         self._alike: list[tuple[Any, type, Any, Any]] = []  # sources, types, torch's checks, what these expect
         self._same: list[tuple[Any, Any]] = []  # two sources of one object
         self._can_compare, values = True, dict[Any, Any]()
@@ -300,11 +321,27 @@ class _Comparison:
                 if type(value(source)) is not kind or not check.eval_fn(value(source), expected):
                     return False
             is_alike = self._can_compare and all(value(source) is value(other) for source, other in self._same)
+            if call.changed and any(id(each) in call.changed for each in self._objects(value)):
+                return False
         except Exception:  # whatever evaluating a source raises, where the block has nothing, or comparing values
             return False
         if is_alike:
             call.guards, call.moved = self._read, moved
         return is_alike
+
+    def _objects(self, value: Callable[[Any], Any]) -> Iterator[Any]:
+        """Yield all that lies on the ways from a block to what is read of it, and what containers there hold."""
+        sources: set[Any] = {self._block}
+        for source in self._sources:
+            while source not in sources and source is not None:
+                sources.add(source)
+                source = getattr(source, "base", None)
+        objects = [value(source) for source in sources]
+        while objects:
+            each = objects.pop()
+            yield each
+            if isinstance(each, (list, tuple, set, frozenset, dict)):
+                objects += each.values() if isinstance(each, dict) else each
 
 
 def _moved_guard(guard: Any, moved: dict[Any, Any]) -> Any:
@@ -320,5 +357,5 @@ def _moved(source: Any, known: dict[Any, Any]) -> Any:
         inside = {each.name: getattr(source, each.name) for each in fields(source)}
         inside = {name: _moved(inner, known) for name, inner in inside.items() if isinstance(inner, Source)}
         is_same = all(inner is getattr(source, name) for name, inner in inside.items())
-        known[source] = source if is_same else replace(source, **inside)
-    return known[source]
+        known[source] = None if is_same else replace(source, **inside)
+    return source if known[source] is None else known[source]
