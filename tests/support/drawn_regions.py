@@ -312,7 +312,30 @@ CHANGES: dict[str, Callable[[Nested], Any]] = LATER | {
     "hook of linear": lambda block: block.inner.linear.register_forward_hook(lambda module, args, y: y * 0.7),
     "hook before": lambda block: block.inner.register_forward_pre_hook(lambda module, args: (args[0] * 0.7,)),
 }
-Different = tuple[list[list[str]], list[tuple[int, str]]]  # changes of each block; which blocks change after a step
+# what the model does before it calls a block: reads for its input what blocks read, or changes it
+BEFORE: dict[str, Callable[[Stacked, Nested, int, Tensor], Tensor | None]] = {
+    "nothing": lambda model, block, index, x: None,
+    "reads value": lambda model, block, index, x: _folded(x, block.value),
+    "reads value of inner": lambda model, block, index, x: _folded(x, block.inner.value),
+    "reads field of inner": lambda model, block, index, x: _folded(x, block.inner.scaled),
+    "reads type": lambda model, block, index, x: x * (1.1 if isinstance(block.value, (bool, str, list)) else 0.9),
+    "reads more": lambda model, block, index, x: x * getattr(block, "more", 0.9) * getattr(block.inner, "more", 0.9),
+    "reads activation": lambda model, block, index, x: block.activation(x),
+    "reads mode": lambda model, block, index, x: x * (1.1 if block.inner.training else 0.9),
+    "changes value": lambda model, block, index, x: setattr(block, "value", 0.5 + index % 2),
+    "changes field": lambda model, block, index, x: setattr(model.scaled, "factor", 0.5 + index),
+    "changes list": lambda model, block, index, x: model.listed.append(0.9),
+    "changes dict": lambda model, block, index, x: model.named.update(by=0.5 + index % 2),
+}
+SHARED: dict[str, Callable[[Stacked, Nested], Any]] = {
+    "nothing": lambda model, block: None,
+    "value": lambda model, block: setattr(block, "value", model.scaled),
+    "list": lambda model, block: setattr(block.inner, "value", model.listed),
+    "dict": lambda model, block: setattr(block, "value", model.named),
+    "field": lambda model, block: setattr(block.inner, "scaled", model.scaled),
+}
+# what blocks share with the model, and what that does before each; changes of each block, and of some after a step
+Different = tuple[str, str, list[list[str]], list[tuple[int, str]]]
 
 
 def differences() -> st.SearchStrategy[Different]:
@@ -321,32 +344,37 @@ def differences() -> st.SearchStrategy[Different]:
     def some(kinds: list[str]) -> st.SearchStrategy[Different]:
         first = st.lists(st.lists(st.sampled_from(kinds), max_size=2, unique=True), min_size=2, max_size=5)
         later = sorted(set(kinds) & set(LATER)) or ["more of inner"]
-        return st.tuples(first, st.lists(st.tuples(st.integers(0, 4), st.sampled_from(later)), max_size=2))
+        changing = st.lists(st.tuples(st.integers(0, 4), st.sampled_from(later)), max_size=2)
+        return st.tuples(st.sampled_from(list(SHARED)), st.sampled_from(list(BEFORE)), first, changing)
 
     return st.lists(st.sampled_from(list(CHANGES)), min_size=1, max_size=3).flatmap(some)
 
 
 class Stacked(nn.Module):
-    def __init__(self, changes: Sequence[Sequence[str]]) -> None:
+    def __init__(self, shared: str, before: str, changes: Sequence[Sequence[str]]) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.before, self.scaled, self.listed, self.named = before, Scaled(), [0.9], {"by": 0.9}
         self.scale, self.blocks = nn.Parameter(torch.rand(WIDTH)), nn.ModuleList(Nested() for _ in changes)
         for block, names in zip(self.double().blocks, changes, strict=True):
+            SHARED[shared](self, block)
             for name in names:
                 CHANGES[name](block)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.scale
-        for block in self.blocks:
-            x = block(x)
+        del self.listed[:]
+        for index, block in enumerate(self.blocks):
+            found = BEFORE[self.before](self, block, index, x)
+            x = block(x if found is None else found)
         return x
 
 
 def check_differences(different: Different, rank: int = 0) -> None:
     """Compile a sharded model whose blocks, as regions, differ so; its gradients are those of one process."""
     torch._dynamo.reset()
-    changes, later = different
-    alone, model = Stacked(changes), Stacked(changes)
+    shared, before, changes, later = different
+    alone, model = Stacked(shared, before, changes), Stacked(shared, before, changes)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
