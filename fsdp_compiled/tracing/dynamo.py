@@ -182,12 +182,16 @@ def describe_arguments(context: Any) -> str | None:
 
     These are alike in number, names, kinds, values but for tensors, and in which tensors are the same. It is None for
     other arguments, such as objects and functions: torch does not compare what a trace reads of them. Nor does it
-    where a global or an attribute of a tensor was set.
+    where a global or an attribute of a tensor was set, or where a block is called again.
     """
     seen: dict[Any, int] = {}
-    block = local_variable(context, "self").source
+    block, call = local_variable(context, "self").source, of_trace(_Call)
     effects = _tracer(context).output.side_effects
-    of_trace(_Call).begin(block, effects)
+    call.begin(block, effects)
+    is_again = block in call.called
+    call.called.add(block)
+    if is_again and call.changed:
+        return None
     if any(isinstance(each, (NewGlobalVariable, TensorVariable)) for each in effects.store_attr_mutations):
         return None
     moved = {block: LocalSource("self")}
@@ -249,6 +253,7 @@ class _Call:
 
     def __init__(self) -> None:
         self.known: set[int] = set()  # conditions, by their ids
+        self.called: set[Any] = set()  # blocks
         self.wrapped: dict[Any, Any] = {}  # by Dynamo, before the trace of the last body
         self.block: Any = None
 

@@ -43,17 +43,17 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Before each block's call, ``before`` gets the model, the block, its index and its input."""
 
-    def __init__(self, read, before, change=lambda block, index: None) -> None:
+    def __init__(self, read, before, change=lambda block, index: None, calls: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.before, self.gain, self.scale = before, Gain(), nn.Parameter(torch.rand(WIDTH))
-        self.blocks = nn.ModuleList(Block(read, self.gain) for _ in range(4))
+        self.calls, self.blocks = calls, nn.ModuleList(Block(read, self.gain) for _ in range(4 // calls))
         for index, block in enumerate(self.blocks):
             change(block, index)
 
     def forward(self, x):
         x = x * self.scale
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate([*self.blocks] * self.calls):
             x = block(self.before(self, block, index, x))
         return x
 
@@ -159,11 +159,12 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Block, Any], Any]]] = {
 }
 
 
+@pytest.mark.parametrize("calls", [1, 2], ids=["each once", "each twice"])
 @pytest.mark.parametrize("name", CHANGES)
 @on_ranks(2)
-def test_what_changes_while_it_is_traced(monkeypatch, name):
+def test_what_changes_while_it_is_traced(monkeypatch, name, calls):
     change, read = CHANGES[name]
-    check(monkeypatch, None, read, change)
+    check(monkeypatch, None, read, change, lambda block, index: None, calls)
 
 
 @pytest.mark.parametrize("change", [_object, _dict])
