@@ -6,7 +6,7 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py``
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
@@ -220,7 +220,10 @@ def _described(variable: Any, moved: dict[Any, Any], seen: dict[Any, int]) -> st
 
 
 def begin_body(context: Any) -> None:
-    """Let the trace of a region's body note all that it reads: what Dynamo has wrapped before, it would not note."""
+    """Note from now on what a region's body reads.
+
+    What torch notes lacks what Dynamo has wrapped before, and what is read within a checkpoint in the body.
+    """
     output = _tracer(context).output
     of_trace(_Call).wrapped = output.variable_tracker_cache
     output.variable_tracker_cache = {}
@@ -228,7 +231,9 @@ def begin_body(context: Any) -> None:
 
 def end_body(context: Any) -> None:
     """End that."""
-    _tracer(context).output.variable_tracker_cache |= of_trace(_Call).wrapped
+    output, call = _tracer(context).output, of_trace(_Call)
+    call.read = set(output.variable_tracker_cache)
+    output.variable_tracker_cache |= call.wrapped
 
 
 def guard_as_reused(context: Any, code: CodeType) -> None:
@@ -255,6 +260,7 @@ class _Call:
         self.known: set[int] = set()  # conditions, by their ids
         self.called: set[Any] = set()  # blocks
         self.wrapped: dict[Any, Any] = {}  # by Dynamo, before the trace of the last body
+        self.read: set[Any] = set()  # sources, in that
         self.block: Any = None
 
     def begin(self, block: Any, effects: Any) -> None:
@@ -269,7 +275,8 @@ class _Call:
 
 def _compare_all(output: Any, condition: Any, block: Any) -> None:
     """Let ``condition``, which tells torch whether a trace may be reused, compare all that was read of ``block``."""
-    names = {block.name, *(source.name for source in condition.traced_sources)}
+    sources = {block, *condition.traced_sources, *of_trace(_Call).read}
+    names = {source.name for source in sources}
     elsewhere: dict[Any, Any] = {block: LocalSource("")}
 
     def is_read(source: Any) -> bool:  # or in a container that is read
@@ -284,7 +291,7 @@ def _compare_all(output: Any, condition: Any, block: Any) -> None:
         if is_read(source) or guard.create_fn_name() == "TYPE_MATCH"  # all that some reads of a constant ask for
     ]
     condition.guards[:] = [each for each in condition.guards if _moved(each[0], elsewhere) is each[0]]
-    condition.guards.append((block, _Comparison(output, block, read, condition.traced_sources), None, read[0]))
+    condition.guards.append((block, _Comparison(output, block, read, sources), None, read[0]))
 
 
 class _Comparison:
@@ -296,7 +303,7 @@ class _Comparison:
     them: no block is alike that reads a changed object, from any of ``sources``.
     """
 
-    def __init__(self, output: Any, block: Any, read: list[Any], sources: Collection[Any]) -> None:
+    def __init__(self, output: Any, block: Any, read: list[Any], sources: set[Any]) -> None:
         self._scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
         self._block, self._read, self._sources = block, read, sources
         self._alike: list[tuple[Any, type, Any, Any]] = []  # sources, types, torch's checks, what these expect
