@@ -182,7 +182,7 @@ def describe_arguments(context: Any) -> str | None:
 
     These are alike in number, names, kinds, values but for tensors, and in which tensors are the same. It is None for
     other arguments, such as objects and functions: torch does not compare what a trace reads of them. Nor does it
-    where a global or an attribute of a tensor was set, or where a block is called again.
+    where a global or an attribute of a tensor was set, or where a block is called again after any change.
     """
     seen: dict[Any, int] = {}
     block, call = local_variable(context, "self").source, of_trace(_Call)
@@ -190,9 +190,8 @@ def describe_arguments(context: Any) -> str | None:
     call.begin(block, effects)
     is_again = block in call.called
     call.called.add(block)
-    if is_again and call.changed:
-        return None
-    if any(isinstance(each, (NewGlobalVariable, TensorVariable)) for each in effects.store_attr_mutations):
+    is_set = any(isinstance(each, (NewGlobalVariable, TensorVariable)) for each in effects.store_attr_mutations)
+    if is_set or (is_again and call.changed):
         return None
     moved = {block: LocalSource("self")}
     try:
@@ -244,8 +243,7 @@ def guard_as_reused(context: Any, code: CodeType) -> None:
     output, call = _tracer(context).output, of_trace(_Call)
     caches = output.tracing_context.hop_dispatch_set_cache
     for condition, trace in caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache[code]:
-        if id(condition) not in call.known:
-            call.known.add(id(condition))  # which lives as long as the trace
+        if not any(isinstance(check, _Comparison) for _, check, _, _ in condition.guards):
             _compare_all(output, condition, trace.arg_sources[0])
     output.guard_on_key_order.update([_moved(source, call.moved) for source in output.guard_on_key_order])
     install_guard(
@@ -254,14 +252,12 @@ def guard_as_reused(context: Any, code: CodeType) -> None:
 
 
 class _Call:
-    """The call of a region under way in a trace, and how its block was found to be like one that was traced."""
+    """The current call of a region in a trace, and how its block was found to be like one that was traced."""
 
     def __init__(self) -> None:
-        self.known: set[int] = set()  # conditions, by their ids
         self.called: set[Any] = set()  # blocks
         self.wrapped: dict[Any, Any] = {}  # by Dynamo, before the trace of the last body
         self.read: set[Any] = set()  # sources, in that
-        self.block: Any = None
 
     def begin(self, block: Any, effects: Any) -> None:
         self.block, self.guards, self.moved = block, list[Any](), dict[Any, Any]()
@@ -329,20 +325,24 @@ class _Comparison:
             return _moved(source, moved).get_value(self._scope, {}, values)
 
         try:
-            for source, kind, check, expected in self._alike:
-                if type(value(source)) is not kind or not check.eval_fn(value(source), expected):
-                    return False
-            is_alike = self._can_compare and all(value(source) is value(other) for source, other in self._same)
-            if call.changed and any(id(each) in call.changed for each in self._objects(value)):
-                return False
+            is_alike = self._can_compare and self._is_alike(value, call.changed)
         except Exception:  # whatever evaluating a source raises, where the block has nothing, or comparing values
             return False
         if is_alike:
             call.guards, call.moved = self._read, moved
         return is_alike
 
+    def _is_alike(self, value: Callable[[Any], Any], changed: set[int]) -> bool:
+        for source, kind, check, expected in self._alike:
+            found = value(source)
+            if type(found) is not kind or not check.eval_fn(found, expected):
+                return False
+        if any(value(source) is not value(other) for source, other in self._same):
+            return False
+        return not (changed and any(id(each) in changed for each in self._objects(value)))
+
     def _objects(self, value: Callable[[Any], Any]) -> Iterator[Any]:
-        """Yield all that lies on the ways from a block to what is read of it, and what containers there hold."""
+        """Yield the objects through which a block leads to what is read of it, and what containers of these hold."""
         sources: set[Any] = {self._block}
         for source in self._sources:
             while source not in sources and source is not None:

@@ -111,6 +111,18 @@ def test_what_is_read_before_the_call_too(monkeypatch, name):
     check(monkeypatch, 1, *args)
 
 
+@pytest.mark.parametrize("name", READS)
+@on_ranks(2)
+def test_what_is_read_within_a_checkpoint(monkeypatch, name):
+    read, change = READS[name]
+
+    def checkpointed(block, x):
+        return checkpoint(lambda y: y.sin() * read(block), x, use_reentrant=False)
+
+    for before in (lambda model, block, index, x: x, lambda model, block, index, x: x * read(block)):
+        check(monkeypatch, None, checkpointed, before, lambda block, index: change(block, index % 2 == 1))
+
+
 def _list(model, block, index, x):
     block.numbers.append(1.0)
     return x
@@ -158,18 +170,6 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Block, Any], Any]]] = {
     "global": (_global, lambda block, x: 1.0 - 0.1 * COUNT),
     "tensor": (_tensor, lambda block, x: 1.0 - 0.1 * getattr(x, "index", 9)),
 }
-
-
-@pytest.mark.parametrize("name", READS)
-@on_ranks(2)
-def test_what_is_read_within_a_checkpoint(monkeypatch, name):
-    read, change = READS[name]
-
-    def checkpointed(block, x):
-        return checkpoint(lambda y: y.sin() * read(block), x, use_reentrant=False)
-
-    for before in (lambda model, block, index, x: x, lambda model, block, index, x: x * read(block)):
-        check(monkeypatch, None, checkpointed, before, lambda block, index: change(block, index % 2 == 1))
 
 
 @pytest.mark.parametrize("calls", [1, 2], ids=["each once", "each twice"])
