@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .expect import expect, unexpected
 from .hooks.state import FSDPState, states_of
 from .hooks.step import TrainingState
+from .sharding.dtensor import local_of
 
 
 @contextmanager
@@ -20,7 +24,8 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[Non
 
     Calls of the model in it, uncompiled or compiled, communicate nothing, so that ranks may stop at different
     lengths: Hugging Face's ``generate`` needs no ``synced_gpus``. Gradients are off. Afterwards, also after an
-    exception, parameters are sharded. Enter it on all ranks.
+    exception, parameters are sharded. Enter it on all ranks. ``load_state_dict`` works inside; the next call, on all
+    ranks, all-gathers what was loaded.
 
     Args:
         model: a module with units.
@@ -30,7 +35,8 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[Non
     Raises:
         TypeError: ``model`` is no module, or ``max_bytes`` no integer.
         ValueError: no unit lies in ``model``, or ``max_bytes`` is negative.
-        RuntimeError: a forward, a backward or another such block is under way; inside, a forward with gradients.
+        RuntimeError: a forward, a backward or another such block is under way; inside, a forward with gradients or
+            an optimizer's step; at the end, an unsharded parameter was written to, which is lost.
     """
     states = states_of(model)
     expect("max_bytes", max_bytes, int | None, "an integer or None")
@@ -54,8 +60,13 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[Non
         for state in kept:
             state.unit.configure(**kept_config)
         _unshard(kept)
-        with torch.no_grad():
+        written = _versions(kept)
+        with _without_steps(kept), torch.no_grad():
             yield
+        for name, version in _versions(kept).items():
+            if version != written.get(name, version):
+                expected, got = "parameters that stay as they are", "a change of the unsharded one, which is lost"
+                raise unexpected(f"{name} in unsharded()", expected, got, "change it outside the block", RuntimeError)
     finally:
         for state, config in zip(kept, before, strict=True):
             state.reshard()
@@ -83,3 +94,28 @@ def _unshard(states: Sequence[FSDPState]) -> None:
             following.launch_unshard()
         state.wait_unshard()
         state.unit.hold(True)  # what traces reads them too, and no unit that shares some frees them
+
+
+def _versions(states: Sequence[FSDPState]) -> dict[str, int]:
+    """Return how often each unsharded parameter was written to, as autograd counts, but for tensors of inference."""
+    params = [(param.name, param.unsharded.param) for state in states for param in state.params]
+    local: list[tuple[str, Tensor]] = [(name, local_of(param)) for name, param in params if param is not None]
+    return {name: tensor._version for name, tensor in local if not tensor.is_inference()}
+
+
+@contextmanager
+def _without_steps(states: Sequence[FSDPState]) -> Iterator[None]:
+    """Refuse optimizers' steps of these units' parameters, which calls in the block would not see."""
+    names = {id(param.sharded_param): param.name for state in states for param in state.params}
+
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        held = (id(param) for group in optimizer.param_groups for param in group["params"])
+        if name := next((names[each] for each in held if each in names), None):
+            expected, got = "no optimizer's step", f"one of {type(optimizer).__name__}"
+            raise unexpected(f"{name} in unsharded()", expected, got, "leave the block to train", RuntimeError)
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compiled import fully_shard, unsharded
+from fsdp_compiled import fully_shard, step_on_shards, unsharded
 from fsdp_compiled.collectives import backend
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
@@ -133,6 +133,46 @@ def test_nothing_trains_inside(mode):
     with pytest.raises(RuntimeError, match="unsharded: expected a model between two steps, got one in forward"):
         model(x)
     hook.remove()
+
+
+@pytest.mark.parametrize("on_shards", [True, False])
+@on_ranks(2)
+def test_no_optimizer_steps_inside(on_shards):
+    model, x = MLP(), my_part(batches(1, 8, 10)[0])
+    shard(model, "eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if on_shards:
+        optimizer = step_on_shards(optimizer)
+    square_loss(model, x).backward()
+    before = model.state_dict()["blocks.0.0.weight"].to_local().clone()
+    message = "scale in unsharded\\(\\): expected no optimizer's step, got one of .*SGD; leave the block"
+    with unsharded(model), pytest.raises(RuntimeError, match=message):
+        optimizer.step()
+    assert torch.equal(model.state_dict()["blocks.0.0.weight"].to_local(), before)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    with unsharded(model):
+        other.step()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()["blocks.0.0.weight"].to_local(), before)
+
+
+@eager_and_full
+@pytest.mark.parametrize("is_inference", [True, False])
+@on_ranks(2)
+def test_what_is_written_to_unsharded_parameters_is_not_lost_in_silence(mode, is_inference):
+    model, x = MLP(), my_part(batches(1, 8, 10)[0])
+    call = shard(model, mode)
+    message = "blocks.0.0.weight in unsharded\\(\\): expected parameters that stay as they are, got a change of"
+    with pytest.raises(RuntimeError, match=message), unsharded(model):
+        model.blocks[0][0].weight.mul_(2)
+    assert _is_sharded(model)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    with torch.inference_mode(is_inference), unsharded(model):
+        assert call(x).abs().sum() > 0
+        model.load_state_dict(zeros)
+        assert not call(x).any()
+    with torch.no_grad():
+        assert not call(x).any() and _is_sharded(model)
 
 
 @on_ranks(1)
