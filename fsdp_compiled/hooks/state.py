@@ -19,6 +19,7 @@ from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..regions.choose import with_regions
 from ..torch_fsdp.state_names import TorchNames
+from ..tracing.dynamo import renew_compiled
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import rebase
 from .backward import after_backward, before_backward, hook
@@ -115,11 +116,13 @@ class FSDPState(TorchNames):
     def adopt_units_below(self) -> None:
         """Give the units below their full names, if this is not their outermost one yet."""
         names = names_below(self.modules)
-        for below in states_below(self.modules):
-            if below is self or below.outermost is self:
-                continue
+        new = [each for each in states_below(self.modules) if each is not self and each.outermost is not self]
+        for below in new:
             for module in below.modules:
                 rebase(module, drop=TracedCall)
+        for module in names if new else ():
+            renew_compiled(module)
+        for below in new:
             below.pre_forward.device, below._context = None, None
             for param in below.params:
                 module, attribute = param.places[0]

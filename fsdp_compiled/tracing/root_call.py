@@ -72,13 +72,12 @@ class TracedCall:
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def _fsdp_forward(self, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)  # type: ignore[misc]
-
     @staticmethod
-    def _fsdp_class_body(user_cls: type) -> dict[str, Any]:
+    def _fsdp_class_body(user_cls: Any) -> dict[str, Any]:
+        @wraps(user_cls.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return user_cls.forward(self, *args, **kwargs)  # no super(): the user may keep it until this is no root
+
         body: dict[str, Any] = {"_fsdp_call": with_code_of_its_own(TracedCall._fsdp_traced)}
         # torch.compile would trace __call__, too, where forward is torch's own code, as nn.Sequential's is
-        if is_skipped(user_cls.forward):  # type: ignore[attr-defined]
-            body["forward"] = wraps(user_cls.forward)(TracedCall._fsdp_forward)  # type: ignore[attr-defined]
-        return body
+        return body | {"forward": forward} if is_skipped(user_cls.forward) else body

@@ -1,0 +1,58 @@
+"""Models of which the user has compiled parts by himself, before or after he shards them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_compiled import fully_shard
+from tests.support.ranks import on_ranks
+from tests.support.training import MLP, assert_close, batches, full_params, square_loss, train
+
+
+def _wrapped(block: nn.Module) -> nn.Module:
+    return torch.compile(block, fullgraph=True)
+
+
+def _in_place(block: nn.Module) -> nn.Module:
+    block.compile(fullgraph=True)
+    return block
+
+
+def _with_forward(block: nn.Module) -> nn.Module:
+    block.forward = torch.compile(block.forward, fullgraph=True)
+    return block
+
+
+COMPILE = {each.__name__: each for each in (_wrapped, _in_place, _with_forward)}
+
+
+def _compile_blocks(model: nn.Module, how: str) -> None:
+    for name, block in list(model.blocks.named_children()):
+        model.blocks.register_module(name, COMPILE[how](block))
+
+
+@pytest.mark.parametrize("outer", ["eager", "compiled"])
+@pytest.mark.parametrize("when", ["before", "between", "after"])
+@pytest.mark.parametrize("how", COMPILE)
+@on_ranks(2)
+def test_compiled_blocks(how, when, outer):
+    """As torchtitan does: blocks are compiled one by one, then sharded; and in other orders."""
+    torch._dynamo.reset()
+    model, alone = MLP(), MLP()
+    if when == "before":
+        _compile_blocks(model, how)
+    for block in model.blocks:
+        fully_shard(block)
+    if when == "between":
+        _compile_blocks(model, how)
+    fully_shard(model)
+    if when == "after":
+        _compile_blocks(model, how)
+    call = torch.compile(model, fullgraph=True) if outer == "compiled" else model
+    data = batches(3, 8, 10)
+    want = train(alone, alone, data, square_loss, sharded=False)
+    torch.testing.assert_close(train(model, call, data, square_loss), want)
+    params = {name.replace("_orig_mod.", ""): param for name, param in full_params(model).items()}
+    assert_close(params, full_params(alone))
