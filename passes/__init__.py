@@ -27,6 +27,7 @@ from .schedule import Schedule as Schedule
 from .schedule_policy import DEFAULT
 from .schedule_policy import SchedulePolicy as SchedulePolicy
 from .unalias import Expand as Expand
+from .unalias import MakePicklable as MakePicklable
 from .unalias import Protect as Protect
 from .unalias import Unalias as Unalias
 from .unalias import region_options as region_options
@@ -38,6 +39,7 @@ def joint(policy: SchedulePolicy) -> tuple[Pass, ...]:
     return (
         Expand(),  # a region's parameters are all-gathered by one operator, which is cheaper to trace
         Unalias(),  # what a region passes through would count as its own result, and be saved
+        MakePicklable(),  # torch could not read a backward with regions whose sizes vary from its cache
         Reshard(policy),  # AOTAutograd's partitioner decides next what the forward saves
     )
 

@@ -133,6 +133,39 @@ def _copied(node: fx.Node, before: fx.Node, known: dict[fx.Node, fx.Node]) -> fx
 
 
 @dataclass(frozen=True)
+class MakePicklable:
+    """The graphs of regions can be read from a compile cache. Numerics cannot change.
+
+    AOTAutograd's cache holds a backward graph with those of its regions as code, and reads these by symbolic tracing,
+    to which a size in a list is none of an operator's arguments::
+
+        full([1, s, 8], 2)  ->  (scalar_tensor(s) - scalar_tensor(s) + 2).expand([1, s, 8]).clone()
+
+    Code generation fuses either into what reads it. Torch would fold a product with zero into a ``full`` again.
+    """
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+            if (region := nodes.region_of(call)) is not None:
+                for node in region.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+                    _make_traceable(node)
+
+
+def _make_traceable(full: fx.Node) -> None:
+    aten, (size, fill), value = torch.ops.aten, full.args, nodes.value_of(full)
+    varies = [each for each in size if isinstance(each, fx.Node)]  # type: ignore[union-attr]
+    if not varies or value.is_complex():
+        return
+    scalar = emit.insert(full, aten.scalar_tensor.default, varies[0], value=value.new_empty((), dtype=torch.int64))
+    scalar.kwargs = {"dtype": torch.int64, "device": value.device}
+    zero = emit.insert(full, aten.sub.Tensor, scalar, scalar)
+    zero = zero if value.dtype == torch.bool else emit.insert_cast(full, zero, value.dtype)
+    filled = emit.insert_cast(full, emit.insert(full, aten.add.Tensor, zero, fill), value.dtype)
+    expanded = emit.insert(full, aten.expand.default, filled, size)
+    emit.replace_by([full], [emit.insert(full, aten.clone.default, expanded, value=value)])
+
+
+@dataclass(frozen=True)
 class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
     """Nothing is written over what shares memory with a region's result. It runs before Inductor plans memory.
 

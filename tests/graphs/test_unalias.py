@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import fx
 from torch._inductor import config
 from torch.compiler import nested_compile_region
 
-from fsdp_compiled.passes import Protect, region_options
+from fsdp_compiled.passes import MakePicklable, Protect, region_options
 
 
 @nested_compile_region
@@ -54,3 +55,33 @@ def test_a_pass_of_the_users_is_not_replaced():
         with pytest.raises(NotImplementedError, match=message):
             region_options()
         assert region_options({"_pre_fusion_custom_pass": None}) == {"_pre_fusion_custom_pass": Protect()}
+
+
+@pytest.mark.parametrize(
+    "fill, dtype",
+    [
+        (0, torch.float32),
+        (2.5, torch.bfloat16),
+        (-torch.inf, torch.float64),
+        (True, torch.bool),
+        (2**40, torch.int64),
+    ],
+)
+def test_constants_whose_size_varies_are_what_they_were(fill, dtype):
+    want = torch.full([1, 3, 2], fill, dtype=dtype)
+    body, outer = fx.Graph(), fx.Graph()
+    size = body.placeholder("s")
+    size.meta["val"] = 3
+    full = body.call_function(torch.ops.aten.full.default, ([1, size, 2], fill), {"dtype": dtype})
+    full.meta["val"] = want
+    body.output((full,))
+    region = fx.GraphModule({}, body)
+    call = (outer.get_attr("region"), "region", outer.placeholder("s"))
+    outer.output(outer.call_function(torch.ops.higher_order.invoke_subgraph, call))
+    around = fx.GraphModule({"region": region}, outer)
+    MakePicklable()(around.graph)
+    assert not body.find_nodes(op="call_function", target=torch.ops.aten.full.default)
+    region.recompile()
+    (got,) = region(3)
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    assert got.stride() == want.stride()

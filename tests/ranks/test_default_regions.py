@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import warnings
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
@@ -182,6 +183,26 @@ def test_gradients_where_backward_is_given_memory_of_its_arguments():
     llama_loss(call, my_part(tokens)).backward()
     assert regions_called(recorder) >= 3
     assert_close(full_grads(model), full_grads(alone), rtol=1e-4)
+
+
+class Halves(Block):
+    """The gradient of a half is a part of zeros whose size varies."""
+
+    def forward(self, x):
+        y = self.up(x)[None]
+        return x + self.down(torch.cat([-y[..., 7:], y[..., :7]], -1).tanh())[0]
+
+
+@on_ranks(2)
+def test_graphs_of_blocks_whose_sizes_vary_can_be_read_from_a_cache():
+    alone, model = Stack(Halves), sharded(Stack(Halves))
+    call, recorder = plain(model, code=True)
+    for rows in (8, 12, 16):
+        assert_trains_like_one_process(model, call, alone, batches(1, rows, 10))
+    assert len([kind for kind, _ in recorder.before if kind == "backward"]) == 2
+    for _, graph in recorder.before:
+        for each in regions_of(graph):
+            pickle.loads(pickle.dumps(each.owning_module))
 
 
 class Scaled(nn.Module):

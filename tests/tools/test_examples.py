@@ -175,6 +175,7 @@ def test_bench_passes_times_every_pass_at_every_depth(run, tmp_path):
     names = [
         "Expand",
         "Unalias",
+        "MakePicklable",
         "Reshard",
         "Normalize",
         "Schedule",

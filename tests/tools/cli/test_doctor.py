@@ -50,7 +50,7 @@ def test_a_good_machine():
     assert judge_slot("joint_custom_pre_pass", RESHARD) == (
         "ok",
         "joint_custom_pre_pass",
-        "Expand, Unalias, Reshard",
+        "Expand, Unalias, MakePicklable, Reshard",
     )
 
 
@@ -111,14 +111,17 @@ def test_matplotlib(monkeypatch):
 
 def test_a_users_pass():
     mine, name = UserPass(), "joint_custom_pre_pass"
-    assert judge_slot(name, (RESHARD, mine)) == Finding("ok", name, "Expand, Unalias, Reshard; after ours: UserPass")
-    text = "Expand, Unalias, Reshard; after ours: UserPass, print; print without uuid(): graphs are not cached"
+    assert judge_slot(name, (RESHARD, mine)) == Finding(
+        "ok", name, "Expand, Unalias, MakePicklable, Reshard; after ours: UserPass"
+    )
+    ours = "Expand, Unalias, MakePicklable, Reshard"
+    text = f"{ours}; after ours: UserPass, print; print without uuid(): graphs are not cached"
     _only(judge_slot(name, [RESHARD, mine, print]), "note", name, text)
     _only(
         judge_slot(name, RESHARD, False),
         "ok",
         name,
-        "empty until the first fully_shard adds Expand, Unalias, Reshard",
+        "empty until the first fully_shard adds Expand, Unalias, MakePicklable, Reshard",
     )
 
 
@@ -178,7 +181,7 @@ def test_slots_of_this_process():
         passes.install()
         slots = _slots(names)
     assert slots == [
-        ("ok", "Expand, Unalias, Reshard"),
+        ("ok", "Expand, Unalias, MakePicklable, Reshard"),
         ("ok", "Normalize, Schedule, Agree; after ours: UserPass"),
         ("ok", "Pin"),
     ]
