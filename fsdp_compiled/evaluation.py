@@ -35,7 +35,7 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[Non
     Raises:
         TypeError: ``model`` is no module, or ``max_bytes`` no integer.
         ValueError: no unit lies in ``model``, or ``max_bytes`` is negative.
-        RuntimeError: a forward, a backward or another such block is under way; inside, a forward with gradients or
+        RuntimeError: a forward, a backward or another such block has not ended; inside, a forward with gradients or
             an optimizer's step; at the end, an unsharded parameter was written to, which is lost.
     """
     states = states_of(model)
@@ -60,13 +60,8 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[Non
         for state in kept:
             state.unit.configure(**kept_config)
         _unshard(kept)
-        written = _versions(kept)
-        with _without_steps(kept), torch.no_grad():
+        with _without_writes(kept), _without_steps(kept), torch.no_grad():
             yield
-        for name, version in _versions(kept).items():
-            if version != written.get(name, version):
-                expected, got = "parameters that stay as they are", "a change of the unsharded one, which is lost"
-                raise unexpected(f"{name} in unsharded()", expected, got, "change it outside the block", RuntimeError)
     finally:
         for state, config in zip(kept, before, strict=True):
             state.reshard()
@@ -94,6 +89,17 @@ def _unshard(states: Sequence[FSDPState]) -> None:
             following.launch_unshard()
         state.wait_unshard()
         state.unit.hold(True)  # what traces reads them too, and no unit that shares some frees them
+
+
+@contextmanager
+def _without_writes(states: Sequence[FSDPState]) -> Iterator[None]:
+    """Raise RuntimeError at the end if an unsharded parameter was written to."""
+    before = _versions(states)
+    yield
+    for name, version in _versions(states).items():
+        if version != before.get(name, version):
+            expected, got = "parameters that stay as they are", "a change of the unsharded one, which is lost"
+            raise unexpected(f"{name} in unsharded()", expected, got, "change it outside the block", RuntimeError)
 
 
 def _versions(states: Sequence[FSDPState]) -> dict[str, int]:

@@ -9,7 +9,7 @@ Inductor from writing other tensors over one of them once that one has been read
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
@@ -95,9 +95,13 @@ class Unalias:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
-            if (region := nodes.region_of(call)) is not None:
-                _unalias(call, region)
+        for call, region in _regions_called(graph):
+            _unalias(call, region)
+
+
+def _regions_called(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Graph]]:
+    for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        yield call, nodes.region_module_of(call).graph
 
 
 def _unalias(call: fx.Node, region: fx.Graph) -> None:
@@ -145,10 +149,9 @@ class MakePicklable:
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
-            if (region := nodes.region_of(call)) is not None:
-                for node in region.find_nodes(op="call_function", target=torch.ops.aten.full.default):
-                    _make_traceable(node)
+        for _, region in _regions_called(graph):
+            for node in region.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+                _make_traceable(node)
 
 
 def _make_traceable(full: fx.Node) -> None:

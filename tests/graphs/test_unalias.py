@@ -1,4 +1,4 @@
-"""Results of regions that share memory, on unsharded models, which torch gets wrong; see test_region_graphs, too."""
+"""What torch gets wrong in regions, on unsharded models: results that share memory; and constants in caches."""
 
 from __future__ import annotations
 
