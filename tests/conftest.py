@@ -11,11 +11,12 @@ import pytest
 from fsdp_compiled.testing.processes import GC_THRESHOLDS
 
 from .support.parity_plugin import ParityPlugin
-from .support.ranks import close_pool
+from .support.ranks import DEVICE, close_pool
 
 
 def pytest_addoption(parser):
     parser.addoption("--inductor", action="store_true", help="generate code for every compiled model; takes long")
+    parser.addoption("--device", help="where the ranks of a test compute, all on one GPU: cuda; they talk by gloo")
     parser.addoption("--write-parity", action="store_true", help="write tests/PARITY.md from this run's results")
     parser.addoption("--seconds", type=float, default=120, help="of tests/long/soak.py or tests/long/fuzz.py")
     parser.addoption("--seed", type=int, default=0, help="of the first models that tests/long/fuzz.py draws")
@@ -28,6 +29,8 @@ def pytest_configure(config):
         from .support.training import INDUCTOR
 
         os.environ[INDUCTOR] = "1"
+    if device := config.getoption("--device"):
+        os.environ[DEVICE] = device
     # files in order: by default those with few tests, which take the longest, would come last, on one worker
     config.option.loadscopereorder = False
     config.pluginmanager.register(ParityPlugin(config))

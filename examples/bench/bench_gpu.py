@@ -86,6 +86,14 @@ def seconds_each(run: Callable[[], Any], device: torch.device, times: int) -> fl
     return (time.perf_counter() - begin) / times
 
 
+def seconds_of_host(run: Callable[[], Any], device: torch.device) -> float:
+    """Return how long the host takes to give an idle device all of ``run``."""
+    _synchronize(device)
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin
+
+
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -225,6 +233,7 @@ class Stepped:
     world: int
     contender: str
     ms: float
+    host_ms: float  # until the host has given all of a step to an idle device
     wired_ms: float | None  # with a simulated wire
     peak_mib: float | None  # of allocated memory, sharded parameters and gradients included
     error: str = ""  # why there is no figure
@@ -251,14 +260,17 @@ def _stepped(world: int, name: str, args: argparse.Namespace, device: torch.devi
         return Stepped(world, name, *_step(name, args, device))
     except Exception as error:  # the others still count
         traceback.print_exc()
-        return Stepped(world, name, math.nan, None, None, f"{type(error).__name__}: {error}"[:500])
+        return Stepped(world, name, math.nan, math.nan, None, None, f"{type(error).__name__}: {error}"[:500])
 
 
-def _step(name: str, args: argparse.Namespace, device: torch.device) -> tuple[float, float | None, float | None]:
-    """Return milliseconds without and with a wire, and the peak of allocated MiB."""
+def _step(
+    name: str, args: argparse.Namespace, device: torch.device
+) -> tuple[float, float, float | None, float | None]:
+    """Return milliseconds without a wire, of the host alone and with a wire, and the peak of allocated MiB."""
     torch._dynamo.reset()
     gc.collect()
     config = replace(PRESETS[args.preset], max_seq=args.seq)
+    config = replace(config, layers=args.layers or config.layers)
     with torch.device(device):
         model = Llama(config)
         tokens = torch.randint(config.vocab, (args.batch, args.seq + 1))
@@ -276,9 +288,10 @@ def _step(name: str, args: argparse.Namespace, device: torch.device) -> tuple[fl
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = seconds_each(step, device, args.steps)
+    host_s = statistics.median(seconds_of_host(step, device) for _ in range(5))
     peak = torch.cuda.max_memory_allocated() / MIB if device.type == "cuda" else None
     wired = None if name == "unsharded compiled" else _wired(step, device, args.steps)
-    return seconds * 1e3, wired, peak
+    return seconds * 1e3, host_s * 1e3, wired, peak
 
 
 def _wired(step: Callable[[], None], device: torch.device, times: int) -> float:
@@ -297,7 +310,8 @@ COPY_TITLES = (
     f"{'of copy':>10}{'of torch':>10}"
 )
 STEP_TITLES = (
-    f"{'ranks':>5}  {'contender':26}{'ms':>10}{'of unsharded':>14}{'with wire':>12}{'exposed':>10}{'peak MiB':>10}"
+    f"{'ranks':>5}  {'contender':26}{'ms':>10}{'of unsharded':>14}{'host':>10}{'with wire':>12}{'exposed':>10}"
+    f"{'peak MiB':>10}"
 )
 
 
@@ -313,7 +327,7 @@ def step_line(row: Stepped, before: Sequence[Stepped]) -> str:
     ratio = f"{row.ms / base[0]:.3f}" if base else ""
     tail = "".join(
         f"{'' if value is None else format(value, '.1f'):>{width}}"
-        for value, width in ((row.wired_ms, 12), (row.exposed_ms, 10), (row.peak_mib, 10))
+        for value, width in ((row.host_ms, 10), (row.wired_ms, 12), (row.exposed_ms, 10), (row.peak_mib, 10))
     )
     return f"{row.world:5}  {row.contender:26}{row.ms:10.1f}{ratio:>14}{tail}  {row.error}"
 
@@ -330,6 +344,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--preset", choices=list(PRESETS), default="1b")
+    parser.add_argument("--layers", type=int, help="of the model, default: the preset's")
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--steps", type=int, default=10, help="timed; 3 more come first")
@@ -356,7 +371,9 @@ def main() -> None:
         print(copy_line(copied_row), flush=True)
     about["cycles_per_second"] = simulated_group.measure_clock(device)
     save(args.json, about, copied, stepped)
-    print(f"\n{args.preset}, sequence {args.seq}, batch {args.batch}, bf16 compute, fp32 reduce\n\n{STEP_TITLES}")
+    layers = args.layers or PRESETS[args.preset].layers
+    print(f"\n{args.preset}, {layers} layers, sequence {args.seq}, batch {args.batch}, bf16 compute, fp32 reduce\n")
+    print(STEP_TITLES)
     for stepped_row in steps_table(args, device):
         print(step_line(stepped_row, stepped), flush=True)
         stepped.append(stepped_row)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -79,29 +80,25 @@ class SimulatedGroup(dist.ProcessGroup):
         return _Done(side)
 
     def _move(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], reduces: bool) -> None:
-        """Copy all by one call, as a collective is one."""
         if reduces:
-            torch._foreach_copy_(
-                [output.view(-1) for output in outputs], [input.view(self.size(), -1)[0] for input in inputs]
-            )
+            for output, input in zip(outputs, inputs, strict=True):
+                output.view(-1).copy_(input[: output.numel()])
             return
-        places, parts = [], []
         for output, input in zip(outputs, inputs, strict=True):
             ranks = output.view(self.size(), -1)
             is_in_place = ranks.data_ptr() == input.data_ptr()
-            places.append(ranks[1:] if is_in_place else ranks)
-            parts.append(input.view(1, -1).expand_as(places[-1]))
-        torch._foreach_copy_(places, parts)
+            (ranks[1:] if is_in_place else ranks).copy_(input)  # to every rank's place
 
     def _take_time(self, buffers: Sequence[Tensor], device: torch.device, reduces: bool) -> None:
-        cluster, world = cost.detect(device), self.size()
-        link = cluster.intra if world <= cluster.ranks_per_node else cluster.inter
+        cluster, world = _cluster(device), self.size()
+        link = cluster.link_of(range(world))
         size_bytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
         microseconds = link.collective_us(size_bytes, world, reduces=reduces)
         microseconds += (len(buffers) - 1) * cluster.piece_us
         torch.cuda._sleep(int(microseconds * 1e-6 * _cycles_per_second(device)))
 
 
+_cluster = cache(cost.detect)  # which looks for network cards
 _cycles: dict[torch.device, float] = {}
 
 

@@ -236,4 +236,4 @@ def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) ->
 
 
 def _stream(device: torch.device) -> int:
-    return torch.get_device_module(device).current_stream(device).stream_id if device.type != "cpu" else 0
+    return torch.accelerator.current_stream(device.index).stream_id if device.type != "cpu" else 0

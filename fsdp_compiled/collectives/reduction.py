@@ -187,7 +187,7 @@ def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
     stages_us = [first.link.collective_us(size, first.world, True, passes)]
     stages_us += [lane.link.collective_us(scattered, lane.world, True, passes=2) for lane in others]
     if spec.to_host:
-        stages_us.append(cluster.host_us(scattered) if requests[0].device.type != "cpu" else 0.0)
+        stages_us.append(0.0 if cluster.on_host else cluster.host_us(scattered))
     return Times(tuple(stages_us), cluster.packing_us(size))
 
 

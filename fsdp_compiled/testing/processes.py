@@ -70,6 +70,8 @@ class RankProcesses:
     """
 
     def __init__(self, world: int) -> None:
+        # Else what it imports asks CUDA itself whether there are GPUs, and no process forked after that can use them.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         context = get_context("forkserver")
         context.set_forkserver_preload([_IMPORTED])
         self.world = world

@@ -93,7 +93,7 @@ def _all_gather_late(monkeypatch):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "width, by", [(64, "all_gather"), (2048, "all_gather_coalesced")]
+    "width, by", [(64, "all_gather"), (4096, "all_gather_coalesced")]
 )  # copied out, and into place
 def test_compute_waits_for_late_all_gathers(mode, width, by, many_ranks, monkeypatch):
     torch._dynamo.reset()
@@ -105,7 +105,7 @@ def test_compute_waits_for_late_all_gathers(mode, width, by, many_ranks, monkeyp
     x = torch.randn(32, width, device="cuda")
     for _ in range(3):
         got, want = (each(x) for each in (call, alone))
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
         got.sum().backward()
         with torch.no_grad():
             for param, sharded in zip(alone.parameters(), model.parameters(), strict=True):

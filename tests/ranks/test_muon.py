@@ -35,7 +35,7 @@ LAYOUTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate()
 
 
 def drawn(seed: int, shapes=SHAPES, dtype=torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 

@@ -122,4 +122,6 @@ def loss(call: Callable[..., Any], tokens: Tensor) -> Tensor:
 
 def token_batches(steps: int) -> Tensor:
     """``[steps, 4, 16]``, the same on every rank."""
-    return torch.randint(3, VOCAB, (steps, 4, 16), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        3, VOCAB, (steps, 4, 16), generator=torch.Generator(torch.get_default_device()).manual_seed(0)
+    )

@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 
 WORLD = 4
+DEVICE = "FSDP_COMPILED_TESTS_DEVICE"  # set by --device, for the ranks' processes
 
 # Seen once in some 20 runs of all tests, in a thread of gloo (pt_gloo_runloop); one that comes again fails the test.
 _CRASHED = "its process died of SIGSEGV"
@@ -72,7 +78,29 @@ def on_ranks(world: int, timeout_s: float = 90) -> Callable[[Callable[..., None]
 
 
 def _call(module: str, name: str, kwargs: dict[str, Any], rank: int) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__(**kwargs)
+    body = getattr(importlib.import_module(module), name).__wrapped__
+    with _default_device(os.environ.get(DEVICE)):
+        body(**kwargs)
+
+
+@contextmanager
+def _default_device(kind: str | None) -> Iterator[None]:
+    """Put what a body creates without naming a device, and its meshes of CPUs, on a device that all ranks share."""
+    if not kind:
+        yield
+        return
+    init = DeviceMesh.__init__
+
+    def on_device(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        init(self, kind if device_type == "cpu" else device_type, *args, **kwargs)
+
+    DeviceMesh.__init__ = on_device  # type: ignore[method-assign]
+    torch.set_default_device(kind)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+        DeviceMesh.__init__ = init  # type: ignore[method-assign]
 
 
 def same_on_ranks(value: Any) -> None:

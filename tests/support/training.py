@@ -140,11 +140,11 @@ def my_part(batch: Tensor) -> Tensor:
 
 def batches(steps: int, *shape: int, seed: int = 7) -> Tensor:
     """``[steps, *shape]``, the same on every rank."""
-    return torch.randn(steps, *shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(steps, *shape, generator=torch.Generator(torch.get_default_device()).manual_seed(seed))
 
 
 def token_batches(steps: int, batch: int = 8, seed: int = 7) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     return torch.randint(TINY.vocab, (steps, batch, TINY.max_seq + 1), generator=generator)
 
 

@@ -1,6 +1,5 @@
 """Which devices have side streams and which copies they use; a stand-in for an accelerator of any kind."""
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -41,25 +40,21 @@ class _Stream:
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "privateuseone"])
 def test_every_accelerator_takes_the_same_path(kind, monkeypatch):
-    log, current = [], []
-
-    @contextmanager
-    def stream(side):
-        current.append(side)
-        yield
-        current.pop()
-
-    module = SimpleNamespace(
-        Stream=lambda device, priority: _Stream(log, f"side of {device}", priority),
-        current_stream=lambda device: current[-1],
-        current_device=lambda: 1,
-        stream=stream,
-    )
+    log = []
+    current = [_Stream(log, "compute")]
+    module = SimpleNamespace(Stream=None, current_stream=None, current_device=lambda: 1, stream=None)
     monkeypatch.setattr(torch, kind, module, raising=False)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)  # torch 2.15's remembers the real one
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: _Stream(log, f"side of {device}", priority))
+    accelerator = SimpleNamespace(
+        current_stream=lambda index: current[-1],
+        current_device_index=lambda: 0,
+        set_stream=lambda stream: current.append(stream) or log.append(f"on {stream.name}"),
+        set_device_index=lambda index: log.append(f"device {index}"),
+    )
+    monkeypatch.setattr(torch, "accelerator", accelerator)
     has_streams.cache_clear()
     streams._streams_of.cache_clear()
-    current.append(_Stream(log, "compute"))
     pending = streams.launch(
         "all-gathers", torch.device(kind), lambda: log.append("begin"), lambda _: log.append("finish") or 5
     )
@@ -72,8 +67,11 @@ def test_every_accelerator_takes_the_same_path(kind, monkeypatch):
         "compute of priority 0",
         f"{side} of priority -1",
         f"{side} waits for compute",
+        f"on {side}",
         "begin",
         "finish",
+        "on compute",
+        "device 0",
         "compute goes on",
         f"compute waits for an event on {side}",
     ]

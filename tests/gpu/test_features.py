@@ -1,0 +1,202 @@
+"""What is built on steps, on a GPU: ranks as processes, memory of NCCL, 8-bit products, profiles, tools."""
+
+import copy
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fsdp_compiled
+from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, stream_parameters, unsharded
+from fsdp_compiled.collectives import backend, communicators
+from fsdp_compiled.inspect import capture
+from fsdp_compiled.testing import RankProcesses
+from fsdp_compiled.testing.processes import Setting
+from tests.gpu.test_steps import MODES, WIDTH, _loss, _model, _shard
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore:Warning. Profiler clears events"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+    pytest.mark.filterwarnings("ignore:The CUDA Graph is empty"),
+]
+
+
+def _trains_like(alone, model, call, steps=3, rtol=1e-4):
+    """Assert that three steps of SGD of both have equal losses; ranks share the batch."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(steps):
+        x = torch.randn(32, WIDTH, device="cuda", generator=generator)
+        want, got = _loss(alone, x), _loss(call, x.chunk(world)[rank])
+        mean = got.detach().clone()
+        if world > 1:
+            mean = mean.cpu()
+            dist.all_reduce(mean)
+        torch.testing.assert_close(mean.cuda() / world, want, rtol=rtol, atol=0)
+        for loss, optimizer in zip((want, got), optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _train(mode, rank):
+    alone = _model()
+    model = copy.deepcopy(alone)
+    _trains_like(alone, model, _shard(model, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "world, setting", [(1, Setting("nccl", "cuda")), (2, Setting())]
+)  # two share the GPU, by gloo
+def test_ranks_that_are_processes(mode, world, setting):
+    ranks = RankProcesses(world)
+    try:
+        ranks.run(world, partial(_train, mode), setting)
+    finally:
+        ranks.close()
+
+
+def test_compiled_compute(one_rank):
+    torch._dynamo.reset()
+    alone = _model()
+    model = copy.deepcopy(alone)
+    for block in model:
+        fully_shard_with_compiled_compute(block)
+    _trains_like(alone, model, fully_shard(model))
+
+
+def _train_by_copy_engines(mode, rank):
+    alone = _model()
+    model = copy.deepcopy(alone)
+    call = _shard(model, mode)
+    for unit in (*model, model):
+        unit.set_symm_mem_for_comm("CUDA")
+    _trains_like(alone, model, call)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_symmetric_memory_and_copy_engines(mode, monkeypatch):
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # both ranks have one GPU
+    ranks = RankProcesses(2)
+    try:
+        ranks.run(2, partial(_train_by_copy_engines, mode), Setting())
+    finally:
+        ranks.close()
+
+
+def test_memory_of_nccl(one_rank):
+    device, group = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD
+    part = torch.randn(1000, device=device)
+    backend.all_gather(torch.empty_like(part), part, group).wait()  # makes the communicator
+    for gather in (
+        communicators.ProcessGroupAllGather(group, device),
+        communicators.symmetric_all_gather(device, "NCCL", (group.group_name,)),
+    ):
+        out = gather.allocate((1000,), dtype=part.dtype, device=device)
+        work = gather(out, part, group)
+        if work is not None:
+            work.wait()
+        torch.testing.assert_close(out, part, rtol=0, atol=0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpointing(mode, one_rank):
+    torch._dynamo.reset()
+    alone = _model()
+    model = nn.Sequential(*map(Checkpointed, copy.deepcopy(alone)))
+    _trains_like(alone, model, _shard(model, mode))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_float8_products(mode, one_rank):
+    float8 = pytest.importorskip("torchao.float8")
+    torch._dynamo.reset()
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    alone = float8.convert_to_float8_training(_model().bfloat16(), config=config)
+    model = float8.convert_to_float8_training(_model().bfloat16(), config=config)
+    call = _shard(model, mode)
+    apart = torch.compile(alone, fullgraph=True) if mode == "full" else alone
+    for x in torch.randn(3, 32, WIDTH, device="cuda", dtype=torch.bfloat16):
+        want, got = (each(x).float().square().mean() for each in (apart, call))
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=0)
+        want.backward()
+        got.backward()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert (ours.grad.to_local() - theirs.grad).norm() < 0.05 * theirs.grad.norm()
+        model.zero_grad()
+        alone.zero_grad()
+
+
+def test_whole_weights(one_rank):
+    alone = _model()
+    model = copy.deepcopy(alone)
+    _shard(model, "eager")
+    streamed = dict(stream_parameters(model, dtype=torch.bfloat16))
+    for name, want in alone.state_dict().items():
+        assert streamed[name].is_cuda
+        torch.testing.assert_close(streamed[name], want.bfloat16(), rtol=0, atol=0)
+    x = torch.randn(32, WIDTH, device="cuda")
+    with torch.no_grad(), unsharded(model):
+        torch.testing.assert_close(model(x), alone(x))
+
+
+def test_a_profile_compared_with_its_capture(many_ranks, tmp_path):
+    torch._dynamo.reset()
+    model = _model(2048)
+    call, x = _shard(model, "full"), torch.randn(4096, 2048, device="cuda")
+    found = capture(model, x)
+    for _ in range(2):
+        call(x).sum().backward()
+    with torch.profiler.profile(
+        record_shapes=True, schedule=torch.profiler.schedule(wait=0, warmup=1, active=2, repeat=1)
+    ) as profile:
+        for _ in range(3):
+            call(x).sum().backward()
+            profile.step()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    compared = found.compare(tmp_path / "trace.json")
+    print(found, compared, sep="\n")
+    measured = {each.part: each.measured_us for each in compared.parts}
+    assert measured["matrix products"] > 0
+
+
+def test_the_doctor_sees_the_gpu():
+    run = subprocess.run(
+        [sys.executable, "-m", "fsdp_compiled", "doctor"], capture_output=True, text=True, timeout=120
+    )
+    print(run.stdout, run.stderr)
+    assert torch.cuda.get_device_name() in run.stdout
+
+
+def test_products_tuned_by_measurement(one_rank):
+    torch._dynamo.reset()
+    alone = _model()
+    model = copy.deepcopy(alone)
+    _shard(model, "eager")
+    call = fsdp_compiled.compile(model, fullgraph=True, mode="max-autotune-no-cudagraphs")
+    _trains_like(alone, model, call, rtol=1e-2)  # the fastest may be in TF32
+
+
+def test_cuda_graphs_are_refused(many_ranks):
+    torch._dynamo.reset()
+    model = _model()
+    _shard(model, "eager")
+    with pytest.raises(Exception, match="CUDA graphs .* cannot hold collectives"):
+        torch.compile(model, mode="reduce-overhead")(torch.randn(32, WIDTH, device="cuda"))
