@@ -51,7 +51,8 @@ class Scheduled:
         self.launches = {(place.task, place.stage): node for node, place in places.items()}
         self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))
         self.compute = _compute_of(graph, len(self.plan.load.compute_us))
-        kernel_of = _kernels_on(policy.cluster_for(nodes.device_of(graph)))
+        cluster = policy.cluster_for(nodes.device_of(graph))
+        self.on_host, kernel_of = cluster.on_host, _kernels_on(cluster)
         inside = {
             node: [kernel for each in _inside(node) if (kernel := kernel_of(each))] for node in chain(*self.compute)
         }
@@ -184,18 +185,17 @@ def _collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...
             exposed_us=timed.exposed_us,
             start_us=timed.start_us,
             end_us=timed.end_us,
-            copies=_copies(launch, stage),
+            copies=_copies(launch, stage, scheduled.on_host),
             verdict=_verdict(scheduled, task, stage, timed),
         )
         found.append(made)
     return tuple(sorted(found, key=lambda collective: collective.launch))
 
 
-def _copies(launch: fx.Node, stage: int) -> Copies:
+def _copies(launch: fx.Node, stage: int, on_host: bool) -> Copies:
     if stage or getattr(nodes.bucket_of(launch), "into_place", False):
         return "none"
-    is_beside = nodes.kind_of(launch).is_ahead and nodes.value_of(launch).device.type != "cpu"
-    return "side stream" if is_beside else "compute"
+    return "side stream" if nodes.kind_of(launch).is_ahead and not on_host else "compute"
 
 
 def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:

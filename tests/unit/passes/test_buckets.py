@@ -25,7 +25,7 @@ from fsdp_compiled.passes.cost import Lane
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.graph.emit import PLACE
 from fsdp_compiled.passes.kinds import Request
-from fsdp_compiled.passes.planning.buckets import auto_bound, decide
+from fsdp_compiled.passes.planning.buckets import _best, _Scored, auto_bound, decide
 from fsdp_compiled.passes.planning.tasks import Requests
 from fsdp_compiled.sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec, ReductionSpec
 from tests.support.builder import Builder, spec
@@ -350,3 +350,16 @@ def test_gradients_are_packed_even_alone_so_they_share_buckets():
     _, reductions = decided(requests, SchedulePolicy(in_flight_bytes=1024 * MIB))
     assert 4 <= len(reductions) <= 8
     assert sum(map(len, reductions)) == 64
+
+
+def test_what_further_collectives_save_must_be_worth_their_launches():
+    few, many, faster = (_Scored(((),) * count, [], us, 0) for count, us in [(4, 1000.0), (8, 930.0), (8, 910.0)])
+    assert _best([few, many]) is few
+    assert _best([few, faster]) is faster
+
+
+def test_a_gpus_copies_run_beside_compute_wherever_its_graph_is_traced():
+    many_small = layers([64] * 100, 1.0).each[:100]  # not gathered into place
+    on_gpu, on_host = (ALL_GATHER.times(many_small, CLUSTERS[name]) for name in ("H100", "CPU"))
+    assert on_gpu[1:] == (0.0, 0.0)
+    assert min(on_host[1:]) > 0.0
