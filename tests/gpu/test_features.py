@@ -1,6 +1,7 @@
 """What is built on steps, on a GPU: ranks as processes, memory of NCCL, 8-bit products, profiles, tools."""
 
 import copy
+import os
 import subprocess
 import sys
 from functools import partial
@@ -74,6 +75,7 @@ def test_compiled_compute(one_rank):
 
 
 def _train_by_copy_engines(mode, rank):
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # both ranks have one GPU
     alone = _model()
     model = copy.deepcopy(alone)
     call = _shard(model, mode)
@@ -83,8 +85,7 @@ def _train_by_copy_engines(mode, rank):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_symmetric_memory_and_copy_engines(mode, monkeypatch):
-    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # both ranks have one GPU
+def test_symmetric_memory_and_copy_engines(mode):
     ranks = RankProcesses(2)
     try:
         ranks.run(2, partial(_train_by_copy_engines, mode), Setting())
