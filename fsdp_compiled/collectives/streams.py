@@ -29,7 +29,7 @@ Following = TypeVar("Following")
 class AcceleratorStreams:
     """The side streams of a device with an index, of any kind that PyTorch takes for an accelerator.
 
-    By ``torch.accelerator``: what the modules of devices have, such as CUDA's, takes the host ten times as long.
+    By ``torch.accelerator``, because what the modules of devices have, such as CUDA's, takes the host longer.
     """
 
     def __init__(self, device: torch.device) -> None:
