@@ -19,8 +19,8 @@ from .tasks import Action, Load, Members, Plan, Requests, Task, bytes_in_flight,
 
 LEAST_AUTO_BOUND = 64 * MIB  # below it, launches cost more than memory
 MOST_PARAMS = 1024  # in a bucket of more, compiling takes long: some of what torch does for each result is quadratic
-# What a further collective must save. To launch it and to wait for it takes the host longer (about 0.5 ms of an H100's,
-# with simulated ranks), which counts where the GPU has caught up with the host.
+# What a further collective must save. To launch it and to wait for it takes the host longer (about 0.5 ms in the
+# virtual machine of an H100, simulated ranks), which counts where the GPU has caught up with the host.
 _HOST_US = 10.0
 _AS_GOOD = 1.002  # among schedules whose estimates differ by less, the one with the fewest collectives wins
 _HALVINGS = 8  # of the bound: the sizes that are tried
