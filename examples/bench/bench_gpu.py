@@ -269,8 +269,7 @@ def _step(
     """Return milliseconds without a wire, of the host alone and with a wire, and the peak of allocated MiB."""
     torch._dynamo.reset()
     gc.collect()
-    config = replace(PRESETS[args.preset], max_seq=args.seq)
-    config = replace(config, layers=args.layers or config.layers)
+    config = replace(PRESETS[args.preset], max_seq=args.seq, layers=args.layers)
     with torch.device(device):
         model = Llama(config)
         tokens = torch.randint(config.vocab, (args.batch, args.seq + 1))
@@ -352,7 +351,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS))
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 256, 1024], help="of buckets, in MiB")
     parser.add_argument("--json", metavar="FILE")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.layers = args.layers or PRESETS[args.preset].layers
+    return args
 
 
 def main() -> None:
@@ -371,8 +372,9 @@ def main() -> None:
         print(copy_line(copied_row), flush=True)
     about["cycles_per_second"] = simulated_group.measure_clock(device)
     save(args.json, about, copied, stepped)
-    layers = args.layers or PRESETS[args.preset].layers
-    print(f"\n{args.preset}, {layers} layers, sequence {args.seq}, batch {args.batch}, bf16 compute, fp32 reduce\n")
+    print(
+        f"\n{args.preset}, {args.layers} layers, sequence {args.seq}, batch {args.batch}, bf16 compute, fp32 reduce\n"
+    )
     print(STEP_TITLES)
     for stepped_row in steps_table(args, device):
         print(step_line(stepped_row, stepped), flush=True)

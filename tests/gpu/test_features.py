@@ -18,7 +18,7 @@ from fsdp_compiled.collectives import backend, communicators
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
-from tests.gpu.test_steps import MODES, WIDTH, _loss, _model, _shard
+from tests.gpu.test_steps import MODES, WIDTH, _model, _shard, _trains_like
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
@@ -28,41 +28,27 @@ pytestmark = [
 ]
 
 
-def _trains_like(alone, model, call, steps=3, rtol=1e-4):
-    """Assert that three steps of SGD of both have equal losses; ranks share the batch."""
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
-    world, rank = dist.get_world_size(), dist.get_rank()
-    generator = torch.Generator("cuda").manual_seed(0)
-    for _ in range(steps):
-        x = torch.randn(32, WIDTH, device="cuda", generator=generator)
-        want, got = _loss(alone, x), _loss(call, x.chunk(world)[rank])
-        mean = got.detach().clone()
-        if world > 1:
-            mean = mean.cpu()
-            dist.all_reduce(mean)
-        torch.testing.assert_close(mean.cuda() / world, want, rtol=rtol, atol=0)
-        for loss, optimizer in zip((want, got), optimizers, strict=True):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 def _train(mode, rank):
     alone = _model()
     model = copy.deepcopy(alone)
     _trains_like(alone, model, _shard(model, mode))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    "world, setting", [(1, Setting("nccl", "cuda")), (2, Setting())]
-)  # two share the GPU, by gloo
-def test_ranks_that_are_processes(mode, world, setting):
+def _on_processes(world, body, setting):
     ranks = RankProcesses(world)
     try:
-        ranks.run(world, partial(_train, mode), setting)
+        ranks.run(world, body, setting)  # raises what a rank's assertion says
     finally:
         ranks.close()
+
+
+SETTINGS = [(1, Setting("nccl", "cuda")), (2, Setting())]  # two share the GPU, by gloo
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("world, setting", SETTINGS)
+def test_ranks_that_are_processes(mode, world, setting):
+    _on_processes(world, partial(_train, mode), setting)
 
 
 def test_compiled_compute(one_rank):
@@ -86,11 +72,7 @@ def _train_by_copy_engines(mode, rank):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_symmetric_memory_and_copy_engines(mode):
-    ranks = RankProcesses(2)
-    try:
-        ranks.run(2, partial(_train_by_copy_engines, mode), Setting())
-    finally:
-        ranks.close()
+    _on_processes(2, partial(_train_by_copy_engines, mode), Setting())
 
 
 def test_memory_of_nccl(one_rank):

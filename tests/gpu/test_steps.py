@@ -38,21 +38,32 @@ def _loss(call, x):
     return F.mse_loss(call(x).float(), x.roll(1, dims=-1))
 
 
+def _trains_like(alone, model, call, rtol=1e-4):
+    """Assert that three steps of SGD of both have equal losses; ranks share the batch."""
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    world, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for _ in range(3):
+        x = torch.randn(32, WIDTH, device="cuda", generator=generator)
+        want, got = _loss(alone, x), _loss(call, x.chunk(world)[rank])
+        mean = got.detach().clone()
+        if world > 1:
+            mean = mean.cpu()
+            dist.all_reduce(mean)
+        torch.testing.assert_close(mean.cuda() / world, want, rtol=rtol, atol=0)
+        for loss, optimizer in zip((want, got), optimizers, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_one_rank_trains_like_one_process(mode, one_rank):
     torch._dynamo.reset()
     alone = _model()
     model = copy.deepcopy(alone)
     call = _shard(model, mode)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
-    for _ in range(3):
-        x = torch.randn(32, WIDTH, device="cuda")
-        want, got = _loss(alone, x), _loss(call, x)
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=0)
-        for loss, optimizer in zip((want, got), optimizers, strict=True):
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    _trains_like(alone, model, call)
 
 
 def test_muon_steps_like_one_process(one_rank):

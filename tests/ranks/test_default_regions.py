@@ -28,6 +28,7 @@ from tests.support.training import (
     full_grads,
     llama_loss,
     my_part,
+    seeded_generator,
     square_loss,
 )
 
@@ -178,7 +179,7 @@ def test_gradients_where_backward_is_given_memory_of_its_arguments():
     for each in (alone, model):
         each.init_weights(seed=0)
     call, recorder = plain(sharded(model), code=True)
-    tokens = torch.randint(256, (4, 129), generator=torch.Generator(torch.get_default_device()).manual_seed(0))
+    tokens = torch.randint(256, (4, 129), generator=seeded_generator(0))
     llama_loss(alone, tokens).backward()
     llama_loss(call, my_part(tokens)).backward()
     assert regions_called(recorder) >= 3

@@ -27,6 +27,7 @@ from tests.support.training import (
     full_grads,
     mean_over_ranks,
     my_part,
+    seeded_generator,
     shard,
     square_loss,
     with_regions,
@@ -272,9 +273,7 @@ def test_methods_on_the_local_tensor_of_a_wrapper_subclass(mode, device):
         if device == "meta":
             model.to_empty(device="cpu")
             for number, param in enumerate(model.parameters()):
-                values = torch.randn(
-                    param.shape, generator=torch.Generator(torch.get_default_device()).manual_seed(number)
-                ).chunk(2)
+                values = torch.randn(param.shape, generator=seeded_generator(number)).chunk(2)
                 for inner in (param._local_tensor.a, param._local_tensor.b):
                     inner.copy_(values[torch.distributed.get_rank()])
         _send_as_bfloat16(model, asked[ours], plain=mode != "eager")

@@ -27,7 +27,7 @@ from fsdp_compiled.hooks.optimizers import hook_steps, unhook_steps
 from fsdp_compiled.optim import matrix_plan
 from tests.support.parity import row
 from tests.support.ranks import on_ranks, same_on_ranks
-from tests.support.training import MLP, batches, each_mode, full, my_part, shard, square_loss
+from tests.support.training import MLP, batches, each_mode, full, my_part, seeded_generator, shard, square_loss
 
 # Even and uneven, tall and wide; fewer rows than ranks; one row.
 SHAPES = ((16, 8), (8, 16), (7, 5), (2, 9), (1, 6), (33, 20), (12, 12))
@@ -35,7 +35,7 @@ LAYOUTS = {"rows": (Shard(0),), "columns": (Shard(1),), "replicas": (Replicate()
 
 
 def drawn(seed: int, shapes=SHAPES, dtype=torch.float32) -> list[Tensor]:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    generator = seeded_generator(seed)
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 

@@ -28,6 +28,7 @@ from tests.support.training import (
     compiled,
     full_grads,
     my_part,
+    seeded_generator,
     square_loss,
     with_regions,
 )
@@ -85,7 +86,7 @@ def check_program(steps: list[tuple[str, int]], around: str) -> None:
     torch._dynamo.reset()
     found = []
     for call in (model, torch.compile(model, fullgraph=True, options=region_options())):
-        generator = torch.Generator(torch.get_default_device()).manual_seed(0)
+        generator = seeded_generator(0)
         shapes = ((4, 5, WIDTH), (WIDTH, WIDTH))
         inputs = [torch.randn(s, generator=generator, dtype=torch.float64).mul(0.3).requires_grad_() for s in shapes]
         output = call(*inputs)

@@ -42,6 +42,7 @@ from tests.support.training import (
     llama_loss,
     mean_over_ranks,
     my_part,
+    seeded_generator,
     shard,
     square_loss,
     train,
@@ -258,7 +259,7 @@ def train_lengths(drawn: Lengths) -> None:
     call = compile(model, schedule=SchedulePolicy(cluster=EVEN), fullgraph=True, dynamic=drawn.dynamic)
     mine = drawn.of_ranks[dist.get_rank()]
     for step, length in enumerate(mine):
-        generator = torch.Generator(torch.get_default_device()).manual_seed(step)
+        generator = seeded_generator(step)
         tokens = torch.randint(sizes.vocab, (dist.get_world_size(), length + 1), generator=generator)[None]
         want = train_replicas(alone, alone, tokens, llama_loss)
         got = train(model, call, tokens, llama_loss)

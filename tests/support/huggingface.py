@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from fsdp_compiled import fully_shard
+from tests.support.training import seeded_generator
 
 VOCAB = 67
 SIZES = {
@@ -122,6 +123,4 @@ def loss(call: Callable[..., Any], tokens: Tensor) -> Tensor:
 
 def token_batches(steps: int) -> Tensor:
     """``[steps, 4, 16]``, the same on every rank."""
-    return torch.randint(
-        3, VOCAB, (steps, 4, 16), generator=torch.Generator(torch.get_default_device()).manual_seed(0)
-    )
+    return torch.randint(3, VOCAB, (steps, 4, 16), generator=seeded_generator(0))

@@ -138,14 +138,18 @@ def my_part(batch: Tensor) -> Tensor:
     return batch.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+def seeded_generator(seed: int) -> torch.Generator:
+    """A generator where tensors are created, see ``--device``."""
+    return torch.Generator(torch.get_default_device()).manual_seed(seed)
+
+
 def batches(steps: int, *shape: int, seed: int = 7) -> Tensor:
     """``[steps, *shape]``, the same on every rank."""
-    return torch.randn(steps, *shape, generator=torch.Generator(torch.get_default_device()).manual_seed(seed))
+    return torch.randn(steps, *shape, generator=seeded_generator(seed))
 
 
 def token_batches(steps: int, batch: int = 8, seed: int = 7) -> Tensor:
-    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
-    return torch.randint(TINY.vocab, (steps, batch, TINY.max_seq + 1), generator=generator)
+    return torch.randint(TINY.vocab, (steps, batch, TINY.max_seq + 1), generator=seeded_generator(seed))
 
 
 def llama_loss(call: Callable[..., Tensor], tokens: Tensor) -> Tensor:
