@@ -2,14 +2,14 @@
 
 A result takes memory from its node to the last node that reads it:
 
-- matrix products, attention, collectives and regions write their results;
+- matrix products, attention, collectives, regions and what scatters write their results;
 - what lies between them is fused: a value has memory if one of these reads it or the graph returns it. Else whatever
   reads it computes it again, and what it was computed from lives until then;
 - a reduction, a value computed from more than four others and, on the CPU, one that takes an exponential and that
   several read, have memory also if something reads them behind a later product: Inductor does not compute these
   again;
 - values of one size that read the same memory are computed at the same time, if they are near each other;
-- freed memory is kept for the next result of its size, unless that would raise the peak.
+- freed memory is kept for the next result of its size and dtype, unless that would raise the peak.
 """
 
 from __future__ import annotations
@@ -52,6 +52,15 @@ Part = Literal[
 _REREAD = 4  # *Source:* realize_reads_threshold of torch._inductor.config
 _NEAR = 64  # *Source:* Scheduler.are_long_distant_nodes of torch 2.13.0
 _COSTLY = (torch.ops.aten.exp, torch.ops.aten.sigmoid)  # *Source:* StorageBox.should_realize_on_reuse of torch 2.13.0
+_SCATTERS = (  # as the gradients of an embedding are added up
+    torch.ops.aten.index_put,
+    torch.ops.aten._unsafe_index_put,
+    torch.ops.aten._unsafe_masked_index_put_accumulate,
+    torch.ops.aten.index_add,
+    torch.ops.aten.scatter,
+    torch.ops.aten.scatter_add,
+    torch.ops.aten.scatter_reduce,
+)
 _LOOKUPS = (torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
@@ -178,7 +187,7 @@ class GraphMemory:
         return nodes.is_wait(node) and (keeps_buffer(nodes.bucket_of(node)) or self.memory[key].name == GLOO)
 
     def _reuse(self, freed: dict[fx.Node, list[Hashable]]) -> set[Hashable]:
-        """Free later what Inductor keeps for the next result of its size, and return what it keeps.
+        """Free later what Inductor keeps for the next result of its size and dtype, and return what it keeps.
 
         A fused kernel also overwrites what it reads last. Inductor does not know of packed buffers, and keeps nothing
         that would raise the peak that it knows of.
@@ -190,21 +199,22 @@ class GraphMemory:
         for node in order:
             levels.append(now := now + sum(map(size_of.__getitem__, self._allocated[node])))
             now -= sum(map(size_of.__getitem__, freed[node]))
-        peak, pool = max(levels), defaultdict[int, list[tuple[int, Hashable]]](list)
+        peak, pool = max(levels), defaultdict[tuple[int, torch.dtype | None], list[tuple[int, Hashable]]](list)
         for index, node in enumerate(order):
             unknown = ("packed buffers", "unsharded parameters")
             left = [(index, key) for key in freed[node] if self.memory[key].part not in unknown]
             for each in left if not is_alone(node) else ():
-                pool[size_of[each[1]]].append(each)
+                pool[size_of[each[1]], _dtype_of(each[1])].append(each)
             for key in self._allocated[node] if node not in self._lists and not nodes.is_ours(node) else ():
-                at, old = pool[size_of[key]].pop() if pool[size_of[key]] else (index, None)
+                fitting = pool[size_of[key], _dtype_of(key)]
+                at, old = fitting.pop() if fitting else (index, None)
                 if old is not None and (index - at < 2 or max(levels[at + 1 : index]) + size_of[old] <= peak):
                     levels[at + 1 : index] = [level + size_of[old] for level in levels[at + 1 : index]]
                     freed[order[at]].remove(old)
                     freed[node].append(old)
                     reused.add(old)
             for each in left if is_alone(node) else ():
-                pool[size_of[each[1]]].append(each)
+                pool[size_of[each[1]], _dtype_of(each[1])].append(each)
         return reused
 
     def _read_placeholders(self, forward: GraphMemory | None) -> None:
@@ -257,7 +267,9 @@ class GraphMemory:
     def _has_memory(self, node: fx.Node) -> bool:
         """Tell whether a result is written, by the rules above."""
         readers = list(_readers(node))
-        if is_alone(node) or any(reader.op == "output" or is_alone(reader) for reader in readers):
+        if is_alone(node) or packet_of(node) in _SCATTERS:
+            return True
+        if any(reader.op == "output" or is_alone(reader) for reader in readers):
             return True
         reduces = any(_count(each) > _count(node) for each in node.all_input_nodes)
         is_costly = node in self._costly and len(node.users) > 1
@@ -308,11 +320,24 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
         yield from _readers(user) if user.op == "call_function" and _is_same_memory(user) else (user,)
 
 
-def _sizes_of(node: fx.Node) -> list[int]:
-    """Return the bytes of each result, 0 for what is no tensor, in the order in which they are taken out."""
+def _values_of(node: fx.Node) -> list[list[torch.Tensor]]:
+    """Return the tensors of each result, none for what is no tensor, in the order in which they are taken out."""
     value = results_of(node)
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [sum(map(tensor_bytes, tensors_among(each))) for each in values]
+    return [tensors_among(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
+
+
+def _sizes_of(node: fx.Node) -> list[int]:
+    """Return the bytes of each result."""
+    return [sum(map(tensor_bytes, each)) for each in _values_of(node)]
+
+
+def _dtype_of(key: Hashable) -> torch.dtype | None:
+    """Return the dtype of the tensor that a key stands for, if it is one."""
+    if not isinstance(key, tuple):
+        return None  # what a region needs meanwhile
+    node, index = key
+    tensors = _values_of(node)[index]
+    return tensors[0].dtype if tensors else None
 
 
 def _count(node: fx.Node) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,11 @@ aten = torch.ops.aten
 def _traffic(b, *returned):
     b.graph.output(returned)
     return {node.name: size for node, size in GraphMemory("inference", b.graph).traffic().items()}
+
+
+def _peak(b, *returned):
+    b.graph.output(returned)
+    return max(accumulate(event.sign * event.what.bytes for event in GraphMemory("inference", b.graph).events()))
 
 
 def test_a_chain_reads_its_input_once_and_writes_its_end():
@@ -42,6 +49,27 @@ def test_a_lookup_reads_what_it_returns():
     table, index = b.input("table", 5000, 10), b.input("index", 100, dtype=torch.int64)
     found = b.call(aten.embedding.default, table, index)
     assert _traffic(b, b.call(aten.relu.default, found)) == {"relu_default": 2 * 4000}
+
+
+def test_what_is_scattered_into_has_memory():
+    b = Builder()
+    grads, index = b.input("grads", 100, 10), b.input("index", 100, dtype=torch.int64)
+    table = b.call(aten.full.default, [5000, 10], 0.0)
+    added = b.call(aten.index_put.default, table, [index], grads, True)
+    assert _peak(b, b.call(aten.sum.dim_IntList, added, [0])) == 5000 * 10 * 4 + 10 * 4
+
+
+@pytest.mark.parametrize("dtype, freed_at", [(torch.float32, "mm_default_4"), (torch.bfloat16, "mm_default_2")])
+def test_memory_is_kept_for_a_result_of_its_size_and_dtype(dtype, freed_at):
+    b = Builder()
+    x, thin, one = b.input("x", 64, 64), b.input("thin", 64, 1), b.input("one", 1, 1)
+    wide, tall = b.input("wide", 64, 640), b.input("tall", 640, 64)
+    first = b.call(aten.mm.default, b.call(aten.mm.default, x, wide), tall)
+    second = b.call(aten.mm.default, b.call(aten.mm.default, first, thin), one)
+    y, v = b.input("y", 64 * 4 // dtype.itemsize, 64, dtype=dtype), b.input("v", 64, 64, dtype=dtype)
+    b.graph.output((second, b.call(aten.mm.default, y, v)))
+    events = GraphMemory("inference", b.graph).events()
+    assert [event.at for event in events if event.what.name == first.name] == [first.name, freed_at]
 
 
 @pytest.mark.usefixtures("fake_group")
