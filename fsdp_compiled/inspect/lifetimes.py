@@ -8,16 +8,17 @@ A result takes memory from its node to the last node that reads it:
 - a reduction, a value computed from more than four others and, on the CPU, one that takes an exponential and that
   several read, have memory also if something reads them behind a later product: Inductor does not compute these
   again;
-- values of one size that read the same memory are computed at the same time, if they are near each other;
+- values that ``fusion`` puts into one kernel are computed at the same time; what it alone reads has no memory;
 - freed memory is kept for the next result of its size and dtype, unless that would raise the peak.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,10 +32,10 @@ from ..passes.cost.compute import (
     tensor_bytes,
     tensors_among,
     tensors_of,
-    work_of,
 )
 from ..passes.graph import nodes
 from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
+from .fusion import Kernel, elements, in_order, is_alone, kernels_of
 
 Part = Literal[
     "parameters",  # shards, and parameters outside of units
@@ -50,7 +51,6 @@ Part = Literal[
 ]
 
 _REREAD = 4  # *Source:* realize_reads_threshold of torch._inductor.config
-_NEAR = 64  # *Source:* Scheduler.are_long_distant_nodes of torch 2.13.0
 _COSTLY = (torch.ops.aten.exp, torch.ops.aten.sigmoid)  # *Source:* StorageBox.should_realize_on_reuse of torch 2.13.0
 _SCATTERS = (  # as the gradients of an embedding are added up
     torch.ops.aten.index_put,
@@ -91,9 +91,17 @@ class GraphMemory:
         graph: with launches and waits.
         forward: of a backward: what left it the values that it begins with.
         copies: whether collectives work on copies of their buffers.
+        given: of a region: placeholders whose memory is freed when the region has read it, with their bytes.
     """
 
-    def __init__(self, kind: str, graph: fx.Graph, forward: GraphMemory | None = None, copies: bool = False) -> None:
+    def __init__(
+        self,
+        kind: str,
+        graph: fx.Graph,
+        forward: GraphMemory | None = None,
+        copies: bool = False,
+        given: Mapping[fx.Node, int] = MappingProxyType({}),
+    ) -> None:
         self.kind, self.graph, self._copies = kind, graph, copies
         self.memory = dict[Hashable, Allocation]()
         self._keys = defaultdict[fx.Node, tuple[Hashable, ...]](tuple)
@@ -106,9 +114,9 @@ class GraphMemory:
         for node in graph.nodes:
             self._level[node] = max(map(self._level.__getitem__, node.all_input_nodes), default=0) + is_alone(node)
         products = [node for node in graph.nodes if is_alone(node) and not nodes.is_ours(node)]
-        last = (self._level[products[-1]], _count(products[-1])) if products else (0, -1)
+        last = (self._level[products[-1]], elements(products[-1])) if products else (0, -1)
         self._logits: tuple[int, int] = forward._logits if forward else last  # level and elements
-        self._read_placeholders(forward)
+        self._read_placeholders(forward, given)
         for node in graph.nodes:
             if node.op == "call_function":
                 inputs = (key for each in node.all_input_nodes for key in self._keys[each])
@@ -119,38 +127,45 @@ class GraphMemory:
                     self._costly.add(node)
                 self._read(node)
             self._last |= {key: node for source in node.all_input_nodes for key in self._keys[source]}
-        self._order = self._fused()
-        for node in self._order:
-            self._last |= {key: node for source in node.all_input_nodes for key in self._keys[source]}
         (output,) = graph.find_nodes(op="output")
         self.returned = {key for source in output.all_input_nodes for key in self._keys[source]}
+        made = ((node, keys) for node, keys in self._allocated.items() if node.op == "call_function")
+        kernels = kernels_of(graph, {node: self._inputs[node].union(keys) for node, keys in made})
+        self._readers = defaultdict[Hashable, list[fx.Node | Kernel]](list)
+        self._kernel_of = {member: kernel for kernel in kernels for member in kernel.members}
+        self._order = in_order(graph, kernels)
+        for node in self._order:
+            end = self._kernel_of[node].members[-1] if node in self._kernel_of else node
+            self._last |= {key: end for source in node.all_input_nodes for key in self._keys[source]}
+        self._forget_local()
+        self._look_into_regions()
         for key in self.returned:
             self._call(key, "temporaries", "saved activations" if kind == "forward" else "gradients")
 
-    def _fused(self) -> list[fx.Node]:
-        """Return the nodes in order, those behind each other that Inductor computes by one kernel.
+    def _forget_local(self) -> None:
+        """Give no memory to a value that only the kernel reads by which it is computed."""
+        for node in self._order:
+            if node in self._allocated or is_alone(node) or nodes.is_ours(node):
+                for key in self._inputs.get(node, ()):
+                    self._readers[key].append(self._kernel_of.get(node, node))
+        for node, kernel in self._kernel_of.items():
+            for key in [key for key in self._allocated[node] if key not in self.returned]:
+                if set(self._readers[key]) == {kernel}:
+                    self._allocated[node].remove(key)
+                    del self._last[key]
 
-        These are values of one size between two collectives that read the same memory and do not need each other.
-        """
-        place, needs = {node: index for index, node in enumerate(self.graph.nodes)}, dict[fx.Node, int]()
-        also, near = defaultdict[fx.Node, list[fx.Node]](list), list[fx.Node]()
-        for node in self.graph.nodes:
-            needs[node] = 1 << place[node]
-            for source in node.all_input_nodes:
-                needs[node] |= needs[source]
-            if nodes.is_launch(node) or nodes.is_wait(node):
-                near = []
-            elif node in self._allocated and node.op == "call_function" and not is_alone(node):
-                near = [other for other in near if place[node] - place[other] <= _NEAR]
-                for other in near:
-                    shares = not self._inputs[node].isdisjoint(self._inputs[other])
-                    if shares and _count(other) == _count(node) and not needs[node] >> place[other] & 1:
-                        also[other] += node.all_input_nodes
-                near.append(node)
-        found = dict[fx.Node, bool]()
-        for node in self.graph.nodes:
-            _put(node, also, found)
-        return list(found)
+    def _look_into_regions(self) -> None:
+        """Let each region have what it needs meanwhile, beyond what it is given and what it returns."""
+        for node in self.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+            region = nodes.region_module_of(node).graph
+            keys = [self._keys.get(operand, ()) for operand in nodes.operands_of(node)]
+            often = Counter(key for each in keys for key in each)
+            freed = {key for key, count in often.items() if self._last[key] is node and count == 1} - self.returned
+            pairs = zip(region.find_nodes(op="placeholder"), keys, strict=True)
+            given = {each: self.memory[key[0]].bytes for each, key in pairs if len(key) == 1 and key[0] in freed}
+            self.memory[node] = Allocation(node.name, "temporaries", _own_bytes(region, given))
+            self._last[node] = node
+            self._allocated[node].append(node)
 
     def events(self) -> Iterator[Event]:
         """Yield what is allocated and freed, in order."""
@@ -203,7 +218,8 @@ class GraphMemory:
         for index, node in enumerate(order):
             unknown = ("packed buffers", "unsharded parameters")
             left = [(index, key) for key in freed[node] if self.memory[key].part not in unknown]
-            for each in left if not is_alone(node) else ():
+            early = [each for each in left if not is_alone(node) and self._is_read_once(each[1], node)]
+            for each in early:
                 pool[size_of[each[1]], _dtype_of(each[1])].append(each)
             for key in self._allocated[node] if node not in self._lists and not nodes.is_ours(node) else ():
                 fitting = pool[size_of[key], _dtype_of(key)]
@@ -213,16 +229,22 @@ class GraphMemory:
                     freed[order[at]].remove(old)
                     freed[node].append(old)
                     reused.add(old)
-            for each in left if is_alone(node) else ():
+            for each in [each for each in left if each not in early]:
                 pool[size_of[each[1]], _dtype_of(each[1])].append(each)
         return reused
 
-    def _read_placeholders(self, forward: GraphMemory | None) -> None:
+    def _is_read_once(self, key: Hashable, node: fx.Node) -> bool:
+        """Tell whether one value alone of a kernel reads ``key``, and can be written over it."""
+        return self._readers[key].count(self._kernel_of.get(node, node)) < 2
+
+    def _read_placeholders(self, forward: GraphMemory | None, own: Mapping[fx.Node, int]) -> None:
         """Find what a graph begins with; parameters and what else outlives the step are counted apart."""
         given = self.graph.find_nodes(op="placeholder")
-        saved = [node for node in given if "tangents" not in str(node.target)]
+        saved = [node for node in given if self.kind != "backward" or "tangents" not in str(node.target)]
         for node in (node for node in given if node not in saved):
             self._allocate(node, node, [(node.name, "logits and loss", node_bytes(node))])
+        for node, size in own.items():
+            self._allocate(node, node, [(node.name, "unsharded parameters", size)])
         if forward is not None:
             (left,), (end,) = (graph.find_nodes(op="output") for graph in (forward.graph, self.graph))
             self.memory |= forward.memory
@@ -259,10 +281,6 @@ class GraphMemory:
             self._allocate(node, node, [(node.name, part, size) for size in _sizes_of(node)])
             self._lists |= {node: self._keys[node]} if isinstance(results_of(node), (list, tuple)) else {}
             self._costly.discard(node)
-            if (region := nodes.region_of(node)) is not None:
-                self.memory[node] = Allocation(node.name, "temporaries", _own_bytes(region))
-                self._last[node] = node
-                self._allocated[node].append(node)
 
     def _has_memory(self, node: fx.Node) -> bool:
         """Tell whether a result is written, by the rules above."""
@@ -271,15 +289,15 @@ class GraphMemory:
             return True
         if any(reader.op == "output" or is_alone(reader) for reader in readers):
             return True
-        reduces = any(_count(each) > _count(node) for each in node.all_input_nodes)
+        reduces = any(elements(each) > elements(node) for each in node.all_input_nodes)
         is_costly = node in self._costly and len(node.users) > 1
         is_read_later = any(self._level[reader] > self._level[node] for reader in readers)
         return is_read_later and (reduces or is_costly or len(self._keys[node]) > _REREAD)
 
     def _is_logits(self, node: fx.Node) -> bool:
         """Tell the last product's result, its copies and their gradients, before the first product of backward."""
-        level, count = self._logits
-        return _count(node) == count and (
+        level, size = self._logits
+        return elements(node) == size and (
             self._level[node] >= level if self.kind == "forward" else not self._level[node]
         )
 
@@ -299,12 +317,6 @@ class GraphMemory:
         results = [(param.name, part, size) for param, size in zip(bucket.params, sizes, strict=True)]
         self._allocate(allocating, node, results)
         self._lists[node] = self._keys[node]
-
-
-def is_alone(node: fx.Node) -> bool:
-    """Tell whether a node is a kernel of its own: a product, attention, a collective, a region."""
-    is_heavy = work_of(node) != "fused kernels"
-    return is_heavy or nodes.is_launch(node) or nodes.is_wait(node) or nodes.region_of(node) is not None
 
 
 def _is_same_memory(node: fx.Node) -> bool:
@@ -340,23 +352,9 @@ def _dtype_of(key: Hashable) -> torch.dtype | None:
     return tensors[0].dtype if tensors else None
 
 
-def _count(node: fx.Node) -> int:
-    """Return the number of elements of a node's results."""
-    return sum(tensor_bytes(tensor) // tensor.element_size() for tensor in tensors_of(node))
-
-
-def _own_bytes(region: fx.Graph) -> int:
+def _own_bytes(region: fx.Graph, given: Mapping[fx.Node, int]) -> int:
     """Return the most that a region needs at a time, without what it is given and what it returns."""
-    read = GraphMemory("inference", region)
+    read = GraphMemory("inference", region, given=given)
     levels = accumulate(event.sign * event.what.bytes for event in read.events())
-    return max(levels, default=0) - sum(read.memory[key].bytes for key in read.returned)
-
-
-def _put(node: fx.Node, also: dict[fx.Node, list[fx.Node]], found: dict[fx.Node, bool]) -> None:
-    """Put a node behind its inputs, and behind those that it has to wait for, unless these wait for it."""
-    if node not in found:
-        found[node] = False
-        for source in (*node.all_input_nodes, *also[node]):
-            _put(source, also, found)
-        del found[node]
-        found[node] = True  # the last one now
+    others = sum(read.memory[key].bytes for key in read.returned) + sum(given.values())
+    return max(0, max(levels, default=0) - others)

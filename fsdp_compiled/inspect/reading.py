@@ -22,7 +22,8 @@ from ..passes.graph.emit import PLACE, POSITION, Place
 from ..passes.kinds import Request
 from ..passes.planning.tasks import Load, Plan, Timed, bytes_in_flight, simulate
 from ..passes.schedule_policy import SchedulePolicy
-from .lifetimes import GraphMemory, is_alone
+from .fusion import is_alone
+from .lifetimes import GraphMemory
 from .records import (
     CapturedGraph,
     Collective,

@@ -72,6 +72,34 @@ def test_memory_is_kept_for_a_result_of_its_size_and_dtype(dtype, freed_at):
     assert [event.at for event in events if event.what.name == first.name] == [first.name, freed_at]
 
 
+@pytest.mark.parametrize("lies_between", [False, True])
+def test_what_its_kernel_alone_reads_has_no_memory(lies_between):
+    b = Builder()
+    x, w = b.input("x", 64, 64), b.input("w", 64, 64)
+    product = b.call(aten.mm.default, x, w)
+    shared = b.call(aten.exp.default, product)  # which Inductor does not compute again behind the next product
+    other = b.call(aten.mm.default, product, w)
+    first = b.call(aten.mul.Tensor, shared, other)
+    last = b.call(aten.add.Tensor, shared, b.call(aten.mm.default, first, w) if lies_between else other)
+    b.graph.output(tuple(b.call(aten.mm.default, each, w) for each in (first, last)))
+    made = [event.what.name for event in GraphMemory("inference", b.graph).events() if event.sign > 0]
+    assert (shared.name in made) is lies_between
+    assert (made.index(last.name) == made.index(first.name) + 1) is not lies_between
+
+
+def test_a_region_frees_what_it_is_given_when_it_has_read_it():
+    b = Builder()
+    x, kept, freed = b.input("x", 64, 64), b.input("kept", 64, 64), b.input("freed", 64, 64)
+    first = b.call(aten.mm.default, x, freed)
+    b.graph.output((b.call(aten.mm.default, first, kept),))
+    events = list(GraphMemory("inference", b.graph, given={freed: 64 * 64 * 4}).events())
+    assert [(event.at, event.sign) for event in events if event.what.name == freed.name] == [
+        (freed.name, 1),
+        (first.name, -1),
+    ]
+    assert not any(event.what.name == kept.name for event in events)
+
+
 @pytest.mark.usefixtures("fake_group")
 def test_a_step_is_its_graphs_and_the_optimizer():
     model = nn.Sequential(nn.Linear(16, 16, bias=False))
