@@ -65,16 +65,15 @@ def test_training_with_a_schedule(name):
 
 
 @row("training", mode="full")
-@pytest.mark.parametrize("name", ["auto", "unit"])
 @on_ranks(2)
-def test_training_where_results_are_taken_from_parts(name):
+def test_training_where_results_are_taken_from_parts():
     one, model = MLP(), MLP()
     shard(model, "eager")
-    call = fsdp_compiled.compile(model, schedule=SCHEDULES[name], fullgraph=True)
+    call = fsdp_compiled.compile(model, fullgraph=True)
     with mock.patch.object(nodes, "PART", 1), config.patch(force_disable_caches=True):
         assert_trains_like_one_process(model, call, one)
-        captured = capture(model, batches(1, 4, 10)[0], schedule=SCHEDULES[name], code=False)
-    plain = capture(model, batches(1, 4, 10)[0], schedule=SCHEDULES[name], code=False)
+        captured = capture(model, batches(1, 4, 10)[0], code=False)
+    plain = capture(model, batches(1, 4, 10)[0], code=False)
     for cut, uncut in zip(captured.graphs, plain.graphs, strict=True):
         assert any(map(nodes.is_part, cut.module.graph.nodes))
         assert not any(map(nodes.is_part, uncut.module.graph.nodes))
