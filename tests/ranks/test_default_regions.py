@@ -197,7 +197,7 @@ class Halves(Block):
 @on_ranks(2)
 def test_graphs_of_blocks_whose_sizes_vary_can_be_read_from_a_cache():
     alone, model = Stack(Halves), sharded(Stack(Halves))
-    call, recorder = plain(model, code=True)
+    call, recorder = plain(model)
     for rows in (8, 12, 16):
         assert_trains_like_one_process(model, call, alone, batches(1, rows, 10))
     assert len([kind for kind, _ in recorder.before if kind == "backward"]) == 2
