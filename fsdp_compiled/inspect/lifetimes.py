@@ -237,13 +237,15 @@ class GraphMemory:
         """Tell whether one value alone of a kernel reads ``key``, and can be written over it."""
         return self._readers[key].count(self._kernel_of.get(node, node)) < 2
 
-    def _read_placeholders(self, forward: GraphMemory | None, own: Mapping[fx.Node, int]) -> None:
+    def _read_placeholders(self, forward: GraphMemory | None, given: Mapping[fx.Node, int]) -> None:
         """Find what a graph begins with; parameters and what else outlives the step are counted apart."""
-        given = self.graph.find_nodes(op="placeholder")
-        saved = [node for node in given if self.kind != "backward" or "tangents" not in str(node.target)]
-        for node in (node for node in given if node not in saved):
-            self._allocate(node, node, [(node.name, "logits and loss", node_bytes(node))])
-        for node, size in own.items():
+        saved = list[fx.Node]()
+        for node in self.graph.find_nodes(op="placeholder"):
+            if self.kind == "backward" and "tangents" in str(node.target):
+                self._allocate(node, node, [(node.name, "logits and loss", node_bytes(node))])
+            else:
+                saved.append(node)
+        for node, size in given.items():
             self._allocate(node, node, [(node.name, "unsharded parameters", size)])
         if forward is not None:
             (left,), (end,) = (graph.find_nodes(op="output") for graph in (forward.graph, self.graph))
