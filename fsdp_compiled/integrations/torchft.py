@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from ..collectives.reference import copy_each
 from ..sharding.dtensor import dtensor_like, local_of
-from ..weights.items import check_streamed, original_of, sharded_tensors
+from ..tracing.dynamo import module_inside
+from ..weights.items import check_streamed, sharded_tensors
 
 BUCKET_BYTES = 2**26  # of gradients that travel together
 
@@ -43,7 +44,7 @@ class ReplicatedOptimizer(torchft.Optimizer):
     def __init__(self, manager: torchft.Manager, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         super().__init__(manager, optimizer)
         # Found once: torchft's thread asks for the state while forward registers unsharded parameters.
-        self._found = sharded_tensors(original_of(model), check_streamed(model, None))
+        self._found = sharded_tensors(module_inside(model), check_streamed(model, None))
         self._is_averaged = False
         manager.register_state_dict_fn("fsdp_compiled", self._load, self._state)
 

@@ -24,8 +24,9 @@ from ..param.param import FSDPParam
 from ..sharding.contract import contract_of
 from ..sharding.dtensor import local_of, process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec
+from ..tracing.dynamo import module_inside
 from .adapters import merged_items
-from .items import Item, cast_dtype, check_streamed, items_of, original_of, sharded_parameters
+from .items import Item, cast_dtype, check_streamed, items_of, sharded_parameters
 
 # By default, on the CPU, where glibc maps large tensors anew each time (examples/bench/stream.py takes 0.21 s with 16
 # and with 32 MB, 0.37 s with 64 MB), and on accelerators, where nothing was measured.
@@ -80,7 +81,7 @@ def stream_parameters(
         if not 0 <= rank < world:
             raise unexpected("ranks", f"ranks from 0 to {world - 1}", rank)
     reads = ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in ranks
-    items = (merged_items if merge_adapters else items_of)(original_of(model))
+    items = (merged_items if merge_adapters else items_of)(module_inside(model))
     bucket_bytes = bucket_bytes or BUCKET_BYTES[device.type == "cpu"]
     rounds = list(_rounds(items, sharded_parameters(states), dtype, bucket_bytes))
     for root in dict.fromkeys(state.outermost for state in states):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from ..expect import expect, shown, unexpected
 from ..hooks.state import FSDPState, states_of
 from ..param.param import FSDPParam
+from ..tracing.dynamo import module_inside
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +45,9 @@ def items_of(model: nn.Module) -> list[Item]:
     return [Item(names[0], (tensor,)) for names, tensor in names_of_tensors(model)]
 
 
-def original_of(model: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile`` has wrapped, or the module itself."""
-    return getattr(model, "_orig_mod", model)
-
-
 def base_of(model: nn.Module) -> nn.Module:
     """Return the model inside PEFT's and what ``torch.compile`` has wrapped, or the model itself."""
-    original: Any = original_of(model)
+    original = module_inside(model)
     return original.get_base_model() if hasattr(original, "get_base_model") else original
 
 

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from ..expect import expect, unexpected
 from ..hooks.backward import without_grad
 from ..sharding.dtensor import local_of, local_part
-from .items import cast_dtype, check_streamed, original_of, sharded_tensors
+from ..tracing.dynamo import module_inside
+from .items import cast_dtype, check_streamed, sharded_tensors
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}  # by bytes of an element
 _AT_ONCE = 2**20  # elements that are hashed together; as many weights of 8 bytes are kept
@@ -54,7 +55,7 @@ def stream_shards(
     states = check_streamed(model, dtype)
     expect("since", since, MutableMapping | None, "a dict or None")
     tensors = list[tuple[str, Tensor]]()
-    for name, tensor, param in sharded_tensors(original_of(model), states):
+    for name, tensor, param in sharded_tensors(module_inside(model), states):
         if param is not None and param.extension is not None:
             expected, got = "plain shards", f"a {type(param.storage.local).__name__}, which extends its all-gather"
             raise unexpected(name, expected, got, "use stream_parameters", NotImplementedError)
