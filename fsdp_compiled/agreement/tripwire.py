@@ -22,7 +22,7 @@ from functools import cache
 from hashlib import sha256
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
-from weakref import WeakSet
+from weakref import ReferenceType, WeakSet, ref
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
@@ -44,6 +44,14 @@ _KEPT_ENTRIES = 1024  # that a rank remembers
 _ONE_RANK = 1 << 44  # what a rank adds to a sum, with 28 bits of its digest; the sum of those stays below it
 
 
+_DefaultGroup = ReferenceType[dist.ProcessGroup] | None  # not its id, which a later group may have
+
+
+def _default_group() -> _DefaultGroup:
+    group = dist.group.WORLD
+    return None if group is None else ref(group)
+
+
 class Entry(NamedTuple):
     """What a rank ran, on one group, and what it noted since the entry before."""
 
@@ -51,7 +59,7 @@ class Entry(NamedTuple):
     contract: Contract
     noted: str
     number: int  # on this group, from 1
-    world: int  # the default group then
+    world: _DefaultGroup  # the default group then
 
 
 class _Reporter:
@@ -88,7 +96,7 @@ class _Reporter:
         self._wires.update(windows)
         for wire in list(self._wires):
             # Of a destroyed group: its store may take seconds to fail, while those of others wait.
-            if wire.world != id(dist.group.WORLD) or not wire.follow(windows.get(wire, ())):
+            if wire.world != _default_group() or not wire.follow(windows.get(wire, ())):
                 self._wires.discard(wire)
         if windows:
             shortest = max(_PAUSE_S, *(_PAUSE_PER_RANK_S * len(wire.ranks) for wire in windows))
@@ -101,7 +109,7 @@ class _Reporter:
     def tell(self) -> None:
         """Let others know what ran last here, should a collective not end."""
         self._told = last = self.last
-        if last is not None and last.world == id(dist.group.WORLD):
+        if last is not None and last.world == _default_group():
             peers.publish(_LAST, f"{mismatch.described(last.contract)}, number {last.number} on its group")
 
 
@@ -119,7 +127,7 @@ class Tripwire:
     rank: int  # of this process in the group
     ranks: tuple[int, ...]  # of the group, by their numbers in the default group
     notes: dict[str, str] = field(default_factory=dict)  # by kind, of the next entry
-    world: int = 0  # the default group when something was added last
+    world: _DefaultGroup = None  # the default group when something was added last
     differs: bool = False  # a window does; the text follows as soon as the others' records are there
     reporter: _Reporter = field(default_factory=lambda: _reporter(os.getpid()))
     _count: int = 0  # of all entries
@@ -135,7 +143,7 @@ class Tripwire:
         noted = "".join(self.notes.values())
         self.notes.clear()
         self._count += 1
-        entry = Entry(contract.digest + noted, contract, noted, self._count, id(dist.group.WORLD))
+        entry = Entry(contract.digest + noted, contract, noted, self._count, _default_group())
         if entry.key in self._window:
             self.reporter.queue.put((self, [*self._window.values(), entry]))
             self._window = {}

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.support.training import shard
 
 MODES = ("eager", "full", "regions")
 PARTS_IN = 4  # the step in which the last rank does something else
+STEP_S = 0.05  # for what a step of these models lacks of one of training: the threads that compare need some time
 PARTED = "Ranks took different paths through the program: look where they branch by rank or by data. What ran since"
 
 
@@ -51,11 +53,16 @@ def _assert_same(text):
 
 def _assert_all_raise_in_time(step, *texts):
     """Every rank raises the same RankMismatchError, in the step in which one parts or in the one after."""
-    for number in range(PARTS_IN):
+
+    def lasting_step(number):
         step(number)
+        time.sleep(STEP_S)
+
+    for number in range(PARTS_IN):
+        lasting_step(number)
     with pytest.raises(RankMismatchError) as caught:
-        step(PARTS_IN)
-        step(PARTS_IN + 1)
+        lasting_step(PARTS_IN)
+        lasting_step(PARTS_IN + 1)
     _assert_same(str(caught.value))
     for text in (*texts, PARTED):
         assert text in str(caught.value), str(caught.value)
