@@ -160,6 +160,26 @@ def test_a_store_whose_host_has_ended():
     wire.check()
 
 
+class _Group:
+    """Stands for a process group."""
+
+
+def test_a_group_that_has_the_memory_of_an_earlier_one_is_another(monkeypatch):
+    """Else a thread would ask the earlier one's store, which may take seconds to fail."""
+    default = SimpleNamespace(WORLD=_Group())
+    monkeypatch.setattr(tripwire.dist, "group", default)
+    (wire,) = _wires(1)
+    _run(wire, "a")
+    address, default.WORLD = id(default.WORLD), None
+    kept = []
+    while id(group := _Group()) != address and len(kept) < 1000:
+        kept.append(group)
+    default.WORLD = group
+    earlier = wire.world
+    _run(wire, "b")
+    assert wire.world != earlier
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 64, 1000, 2**16])
 def test_a_sum_has_room_for_all_ranks(world):
     added = []
