@@ -23,7 +23,8 @@ class Kernel:
     """Values that one kernel computes. The masks have a bit for each node between two collectives."""
 
     members: list[fx.Node]
-    touches: Set[Hashable]  # memory that it reads, and its own
+    size: int  # elements of each
+    touches: set[Hashable]  # memory that it reads, and its own
     own: int
     needs: int  # what has to be computed before, and its own
     feeds: int  # what needs it, and its own
@@ -35,24 +36,26 @@ class Kernel:
         self.own, self.needs, self.feeds = self.own | other.own, self.needs | other.needs, self.feeds | other.feeds
 
     def fits(self, other: Kernel, computed: int) -> bool:
-        """Tell whether the two share memory, and nothing that is ``computed`` by itself lies between them."""
+        """Tell whether the two fit by size and memory, and nothing ``computed`` by itself lies between them."""
+        if self.size != other.size or self.touches.isdisjoint(other.touches):
+            return False
         between = (self.feeds & other.needs) | (other.feeds & self.needs)
-        return not between & computed & ~(self.own | other.own) and not self.touches.isdisjoint(other.touches)
+        return not between & computed & ~(self.own | other.own)
 
 
-def kernels_of(graph: fx.Graph, touched: Mapping[fx.Node, Set[Hashable]]) -> list[Kernel]:
-    """Return the kernels that compute several values, each in the graph's order.
+def kernels_of(graph: fx.Graph, touched: Mapping[fx.Node, Set[Hashable]]) -> dict[fx.Node, Kernel]:
+    """Return, for each value that is computed together with others, the kernel that does it.
 
     Args:
         graph: with launches and waits.
         touched: the nodes that have memory of their own, with this memory and what they read.
     """
-    return [kernel for together in _between_collectives(graph) for kernel in _fused(together, touched)]
+    kernels = (kernel for together in _between_collectives(graph) for kernel in _fused(together, touched))
+    return {member: kernel for kernel in kernels for member in kernel.members}
 
 
-def in_order(graph: fx.Graph, kernels: Sequence[Kernel]) -> list[fx.Node]:
+def in_order(graph: fx.Graph, kernel_of: Mapping[fx.Node, Kernel]) -> list[fx.Node]:
     """Return all nodes in order, those of a kernel behind each other where all that it reads is there."""
-    kernel_of = {member: kernel for kernel in kernels for member in kernel.members}
     found, begun = dict[fx.Node, None](), set[fx.Node]()
 
     def put(node: fx.Node) -> None:
@@ -104,10 +107,9 @@ def _fused(together: Sequence[fx.Node], touched: Mapping[fx.Node, Set[Hashable]]
             feeds[node] |= feeds.get(user, 0)
     kernels = list[Kernel]()
     for node in (node for node in together if node in touched and not is_alone(node)):
-        kernel = Kernel([node], set(touched[node]), bit[node], needs[node], feeds[node])
+        kernel = Kernel([node], elements(node), set(touched[node]), bit[node], needs[node], feeds[node])
         for other in list(kernels):
-            is_near = bit[node] <= bit[other.members[0]] << _NEAR
-            if is_near and elements(other.members[0]) == elements(node) and other.fits(kernel, computed):
+            if bit[node] <= bit[other.members[0]] << _NEAR and other.fits(kernel, computed):
                 kernels.remove(other)
                 other.add(kernel)
                 kernel = other

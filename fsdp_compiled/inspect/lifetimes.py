@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Literal, NamedTuple
@@ -126,14 +127,12 @@ class GraphMemory:
                 if on_cpu and (packet_of(node) in _COSTLY or not self._costly.isdisjoint(node.all_input_nodes)):
                     self._costly.add(node)
                 self._read(node)
-            self._last |= {key: node for source in node.all_input_nodes for key in self._keys[source]}
         (output,) = graph.find_nodes(op="output")
         self.returned = {key for source in output.all_input_nodes for key in self._keys[source]}
         made = ((node, keys) for node, keys in self._allocated.items() if node.op == "call_function")
-        kernels = kernels_of(graph, {node: self._inputs[node].union(keys) for node, keys in made})
+        self._kernel_of = kernels_of(graph, {node: self._inputs[node].union(keys) for node, keys in made})
         self._readers = defaultdict[Hashable, list[fx.Node | Kernel]](list)
-        self._kernel_of = {member: kernel for kernel in kernels for member in kernel.members}
-        self._order = in_order(graph, kernels)
+        self._order = in_order(graph, self._kernel_of)
         for node in self._order:
             end = self._kernel_of[node].members[-1] if node in self._kernel_of else node
             self._last |= {key: end for source in node.all_input_nodes for key in self._keys[source]}
@@ -156,14 +155,15 @@ class GraphMemory:
 
     def _look_into_regions(self) -> None:
         """Let each region have what it needs meanwhile, beyond what it is given and what it returns."""
+        own_bytes = cache(_own_bytes)  # equal blocks call one region
         for node in self.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
             region = nodes.region_module_of(node).graph
             keys = [self._keys.get(operand, ()) for operand in nodes.operands_of(node)]
             often = Counter(key for each in keys for key in each)
             freed = {key for key, count in often.items() if self._last[key] is node and count == 1} - self.returned
             pairs = zip(region.find_nodes(op="placeholder"), keys, strict=True)
-            given = {each: self.memory[key[0]].bytes for each, key in pairs if len(key) == 1 and key[0] in freed}
-            self.memory[node] = Allocation(node.name, "temporaries", _own_bytes(region, given))
+            given = ((each, self.memory[key[0]].bytes) for each, key in pairs if len(key) == 1 and key[0] in freed)
+            self.memory[node] = Allocation(node.name, "temporaries", own_bytes(region, tuple(given)))
             self._last[node] = node
             self._allocated[node].append(node)
 
@@ -354,9 +354,9 @@ def _dtype_of(key: Hashable) -> torch.dtype | None:
     return tensors[0].dtype if tensors else None
 
 
-def _own_bytes(region: fx.Graph, given: Mapping[fx.Node, int]) -> int:
+def _own_bytes(region: fx.Graph, given: tuple[tuple[fx.Node, int], ...]) -> int:
     """Return the most that a region needs at a time, without what it is given and what it returns."""
-    read = GraphMemory("inference", region, given=given)
+    read = GraphMemory("inference", region, given=dict(given))
     levels = accumulate(event.sign * event.what.bytes for event in read.events())
-    others = sum(read.memory[key].bytes for key in read.returned) + sum(given.values())
+    others = sum(read.memory[key].bytes for key in read.returned) + sum(size for _, size in given)
     return max(0, max(levels, default=0) - others)
