@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch.torch_version import TorchVersion
@@ -14,13 +15,14 @@ from .passes.schedule_policy import SchedulePolicy as SchedulePolicy
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a unit's communication and compute. Parameters and gradients keep their original dtype.
+    """Dtypes of a unit's communication and compute. Sharded parameters and gradients keep their own.
 
     Args:
         param_dtype: dtype of the all-gather and of the unsharded parameters; None keeps the original dtype.
             Non-floating-point parameters are never cast.
         reduce_dtype: dtype of the reduce-scatter and of accumulated unsharded gradients. None does what the installed
-            torch's FSDP2 does: the parameter's original dtype since 2.15, ``param_dtype`` before.
+            torch's FSDP2 does: the parameter's original dtype since 2.15, ``param_dtype`` before; or the parameter's
+            ``grad_dtype``, if that was set.
         output_dtype: floating-point outputs of the unit's forward are cast to it; None leaves them.
         cast_forward_inputs: whether floating-point inputs of forward are cast to ``param_dtype``.
         param_dtype_override_fn: given each original parameter once, on every rank alike, it returns the parameter's
@@ -90,9 +92,24 @@ class CPUOffloadPolicy(OffloadPolicy):
 _REDUCES_IN_ORIGINAL_DTYPE = TorchVersion(torch.__version__) >= "2.15"
 
 
-def resolved(policy: MixedPrecisionPolicy, original: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Return (all-gather dtype, reduce dtype) for a parameter of dtype ``original``."""
+class Dtypes(NamedTuple):
+    """In which a parameter is all-gathered, its gradient is reduced, and its sharded gradient is kept."""
+
+    all_gather: torch.dtype
+    reduction: torch.dtype
+    gradient: torch.dtype
+
+
+def resolved(policy: MixedPrecisionPolicy, original: torch.dtype, grad_dtype: torch.dtype | None) -> Dtypes:
+    """Return the dtypes for a parameter of dtype ``original``.
+
+    ``grad_dtype`` is the parameter's: ``original`` unless the user has set it, None if gradients may have any.
+    """
     if not original.is_floating_point:
-        return original, original
+        return Dtypes(original, original, original)
     param_dtype = policy.param_dtype or original
-    return param_dtype, policy.reduce_dtype or (original if _REDUCES_IN_ORIGINAL_DTYPE else param_dtype)
+    reduced_in = original if _REDUCES_IN_ORIGINAL_DTYPE else param_dtype
+    if grad_dtype != original:
+        reduced_in = grad_dtype or param_dtype
+    reduce_dtype = policy.reduce_dtype or reduced_in
+    return Dtypes(param_dtype, reduce_dtype, grad_dtype or reduce_dtype)

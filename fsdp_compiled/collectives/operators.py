@@ -25,30 +25,30 @@ from .all_gather import ALL_GATHER, all_gather_bucket
 from .bucket_operators import define, differentiate, opaque_fake, run_alone
 from .reduction import REDUCTION
 
-_SHARD, _UNSHARDED, _PARTIAL = range(3)  # what a gradient goes to: see the first three arguments of unshard
+_SHARD, _UNSHARDED, _OTHER = range(3)  # what a gradient goes to: see the first three arguments of unshard
 
 
-def unshard(shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, spec: str) -> Tensor:
+def unshard(shard: Tensor, unsharded_grad: Tensor | None, shard_grad: Tensor | None, spec: str) -> Tensor:
     """All-gather one parameter; its gradient comes back to ``shard`` averaged over the ranks.
 
     Args:
         shard: this rank's padded shard, in its original dtype.
         unsharded_grad: if given, the gradient goes to this leaf instead, in the dtype of the reduction, unsharded
             and not reduced.
-        partial_grad: if given, it goes to this leaf as a padded shard, reduced over the shards only.
-        spec: :meth:`CommSpec.encode`.
+        shard_grad: if given, it goes to this leaf as a padded shard, in the dtype that ``spec`` says.
+        spec: :meth:`CommSpec.encode`, of :meth:`CommSpec.over_shards_only` if it is not reduced over replicas.
 
     Returns:
         The unsharded parameter.
     """
-    return torch.ops.fsdp_compiled.unshard(shard, unsharded_grad, partial_grad, spec)
+    return torch.ops.fsdp_compiled.unshard(shard, unsharded_grad, shard_grad, spec)
 
 
 def unshard_all(reads: Sequence[tuple[Tensor, Tensor | None, Tensor | None, str]]) -> list[Tensor]:
     """Do :func:`unshard` for each of ``reads``, its arguments, by one operator: tracing takes as long as for one."""
     shards, specs = [read[0] for read in reads], [read[3] for read in reads]
     leaves = [leaf for read in reads for leaf in read[1:3] if leaf is not None]
-    targets = [_UNSHARDED if read[1] is not None else _PARTIAL if read[2] is not None else _SHARD for read in reads]
+    targets = [_UNSHARDED if read[1] is not None else _OTHER if read[2] is not None else _SHARD for read in reads]
     return torch.ops.fsdp_compiled.unshard_all(shards, leaves, targets, specs)
 
 
@@ -60,18 +60,18 @@ def reduce_grad(grad: Tensor, spec: str) -> Tensor:
         spec: :meth:`CommSpec.encode`.
 
     Returns:
-        This rank's padded shard of the mean, in the parameter's original dtype.
+        This rank's padded shard of the mean, in the dtype of the parameter's gradient.
     """
     return torch.ops.fsdp_compiled.reduce_grad(grad, spec)
 
 
 def with_gradient(
-    unsharded: Tensor, shard: Tensor, unsharded_grad: Tensor | None, partial_grad: Tensor | None, spec: str
+    unsharded: Tensor, shard: Tensor, unsharded_grad: Tensor | None, shard_grad: Tensor | None, spec: str
 ) -> Tensor:
     """Return ``unsharded``, a parameter that an all-gather extension made, with the gradient of :func:`unshard`."""
     if type(unsharded) is not Tensor:
-        return _subclass_with_gradient(unsharded, shard, unsharded_grad, partial_grad, spec)
-    return torch.ops.fsdp_compiled.with_gradient(unsharded, shard, unsharded_grad, partial_grad, spec)
+        return _subclass_with_gradient(unsharded, shard, unsharded_grad, shard_grad, spec)
+    return torch.ops.fsdp_compiled.with_gradient(unsharded, shard, unsharded_grad, shard_grad, spec)
 
 
 class _WithGradient(torch.autograd.Function):
@@ -130,18 +130,16 @@ def _reduce_grad(grad: Tensor, text: str) -> Tensor:
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, unsharded_grad, partial_grad, ctx.spec = inputs
-    ctx.keeps_unsharded, ctx.keeps_partial = unsharded_grad is not None, partial_grad is not None
+    _, unsharded_grad, shard_grad, ctx.spec = inputs
+    ctx.keeps_unsharded, ctx.has_other_shard = unsharded_grad is not None, shard_grad is not None
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of (shard, unsharded_grad, partial_grad, spec): one of the first three."""
-    spec = CommSpec.decode(ctx.spec)
+    """Return the gradients of (shard, unsharded_grad, shard_grad, spec): one of the first three."""
     if ctx.keeps_unsharded:
-        return None, grad.to(spec.reduction.dtype), None, None
-    if ctx.keeps_partial:
-        return None, None, reduce_grad(grad, spec.over_shards_only().encode()), None
-    return reduce_grad(grad, ctx.spec), None, None, None
+        return None, grad.to(CommSpec.decode(ctx.spec).reduction.dtype), None, None
+    reduced = reduce_grad(grad, ctx.spec)
+    return (None, None, reduced, None) if ctx.has_other_shard else (reduced, None, None, None)
 
 
 def _save_all_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
@@ -152,14 +150,13 @@ def _save_all_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[T
 def _unshard_all_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients of (shards, leaves, targets, specs)."""
     found: list[Tensor | None] = list(grads)
-    to_reduce = dict[int, str]()
     for index, (grad, target, text) in enumerate(zip(grads, ctx.targets, ctx.specs, strict=True)):
         if grad is not None and target == _UNSHARDED:
             found[index] = grad.to(CommSpec.decode(text).reduction.dtype)
-        elif grad is not None:
-            to_reduce[index] = CommSpec.decode(text).over_shards_only().encode() if target == _PARTIAL else text
-    if to_reduce:
-        reduced = torch.ops.fsdp_compiled.reduce_all([grads[index] for index in to_reduce], [*to_reduce.values()])
+    pairs = enumerate(zip(grads, ctx.targets, strict=True))
+    if to_reduce := [index for index, (grad, target) in pairs if grad is not None and target != _UNSHARDED]:
+        texts = [ctx.specs[index] for index in to_reduce]
+        reduced = torch.ops.fsdp_compiled.reduce_all([grads[index] for index in to_reduce], texts)
         for index, result in zip(to_reduce, reduced, strict=True):
             found[index] = result
     of_shards = [each if target == _SHARD else None for each, target in zip(found, ctx.targets, strict=True)]

@@ -124,7 +124,7 @@ def _all_reduce(packed: Tensor, bucket: ReductionBucket) -> Started:
 def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
     """Return the padded sharded gradients from reduced, packed ones, 1-D: hook, divide, cast, unpack, to the host."""
     to_host, divisor = bucket.spec.to_host, bucket.spec.scaling.post_divide
-    dtypes = {param.dtype for param in bucket.params}
+    dtypes = {param.gradient_dtype for param in bucket.params}
     with profiler.of("gradient_copy_out", bucket):
         if bucket.spec.hook:
             registered(bucket.spec.hook, Hook)(packed)
@@ -133,7 +133,7 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
         else:
             shapes = [packed.shape] if len(dtypes) == 1 else [layout.shard_shape for layout in bucket.layouts]
             pairs = zip(shapes, bucket.params, strict=False)
-            outs = [packed.new_empty(shape, dtype=param.dtype) for shape, param in pairs]
+            outs = [packed.new_empty(shape, dtype=param.gradient_dtype) for shape, param in pairs]
             copies.unpack(packed, outs, divisor=divisor)
         if to_host:
             outs = list(map(copies.to_host, outs))
@@ -194,7 +194,7 @@ def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
 def _results(like: Tensor, bucket: ReductionBucket) -> list[Tensor]:
     device = "cpu" if bucket.spec.to_host else None
     shapes = zip(bucket.layouts, bucket.params, strict=True)
-    return [like.new_empty(layout.shard_shape, dtype=param.dtype, device=device) for layout, param in shapes]
+    return [like.new_empty(layout.shard_shape, dtype=param.gradient_dtype, device=device) for layout, param in shapes]
 
 
 REDUCTION = Kind(

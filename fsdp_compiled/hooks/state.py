@@ -286,7 +286,7 @@ class FSDPState(TorchNames):
         """Forget what an interrupted step left."""
         for param in self.params:
             param.unsharded.take_grad()
-            param.leaf.grad = None
+            param.gradients.leaf.grad = None
             if drop_accumulated:
                 param.gradients.unsharded.take()
                 param.gradients.partial.take()

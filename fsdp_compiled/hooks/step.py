@@ -247,7 +247,9 @@ class Step:
         is_left = self.in_backward or self.is_resetting  # a backward that died never calls back
         if begins_step:
             is_left |= not _are_idle(states)
-            is_left |= any([param for param in state.params if param.leaf.grad is not None] for state in states)
+            is_left |= any(
+                [each for each in state.params if each.gradients.leaf.grad is not None] for state in states
+            )
         return is_left and not is_in_backward()
 
 

@@ -16,7 +16,6 @@ from ..module import FSDPModule
 from ..param.extension import check_extension, inner_tensors
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement, Place, TakenOriginal
-from ..policy import resolved
 from ..sharding.dtensor import local_of
 from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
@@ -68,6 +67,8 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
     if not param.is_contiguous():
         got = f"shape {tuple(param.shape)} with strides {param.stride()}"
         raise unexpected(name, "a contiguous parameter", got, "replace it by nn.Parameter(param.contiguous())")
+    if param.grad_dtype not in (None, param.dtype) and not param.grad_dtype.is_floating_point:
+        raise unexpected(name, "grad_dtype to be floating point or None", param.grad_dtype)
 
 
 def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> None:
@@ -75,9 +76,10 @@ def _check_shared(name: str, taken: FSDPParam, placement: ParamPlacement) -> Non
     original = taken.original()
     assert original is not None  # this unit's modules hold it
     policy, dtype = placement.mp_policy.for_param(name, original), original.dtype
+    own = replace(placement, mp_policy=policy).following(original)
     for what, there, here in (
         ("mesh", taken.placement.mesh_info.mesh, placement.mesh_info.mesh),
-        ("param_dtype and reduce_dtype", resolved(taken.placement.mp_policy, dtype), resolved(policy, dtype)),
+        ("param_dtype and reduce_dtype", taken.placement.dtypes(dtype)[:2], own.dtypes(dtype)[:2]),
         ("offload_policy", taken.placement.offload, placement.offload),
     ):
         if there != here:

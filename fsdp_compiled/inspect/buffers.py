@@ -43,4 +43,4 @@ def buffers_of(launch: fx.Node, copies: bool) -> Buffers:
 def keeps_buffer(bucket: Bucket) -> bool:
     """Tell whether reduced gradients stay in the packed buffer, neither divided nor cast."""
     is_plain = isinstance(bucket, ReductionBucket) and bucket.spec.scaling.post_divide == 1.0
-    return is_plain and {param.dtype for param in bucket.params} == {bucket.spec.dtype}
+    return is_plain and {param.gradient_dtype for param in bucket.params} == {bucket.spec.dtype}

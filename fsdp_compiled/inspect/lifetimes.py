@@ -314,8 +314,9 @@ class GraphMemory:
     def _wait(self, node: fx.Node, allocating: fx.Node) -> None:
         bucket, is_ahead = nodes.bucket_of(node), nodes.kind_of(node).is_ahead
         part: Part = "unsharded parameters" if is_ahead else "gradients"
-        pairs = zip(bucket.layouts, bucket.params, strict=True)
-        sizes = bucket.sizes if is_ahead else [each.shard_numel * param.dtype.itemsize for each, param in pairs]
+        itemsizes = (param.gradient_dtype.itemsize for param in bucket.params)
+        of_shards = (each.shard_numel * size for each, size in zip(bucket.layouts, itemsizes, strict=True))
+        sizes = bucket.sizes if is_ahead else of_shards
         results = [(param.name, part, size) for param, size in zip(bucket.params, sizes, strict=True)]
         self._allocate(allocating, node, results)
         self._lists[node] = self._keys[node]

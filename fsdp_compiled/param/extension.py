@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from ..expect import unexpected
-from ..policy import resolved
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from .placement import ParamPlacement
@@ -82,7 +81,7 @@ class AllGatherExtension:
         """``extended`` or its class has the methods, ``shard`` is this rank's, padded; ``shape`` is unsharded."""
         policy, unsharded = placement.mp_policy, torch.empty(shape, device="meta")
         self.shard, self.shape, self.device = shard, shape, placement.device  # of compute
-        self.dtype = resolved(policy, shard.dtype)[0]  # of compute
+        self.dtype = placement.dtypes(shard.dtype).all_gather  # of compute
         self.name = ""  # full name
         self.input_spec_text = ""  # the spec of each input but for its shape and dtype
         self.metadata: Any = None  # of the last launch, for :meth:`join`

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..expect import unexpected
-from ..policy import resolved
 from ..sharding.dtensor import local_of
+from ..sharding.spec import CommSpec
 from .placement import ParamPlacement
 from .sharded import ShardStorage, without_memory
 from .unit import Unit, UnitConfig
@@ -86,32 +86,43 @@ class Gradients:
     """
 
     def __init__(self, leaf: nn.Parameter, storage: ShardStorage, placement: ParamPlacement, unit: Unit) -> None:
-        self._sharded, self._leaf, self._storage, self._device = storage.sharded, leaf, storage, placement.device
-        dtype = resolved(placement.mp_policy, leaf.dtype)[1]  # of reductions
-        self.unsharded = AccumulatedGrad(storage.layout.shape, dtype, unit)  # while sync is off
-        self.partial = AccumulatedGrad(storage.layout.shard_shape, dtype, unit)  # padded; reduced over shards only
-        # The leaf that takes what a graph does not reduce completely, see reads.py.
+        self._sharded, self._storage, self._device = storage.sharded, storage, placement.device
+        dtypes = placement.dtypes(leaf.dtype)
+        self.unsharded = AccumulatedGrad(storage.layout.shape, dtypes.reduction, unit)  # while sync is off
+        self.partial = AccumulatedGrad(storage.layout.shard_shape, dtypes.reduction, unit)  # reduced over shards only
+        # The leaf that takes what a graph makes instead of the parameter's, see reads.py: unsharded, or a shard.
         self.unsharded_leaf: nn.Parameter | None = None
-        self.partial_leaf: nn.Parameter | None = None
+        self.shard_leaf: nn.Parameter | None = None
+        # The leaf that takes complete gradients: autograd would cast those of ``leaf`` to its own dtype.
+        self.leaf, self._is_of_another_dtype = leaf, dtypes.gradient != leaf.dtype
+        if self._is_of_another_dtype:
+            memoryless = without_memory(storage.layout.shard_shape, dtypes.gradient, leaf.device)
+            self.leaf = nn.Parameter(memoryless, leaf.requires_grad)
         self._config: UnitConfig | None = None  # that they follow
         self._name = ""  # full name
+        self._is_partial = False  # whether graphs reduce gradients over the shards only
+        self.spec_text = ""  # by which they do
+        self.is_usual = True  # whether graphs reduce them completely, into the parameter's leaf
         self.is_differentiable = leaf.requires_grad
         if self.is_differentiable:
-            tell_unit(leaf, unit)
+            tell_unit(self.leaf, unit)
 
-    def follow(self, name: str, config: UnitConfig) -> None:
-        """Make the leaves that ``config`` asks for."""
+    def follow(self, spec: CommSpec, text: str, config: UnitConfig) -> None:
+        """Make the leaves that ``config`` asks for; ``text`` is that of ``spec``."""
         if config is not self._config:
-            self._name, self._config = name, config
+            self._name, self._config = spec.param.name, config
             unsharded = self.is_differentiable and not config.reduce_grads
-            partial = self.is_differentiable and config.reduce_grads and not config.all_reduce_grads
+            self._is_partial = self.is_differentiable and config.reduce_grads and not config.all_reduce_grads
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
-            self.partial_leaf = self.partial.prepare(self._device) if partial else None
-            self.reduces = not (unsharded or partial)  # completely, in the backward that makes them
+            self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else None
+            if self.is_differentiable and self._is_of_another_dtype and not (unsharded or self._is_partial):
+                self.shard_leaf = self.leaf
+            self.is_usual = self.unsharded_leaf is None and self.shard_leaf is None
+        self.spec_text = spec.over_shards_only().encode() if self._is_partial else text
 
     def accumulate(self, padded: Tensor) -> None:
         """Add a reduced, padded gradient to the sharded parameter's and run the hooks that users put on it."""
-        local, sharded = self._storage.unpadded(padded).to(self._leaf.device), self._sharded
+        local, sharded = self._storage.unpadded(padded).to(self.leaf.device), self._sharded
         if sharded._backward_hooks:
             local = after_user_hooks(sharded, self._name, self._storage.new_dtensor(local))
         if sharded.grad is None:
@@ -123,7 +134,7 @@ class Gradients:
 
     def accumulate_compiled(self) -> None:
         """Take the gradient that a compiled backward has left in the leaf, if any."""
-        grad, self._leaf.grad = self._leaf.grad, None
+        grad, self.leaf.grad = self.leaf.grad, None
         if grad is not None:
             self.accumulate(grad.detach() if grad.requires_grad else grad)  # create_graph=True gives it a graph
 
@@ -131,7 +142,7 @@ class Gradients:
         """Give a trainable parameter that has no gradient one of zeros."""
         if self._sharded.requires_grad and self._sharded.grad is None:
             shape = self._storage.layout.shard_shape
-            self.accumulate(torch.zeros(shape, dtype=self._leaf.dtype, device=self._leaf.device))
+            self.accumulate(torch.zeros(shape, dtype=self.leaf.dtype, device=self.leaf.device))
 
     def take_unreduced(self, earlier: Gradients) -> None:
         """Take the sums of the parameter's earlier gradients, which lose them."""

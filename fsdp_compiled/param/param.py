@@ -41,7 +41,8 @@ class FSDPParam:
     def __init__(
         self, places: Sequence[Place], placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
     ) -> None:
-        self.places, self.placement, self.unit, self.name = tuple(places), placement, unit, name
+        self.places, self.unit, self.name = tuple(places), unit, name
+        self.placement = placement = placement.following(first)
         mesh_info, unsharded = placement.mesh_info, local_of(first.detach())
         self.original = TakenOriginal(first, self)
         self.users = [unit]  # every unit that has modules which share it
@@ -63,6 +64,9 @@ class FSDPParam:
         """Take the sharded parameter of ``storage``, and make the leaf that graphs read."""
         self.storage, padded = storage, storage.padded
         self.sharded_param = storage.sharded  # a DTensor
+        self.placement = self.placement.following(self.sharded_param)
+        if self.placement.sets_grad_dtype and self.sharded_param.grad_dtype != self.placement.grad_dtype:
+            self.sharded_param.grad_dtype = self.placement.grad_dtype
         self.extension = self.storage.extension(self.places[0][0], self.placement)
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
         plain = padded if self.extension is None else without_memory(padded.shape, padded.dtype, padded.device)
@@ -83,13 +87,13 @@ class FSDPParam:
             if self.extension is not None:
                 self.extension.name = self.name
                 self.extension.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
-        self.gradients.follow(self.name, self.unit.config)
+        self.gradients.follow(self.spec, self.spec_text, self.unit.config)
         self.follow_hold()
 
     def follow_hold(self) -> None:
         """Let traced reads be of what is registered while hooks hold the parameter."""
         text = self.spec_text if self.extension is None and self.outer is None else None
-        free = (None, None), (text if self.gradients.reduces else None, text)  # outside of calls, in one
+        free = (None, None), (text if self.gradients.is_usual else None, text)  # outside of calls, in one
         self._specs: tuple[_Specs, _Specs] = HELD_SPECS if self.is_held else free
         self.follow_call(self.unit.in_call)
 
@@ -180,8 +184,13 @@ class FSDPParam:
         is_extended_now = is_extended(local) and not (self.extension is not None and self.extension.is_of(local))
         if is_extended_now:
             check_extension(self.name, local, self.spec.post_forward.world)
+        sets_grad_dtype = self.placement != self.placement.following(self.sharded_param)
+        has_changed = is_extended_now or (sets_grad_dtype and self.state is ShardedState.SHARDED)
+        if has_changed:
+            earlier = self.gradients
             self._link(self.storage)
-        return is_replaced or is_extended_now
+            self.gradients.take_unreduced(earlier)
+        return is_replaced or has_changed
 
     def start_copy(self, memo: dict[int, Any]) -> None:
         """Put a copy into ``memo`` of ``deepcopy``: sharded, in memory of its own, without gradients and hooks."""

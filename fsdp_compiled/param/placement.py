@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..policy import CPUOffloadPolicy, MixedPrecisionPolicy, resolved
+from ..policy import CPUOffloadPolicy, Dtypes, MixedPrecisionPolicy, resolved
 from ..sharding.layout import ShardLayout
 from ..sharding.mesh import DataParallelMeshInfo
 from ..sharding.spec import AllGatherSpec, CommSpec, Group, ParamSpec, ReductionSpec, scaling_for
@@ -49,6 +49,18 @@ class ParamPlacement:
     mp_policy: MixedPrecisionPolicy
     device: torch.device  # where compute runs
     offload: CPUOffloadPolicy | None = None  # None where shards live with compute
+    sets_grad_dtype: bool = False  # by the user; else it is the parameter's dtype
+    grad_dtype: torch.dtype | None = None  # None: any
+
+    def dtypes(self, dtype: torch.dtype) -> Dtypes:
+        """Return the dtypes of a parameter that is sharded as ``dtype``."""
+        return resolved(self.mp_policy, dtype, self.grad_dtype if self.sets_grad_dtype else dtype)
+
+    def following(self, param: nn.Parameter) -> ParamPlacement:
+        """Return the placement of ``param`` with its ``grad_dtype``, if that is set."""
+        if param.grad_dtype == param.dtype:
+            return self
+        return replace(self, sets_grad_dtype=True, grad_dtype=param.grad_dtype)
 
     def pinned(self, shard: Tensor) -> Tensor:
         """Return ``shard`` in pinned memory if the offload policy asks for it."""
@@ -64,17 +76,19 @@ def comm_spec(
 
     The first call that asks for a smaller or a separate process group makes it; every rank must make that call.
     """
-    info, (param_dtype, reduce_dtype) = placement.mesh_info, resolved(placement.mp_policy, dtype)
+    info, dtypes = placement.mesh_info, placement.dtypes(dtype)
     offloads, world = placement.offload is not None, info.shard_world * info.replicate_world
+    device = placement.device.type if offloads else ""
+    grad_dtype = None if dtypes.gradient == dtype else dtypes.gradient
     smaller = config.post_forward_size if config.reshard_after_forward else 0
     return CommSpec(
-        ParamSpec(name, config.name, layout.shape, layout.dim, dtype),
-        AllGatherSpec(info.shards, param_dtype, config.all_gather_comm, placement.device.type if offloads else ""),
+        ParamSpec(name, config.name, layout.shape, layout.dim, dtype, grad_dtype),
+        AllGatherSpec(info.shards, dtypes.all_gather, config.all_gather_comm, device),
         ReductionSpec(
-            reduce_dtype,
+            dtypes.reduction,
             info.another_group(info.shard_world) if config.separate_reduce_group else info.shards,
             info.replicas,
-            scaling_for(reduce_dtype, world, config.divide_factor, config.sum_only),
+            scaling_for(dtypes.reduction, world, config.divide_factor, config.sum_only),
             config.reduce_scatter_comm,
             config.reduce_hook,
             to_host=offloads,

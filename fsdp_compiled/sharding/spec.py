@@ -106,7 +106,12 @@ class ParamSpec:
     unit: str  # full name of its unit
     shape: tuple[int, ...] | None  # of the unsharded parameter; None, and dtype with it: see CommSpec.for_input
     dim: int  # the sharded dimension
-    dtype: torch.dtype  # of the sharded parameter and of its gradient
+    dtype: torch.dtype  # of the sharded parameter
+    grad_dtype: torch.dtype | None = None  # of its gradient; None: as ``dtype``
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return self.grad_dtype or self.dtype
 
     def layout(self, world: int) -> ShardLayout:
         """Return how ``world`` ranks share the parameter."""
@@ -196,7 +201,7 @@ class ReductionSpec(Spec):
     def local_steps(self, param: ParamSpec) -> tuple[torch.dtype | float, ...] | None:
         if self.shards.world * self.replicas.world > 1 or self.hook or self.to_host:
             return None
-        return self.dtype, self.scaling.pre_divide, param.dtype
+        return self.dtype, self.scaling.pre_divide, param.gradient_dtype
 
 
 @dataclass(frozen=True)
@@ -228,7 +233,7 @@ class CommSpec(Text):
         """Return the spec of a partial gradient, which is not reduced over replicas and stays with compute."""
         scaling = replace(self.reduction.scaling, post_divide=1.0)
         reduction = replace(self.reduction, replicas=Group(), scaling=scaling, hook="", to_host=False)
-        return replace(self, param=replace(self.param, dtype=reduction.dtype), reduction=reduction)
+        return replace(self, param=replace(self.param, grad_dtype=reduction.dtype), reduction=reduction)
 
     @cached_property
     def after_forward(self) -> CommSpec:

@@ -100,16 +100,16 @@ def unshard_arguments(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor |
     spec = _plain_spec(param)
     if spec:
         return (param.leaf if param.leaf.requires_grad else param.leaf.detach()), None, None, spec
-    return *_leaves(param), param.spec_text
+    return _leaves(param)
 
 
-def _leaves(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the leaf, and the one that takes its gradient instead: unsharded, or partially reduced."""
+def _leaves(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    """Return the leaf, the one that takes its gradient instead, unsharded or as a shard, and the spec."""
     if not (param.leaf.requires_grad if param.leaf_is_current else param.sharded_param.requires_grad):
-        return param.leaf.detach(), None, None
+        return param.leaf.detach(), None, None, param.spec_text
     if not torch.is_grad_enabled():
-        return param.leaf, None, None
-    return param.leaf, param.gradients.unsharded_leaf, param.gradients.partial_leaf
+        return param.leaf, None, None, param.spec_text
+    return param.leaf, param.gradients.unsharded_leaf, param.gradients.shard_leaf, param.gradients.spec_text
 
 
 def _extended(param: FSDPParam, extension: AllGatherExtension) -> Tensor:
@@ -117,4 +117,4 @@ def _extended(param: FSDPParam, extension: AllGatherExtension) -> Tensor:
     gathered = (collectives.unshard(each, None, None, extension.input_spec_text) for each in sent)
     outputs = [output.view(-1, *each.shape[1:]) for output, each in zip(gathered, sent, strict=True)]
     made = extension.without_padding(extension.join(outputs, metadata)[0])
-    return collectives.with_gradient(made, *_leaves(param), param.spec_text)
+    return collectives.with_gradient(made, *_leaves(param))

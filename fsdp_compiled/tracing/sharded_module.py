@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from enum import IntEnum
 from functools import cache
@@ -79,8 +80,9 @@ class ShardedModule:
                 "have no part in its process groups; share what full_tensor() returns for each value of state_dict()"
             )
         _reshard_units(self)
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        _relink(self)
+        with _gradients_aside(self._fsdp_params.values()):
+            super()._apply(fn, recurse)  # type: ignore[misc]
+            _relink(self)
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -161,6 +163,20 @@ def _relink(module: ShardedModule, *_: object) -> None:
         param.relink()
     for unit in module._fsdp_units:
         unit.regroup()
+
+
+@contextmanager
+def _gradients_aside(params: Iterable[FSDPParam]) -> Iterator[None]:
+    """Keep gradients whose dtype the user has set from a conversion; they follow to another device."""
+    kept = dict[FSDPParam, Tensor]()
+    for param in params:
+        if param.placement.sets_grad_dtype and param.sharded_param.grad is not None:
+            kept[param], param.sharded_param.grad = param.sharded_param.grad, None
+    try:
+        yield
+    finally:
+        for param, grad in kept.items():
+            param.sharded_param.grad = grad.to(device=param.sharded_param.device)
 
 
 def is_managed(module: nn.Module, name: str) -> bool:

@@ -22,12 +22,12 @@ from ..cost.compute import text_of
 from ..kinds import Kind
 
 NAMESPACE = "fsdp_compiled"
-UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
+UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? shard_grad, str spec) -> Tensor"
 UNSHARD_ALL_SCHEMA = "unshard_all(Tensor[] shards, Tensor[] leaves, int[] targets, str[] specs) -> Tensor[]"
 REDUCE_ALL_SCHEMA = "reduce_all(Tensor[] grads, str[] specs) -> Tensor[]"
 REDUCE_GRAD_SCHEMA = "reduce_grad(Tensor grad, str spec) -> Tensor"
 WITH_GRADIENT_SCHEMA = (
-    "with_gradient(Tensor unsharded, Tensor shard, Tensor? unsharded_grad, Tensor? partial_grad, str spec) -> Tensor"
+    "with_gradient(Tensor unsharded, Tensor shard, Tensor? unsharded_grad, Tensor? shard_grad, str spec) -> Tensor"
 )
 TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
 

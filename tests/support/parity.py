@@ -62,6 +62,11 @@ ROWS = (
         "all four fields of MixedPrecisionPolicy, policies that differ per unit, `model.to(dtype)` after sharding, "
         "`torch.autocast` inside",
     ),
+    Row(
+        "gradient dtypes",
+        "`grad_dtype` of parameters, set before or after `fully_shard`: fp32 gradients of bf16 parameters, kept by "
+        "conversions and copies, inherited by loaded parameters",
+    ),
     Row("mixed original dtypes", "parameters of different original dtypes in one unit (FSDP2 refuses)"),
     Row(
         "accumulation",

@@ -57,9 +57,10 @@ REDUCED_IN = torch.float32 if TorchVersion(torch.__version__) >= "2.15" else tor
 
 def test_a_dtype_of_one_parameters_own():
     bf16, fp32, param = torch.bfloat16, torch.float32, torch.nn.Parameter(torch.ones(1))
-    for returned, dtypes in ((None, (bf16, REDUCED_IN)), (bf16, (bf16, REDUCED_IN)), (fp32, (fp32, fp32))):
+    reduced = (bf16, REDUCED_IN, fp32)
+    for returned, dtypes in ((None, reduced), (bf16, reduced), (fp32, (fp32, fp32, fp32))):
         policy = MixedPrecisionPolicy(bf16, param_dtype_override_fn=lambda param, returned=returned: returned)
-        assert resolved(policy.for_param("w", param), fp32) == dtypes
+        assert resolved(policy.for_param("w", param), fp32, fp32) == dtypes
     for returned, error in ((torch.float16, ValueError), ("bf16", TypeError)):
         policy = MixedPrecisionPolicy(bf16, param_dtype_override_fn=lambda param, returned=returned: returned)
         with pytest.raises(
@@ -69,12 +70,27 @@ def test_a_dtype_of_one_parameters_own():
 
 
 def test_dtypes_a_parameter_travels_in():
+    bf16, fp32, int64 = torch.bfloat16, torch.float32, torch.int64
+    for policy, dtypes in (
+        ((None, None), (fp32, fp32, fp32)),
+        ((bf16, None), (bf16, REDUCED_IN, fp32)),
+        ((bf16, fp32), (bf16, fp32, fp32)),
+        ((bf16, bf16), (bf16, bf16, fp32)),
+    ):
+        assert resolved(MixedPrecisionPolicy(*policy), fp32, fp32) == dtypes
+    assert resolved(MixedPrecisionPolicy(bf16, fp32), int64, int64) == (int64, int64, int64)
+
+
+def test_dtypes_where_that_of_gradients_is_set():
     bf16, fp32 = torch.bfloat16, torch.float32
-    assert resolved(MixedPrecisionPolicy(), fp32) == (fp32, fp32)
-    assert resolved(MixedPrecisionPolicy(param_dtype=bf16), fp32) == (bf16, REDUCED_IN)
-    assert resolved(MixedPrecisionPolicy(bf16, fp32), fp32) == (bf16, fp32)
-    assert resolved(MixedPrecisionPolicy(bf16, fp32), torch.int64) == (torch.int64, torch.int64)
-    assert resolved(MixedPrecisionPolicy(bf16, bf16), fp32) == (bf16, bf16)
+    for policy, grad_dtype, dtypes in (
+        ((None, None), fp32, (bf16, fp32, fp32)),
+        ((None, bf16), fp32, (bf16, bf16, fp32)),
+        ((None, None), None, (bf16, bf16, bf16)),
+        ((None, fp32), None, (bf16, fp32, fp32)),
+        ((fp32, None), None, (fp32, fp32, fp32)),
+    ):
+        assert resolved(MixedPrecisionPolicy(*policy), bf16, grad_dtype) == dtypes
 
 
 def test_the_reduce_dtype_is_that_of_the_installed_torch(fake_group):

@@ -158,6 +158,6 @@ def test_what_an_exception_has_cut_off(phase):
     elif phase == "a forward":
         root.unit.begin_forward([nn.Linear(1, 1)])
     else:
-        root.params.append(SimpleNamespace(leaf=SimpleNamespace(grad=torch.ones(1))))
+        root.params.append(SimpleNamespace(gradients=SimpleNamespace(leaf=SimpleNamespace(grad=torch.ones(1)))))
     assert step.was_cut_off([root], begins_step=True)
     assert step.was_cut_off([root], begins_step=False) is (phase in ("a backward", "a reset"))

@@ -78,12 +78,12 @@ def test_one_attribute_tells_a_traced_read_all():
     unit.configure(reduce_grads=False)
     assert read() == (None, param.spec_text) and param.gradients.unsharded_leaf.shape == (7, 4)
     unit.configure(reduce_grads=True, all_reduce_grads=False)
-    assert read() == (None, param.spec_text) and param.gradients.partial_leaf.shape == (2, 4)
+    assert read() == (None, param.spec_text) and param.gradients.shard_leaf.shape == (2, 4)
     unit.hold(True)
     assert read() == (HELD, HELD) and param.is_held
     unit.hold(False)
     unit.configure(all_reduce_grads=True)
-    assert read() == (param.spec_text, param.spec_text) and param.gradients.partial_leaf is None
+    assert read() == (param.spec_text, param.spec_text) and param.gradients.shard_leaf is None
     unit.call(False)
     assert read() == (None, None)
 
