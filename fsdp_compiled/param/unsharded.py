@@ -72,7 +72,9 @@ class Unsharded:
         return self.param
 
     def _parameter(self, local: Tensor) -> nn.Parameter:
-        return nn.Parameter(DTensor(local, self._outer.spec, requires_grad=False) if self._outer else local, False)
+        param = nn.Parameter(DTensor(local, self._outer.spec, requires_grad=False) if self._outer else local, False)
+        param.grad_dtype = None  # a function may return fp32 gradients of bf16 parameters, to be reduced as they are
+        return param
 
     def free(self) -> None:
         """Take the memory away, and keep autograd's aliases."""

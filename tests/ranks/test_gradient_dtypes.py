@@ -195,6 +195,40 @@ def test_conversions_leave_gradients(mode):
     _assert_equal(model, {name: 2 * grad for name, grad in expected.items()})
 
 
+class _WideProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, grad.float().T @ x.float()
+
+
+@row("gradient dtypes")
+@pytest.mark.parametrize("mode", ["eager"])
+@on_ranks(2)
+def test_a_functions_fp32_gradient_is_not_rounded(mode):
+    class Wide(nn.Linear):
+        def forward(self, x):
+            return _WideProduct.apply(x, self.weight)
+
+    model, batches = Wide(10, 7, bias=False).to(BF16), _batches(2)
+    model.weight.grad_dtype = FP32
+    weight = model.weight.detach().clone()
+    fully_shard(model)
+    expected = torch.zeros_like(weight, dtype=FP32)
+    for step, batch in enumerate(batches):
+        model.set_requires_gradient_sync(step > 0)
+        _backward(lambda x: model(x).float().square().sum(), batch)
+        for x in batch:
+            grad = 2 * (x @ weight.T).float()
+            expected += grad.to(BF16).float().T @ x.float() / len(batch)
+    torch.testing.assert_close(model.weight.grad.full_tensor(), expected, rtol=1e-6, atol=1e-6)
+
+
 @row("gradient dtypes")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)

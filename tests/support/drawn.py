@@ -52,6 +52,7 @@ class Case:
     root: Node = Node()
     policy: str = "none"
     output_dtype: str = ""
+    wide: str = ""  # which gradients are fp64: those of "all" parameters, or of one of the maps
     replicas: bool = False  # ranks hold replicas, not shards
     on_shards: bool = False  # the optimizer steps on plain local shards
     last_dim: bool = False  # shard the last dimension of what it divides
@@ -123,6 +124,7 @@ CASES = st.builds(
     root=nodes(),
     policy=st.sampled_from(list(POLICIES)),
     output_dtype=st.sampled_from(["", "float32", "float64"]),
+    wide=st.sampled_from(["", "", "all", "up"]),
     replicas=st.sampled_from([False, False, True]),
     on_shards=st.booleans(),
     last_dim=st.booleans(),

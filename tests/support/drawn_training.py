@@ -86,7 +86,11 @@ class Drawn(nn.Module):
 
 def _build(case: Case, checkpoints: bool = False) -> Drawn:
     torch.manual_seed(5)
-    return Drawn(case.root, case.width, {}, checkpoints)
+    model = Drawn(case.root, case.width, {}, checkpoints)
+    for name, param in model.named_parameters():
+        if case.wide == "all" or (case.wide and case.wide in name):
+            param.grad_dtype = torch.float64
+    return model
 
 
 def _as_cast(case: Case, alone: Drawn) -> Callable[[Tensor], Tensor]:
