@@ -118,7 +118,7 @@ class Gradients:
             if self.is_differentiable and self._is_of_another_dtype and not (unsharded or self._is_partial):
                 self.shard_leaf = self.leaf
             self.is_usual = self.unsharded_leaf is None and self.shard_leaf is None
-        self.spec_text = spec.over_shards_only().encode() if self._is_partial else text
+        self.spec_text = spec.text_over_shards_only if self._is_partial else text
 
     def accumulate(self, padded: Tensor) -> None:
         """Add a reduced, padded gradient to the sharded parameter's and run the hooks that users put on it."""

@@ -236,6 +236,10 @@ class CommSpec(Text):
         return replace(self, param=replace(self.param, grad_dtype=reduction.dtype), reduction=reduction)
 
     @cached_property
+    def text_over_shards_only(self) -> str:
+        return self.over_shards_only().encode()
+
+    @cached_property
     def after_forward(self) -> CommSpec:
         """The spec by which backward all-gathers over the smaller group what forward left there."""
         all_gather = replace(self.all_gather, group=self.post_forward, comm="", device="")
