@@ -106,7 +106,8 @@ def checked_placements(
             ranks = f"the {info.shard_world} ranks that it is sharded over"
             raise unexpected(name, f"reshard_after_forward to be a divisor of {ranks}", reshard)
         policy = default.mp_policy.for_param(name, param)
-        placements.append(replace(default, mesh_info=info, dim=dim, mp_policy=policy, device=info.device))
+        own = default.following(param)
+        placements.append(replace(own, mesh_info=info, dim=dim, mp_policy=policy, device=info.device))
     for name, taken, _ in found.shared:
         _check_shared(name, taken, default)
     return placements

@@ -95,17 +95,20 @@ class Gradients:
         self.shard_leaf: nn.Parameter | None = None
         # The leaf that takes complete gradients: autograd would cast those of ``leaf`` to its own dtype.
         self.leaf, self._is_of_another_dtype = leaf, dtypes.gradient != leaf.dtype
+        self.is_differentiable = leaf.requires_grad
         if self._is_of_another_dtype:
-            memoryless = without_memory(storage.layout.shard_shape, dtypes.gradient, leaf.device)
-            self.leaf = nn.Parameter(memoryless, leaf.requires_grad)
+            self.leaf = AccumulatedGrad(storage.layout.shard_shape, dtypes.gradient, unit).prepare(leaf.device)
+        elif self.is_differentiable:
+            tell_unit(leaf, unit)
         self._config: UnitConfig | None = None  # that they follow
         self._name = ""  # full name
         self._is_partial = False  # whether graphs reduce gradients over the shards only
         self.spec_text = ""  # by which they do
-        self.is_usual = True  # whether graphs reduce them completely, into the parameter's leaf
-        self.is_differentiable = leaf.requires_grad
-        if self.is_differentiable:
-            tell_unit(self.leaf, unit)
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether graphs reduce them completely, into the leaf by which they read the parameter."""
+        return self.unsharded_leaf is None and self.shard_leaf is None
 
     def follow(self, spec: CommSpec, text: str, config: UnitConfig) -> None:
         """Make the leaves that ``config`` asks for; ``text`` is that of ``spec``."""
@@ -113,11 +116,9 @@ class Gradients:
             self._name, self._config = spec.param.name, config
             unsharded = self.is_differentiable and not config.reduce_grads
             self._is_partial = self.is_differentiable and config.reduce_grads and not config.all_reduce_grads
+            own = self.leaf if self._is_of_another_dtype and not unsharded else None
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
-            self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else None
-            if self.is_differentiable and self._is_of_another_dtype and not (unsharded or self._is_partial):
-                self.shard_leaf = self.leaf
-            self.is_usual = self.unsharded_leaf is None and self.shard_leaf is None
+            self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else own
         self.spec_text = spec.text_over_shards_only if self._is_partial else text
 
     def accumulate(self, padded: Tensor) -> None:

@@ -41,8 +41,7 @@ class FSDPParam:
     def __init__(
         self, places: Sequence[Place], placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
     ) -> None:
-        self.places, self.unit, self.name = tuple(places), unit, name
-        self.placement = placement = placement.following(first)
+        self.places, self.placement, self.unit, self.name = tuple(places), placement, unit, name
         mesh_info, unsharded = placement.mesh_info, local_of(first.detach())
         self.original = TakenOriginal(first, self)
         self.users = [unit]  # every unit that has modules which share it

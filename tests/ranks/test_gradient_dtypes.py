@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 
 import pytest
@@ -69,6 +70,12 @@ def _assert_equal(model: nn.Module, expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(grad, expected[name], rtol=1e-6, atol=1e-8, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def _assert_backward_leaves_means(model: nn.Module, call: Callable[..., Tensor], batches: Tensor) -> None:
+    for batch in batches:
+        _backward(call, batch)
+    _assert_equal(model, _means(batches))
+
+
 @row("gradient dtypes")
 @each_with_regions
 @on_ranks(2)
@@ -81,9 +88,7 @@ def test_fp32_gradients_of_bf16_parameters(mode):
         _assert_equal(model, expected)
         assert any(not torch.equal(each, each.to(BF16).float()) for each in expected.values())
         model.zero_grad()
-    _backward(call, batches[0])
-    _backward(call, batches[1])
-    _assert_equal(model, _means(batches))
+    _assert_backward_leaves_means(model, call, batches)
 
 
 @row("gradient dtypes")
@@ -104,10 +109,9 @@ def test_accumulation_over_replicas(mode):
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_shards_on_the_host(mode):
-    model, batches = _model(), _batches(1)
+    model = _model()
     call = shard(model, mode, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    _backward(call, batches[0])
-    _assert_equal(model, _means(batches))
+    _assert_backward_leaves_means(model, call, _batches(1))
 
 
 @row("gradient dtypes")
@@ -156,25 +160,24 @@ def test_some_parameters_of_a_unit(mode):
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_set_after_sharding(mode):
-    model, batches = Layers().to(BF16), _batches(1)
+    model = Layers().to(BF16)
     call = shard(model, mode)
     for param in model.parameters():
         param.grad_dtype = FP32
-    _backward(call, batches[0])
-    _assert_equal(model, _means(batches))
+    _assert_backward_leaves_means(model, call, _batches(1))
 
 
 @row("gradient dtypes")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_copies_and_loaded_parameters_inherit_it(mode):
-    model, batches = _model(), _batches(1)
+    model = _model()
     shard(model, "eager")
     copied = deepcopy(model)
     model.load_state_dict(copied.state_dict(), assign=True)
     for each in (model, copied):
-        _backward(torch.compile(each, backend="aot_eager", fullgraph=True) if mode == "full" else each, batches[0])
-        _assert_equal(each, _means(batches))
+        call = torch.compile(each, backend="aot_eager", fullgraph=True) if mode == "full" else each
+        _assert_backward_leaves_means(each, call, _batches(1))
 
 
 @row("gradient dtypes")
