@@ -80,16 +80,24 @@ class OuterParallelism:
 
     spec: DTensorSpec  # of the original parameter
     dp_dims: frozenset[int] = frozenset()  # data-parallel dimensions of its mesh; they do not redistribute gradients
+    reduction: torch.dtype = torch.float32  # in which gradients are reduced; over the other dimensions, or wider
     _wrap_opaquely: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
+    _reduce_opaquely: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
+        # Functions of this object's own: Dynamo hands such a function nothing but tensors and constants.
         if self.dp_dims and not _TAKES_GRAD_PLACEMENTS:
 
             def wrap_opaquely(local: Tensor) -> DTensor:
                 return _WrapLocal.apply(local, self)
 
-            # A function of this object's own: Dynamo hands such a function nothing but tensors and constants.
             object.__setattr__(self, "_wrap_opaquely", torch.compiler.allow_in_graph(wrap_opaquely))
+        elif any(self.spec.placements[dim].is_replicate() for dim in set(range(self.spec.mesh.ndim)) - self.dp_dims):
+
+            def reduce_opaquely(param: Tensor) -> DTensor:
+                return _ReduceGradient.apply(param, self)
+
+            object.__setattr__(self, "_reduce_opaquely", torch.compiler.allow_in_graph(reduce_opaquely))
 
     def wrap(self, local: Tensor) -> DTensor:
         """Return the unsharded parameter, differentiable, from its local tensor; Dynamo traces this."""
@@ -100,20 +108,39 @@ class OuterParallelism:
         if self.dp_dims:  # each data-parallel rank computes a gradient from its own data
             partial = [Partial() if dim in self.dp_dims else want for dim, want in enumerate(spec.placements)]
             options["grad_placements"] = partial
-        return DTensor.from_local(local, spec.mesh, spec.placements, **options)
+        param = DTensor.from_local(local, spec.mesh, spec.placements, **options)
+        return param if self._reduce_opaquely is None else self._reduce_opaquely(param)
 
-    def local_grad(self, grad: Tensor) -> Tensor:
-        """Return the local gradient with the parameter's placements, except over data-parallel dimensions."""
-        if not isinstance(grad, DTensor):
-            return grad
+    def reduced(self, grad: DTensor) -> DTensor:
+        """Return the gradient with the parameter's placements, except over data-parallel dimensions."""
         wanted = tuple(
             got if dim in self.dp_dims else want
             for dim, (got, want) in enumerate(zip(grad.placements, self.spec.placements, strict=True))
         )
-        if wanted != grad.placements:
-            grad = grad.redistribute(placements=wanted)
-        local = grad.to_local()
+        if wanted == grad.placements:
+            return grad
+        summand: Any = grad.to(torch.promote_types(grad.dtype, self.reduction))
+        return summand.redistribute(placements=wanted)
+
+    def local_grad(self, grad: Tensor) -> Tensor:
+        """Return the local part of :meth:`reduced`."""
+        if not isinstance(grad, DTensor):
+            return grad
+        local = self.reduced(grad).to_local()
         return local.wait() if hasattr(local, "wait") else local
+
+
+class _ReduceGradient(torch.autograd.Function):
+    """Nothing in forward; in backward :meth:`OuterParallelism.reduced`: autograd's own is in the gradient's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, outer: OuterParallelism) -> Tensor:
+        ctx.outer = outer
+        return param.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
+        return ctx.outer.reduced(grad).to(grad.dtype), None
 
 
 class _WrapLocal(torch.autograd.Function):

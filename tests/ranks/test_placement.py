@@ -10,7 +10,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_compiled import CPUOffloadPolicy, DataParallelMeshDims, HSDPMeshInfo, ShardPlacementResult, fully_shard
+from fsdp_compiled import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    HSDPMeshInfo,
+    MixedPrecisionPolicy,
+    ShardPlacementResult,
+    fully_shard,
+)
 from fsdp_compiled.hooks.state import states_below
 from fsdp_compiled.param.placement import ShardedState
 from fsdp_compiled.passes.graph import nodes
@@ -208,6 +215,42 @@ def test_on_top_of_tensor_parallelism(mode, hybrid):
             torch.optim.SGD(each.parameters(), lr=0.1).step()
             each.zero_grad()
     assert_close(full_params(model), full_params(alone))
+
+
+class Scale(nn.Module):
+    """A weight that is the same on every tensor-parallel rank, for rows of which each has its own."""
+
+    def __init__(self, mesh) -> None:
+        super().__init__()
+        self.mesh, self.weight = mesh, nn.Parameter(distribute_tensor(torch.ones(8), mesh, [Replicate()]))
+
+    def forward(self, x):
+        return (DTensor.from_local(x, self.mesh, [Shard(0)], run_check=False) * self.weight).to_local()
+
+
+class Scales(nn.Module):
+    def __init__(self, mesh) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scale(mesh), Scale(mesh)])
+
+    def forward(self, x):
+        return self.blocks[0](x) + self.blocks[1](x)
+
+
+@row("tensor parallel", "mixed precision")
+@each_with_regions
+@on_ranks(4)
+def test_tensor_parallel_ranks_sum_gradients_in_the_dtype_of_the_reduction(mode):
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    model = Scales(mesh["tp"])
+    call = shard(model, mode, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    rows = torch.full((1, 8), 1 / 512)  # added to 1 one after the other, bf16 loses them
+    rows[0, dist.get_rank() :: 4] = 1
+    call(rows).float().sum().backward()
+    summed = torch.tensor(1 + 3 / 512)
+    in_graph = mode in ("full", "regions")  # where autograd rounds it to the dtype of the parameter
+    for grad in full_grads(model).values():
+        assert grad.eq(summed.bfloat16() if in_graph else summed).all(), grad
 
 
 @row("meshes")
