@@ -17,6 +17,7 @@ from .hooks.copying import copied_units
 from .hooks.root import GradientReductionHandle
 from .hooks.state import FSDPState, states_below
 from .hooks.step import is_in_backward
+from .policy import RESET_DROPS_GRADIENTS
 from .regions.block import COMPILED_IN_PLACE
 from .regions.choose import set_default_regions
 from .tracing.dynamo import with_code_of_its_own
@@ -269,11 +270,16 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def reset_iter_state(self) -> None:
         """Return to the state between two steps after an exception in forward or backward.
 
-        Gradients in reduction and those accumulated without sync are dropped; ``.grad`` is left alone. An exception
-        that leaves the uncompiled model's forward, or an uncompiled backward, does the same by itself, but for
-        gradients accumulated without sync, which it keeps. Call it on the outermost unit.
+        Gradients in reduction and those accumulated without sync are dropped, and so is ``.grad``, as by the
+        installed torch's FSDP2, since 2.15: a backward cut off has left it to some parameters only. An exception that
+        leaves the uncompiled model's forward, or an uncompiled backward, does the same by itself, but keeps ``.grad``
+        and what was accumulated without sync. Call it on the outermost unit.
         """
         _outermost("reset_iter_state", self).reset_iteration(drop_accumulated=True)
+        if RESET_DROPS_GRADIENTS:
+            for state in states_below([self]):  # type: ignore[list-item]
+                for param in state.params:
+                    param.sharded_param.grad = None
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Leave the end of gradient reduction to :meth:`finalize_backward` (True) rather than to each backward.

@@ -88,8 +88,9 @@ class CPUOffloadPolicy(OffloadPolicy):
         expect_bool("CPUOffloadPolicy.pin_memory", self.pin_memory)
 
 
-# *Source:* "versionchanged:: 2.15" of torch.distributed.fsdp.MixedPrecisionPolicy.
-_REDUCES_IN_ORIGINAL_DTYPE = TorchVersion(torch.__version__) >= "2.15"
+# What the installed torch's FSDP2 does. *Source:* "versionchanged:: 2.15" of MixedPrecisionPolicy, and FSDPModule's
+# reset_iter_state of 2.15, after which an accumulation of gradients is to begin anew.
+_REDUCES_IN_ORIGINAL_DTYPE = RESET_DROPS_GRADIENTS = TorchVersion(torch.__version__) >= "2.15"
 
 
 class Dtypes(NamedTuple):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..collectives import profiler
+from ..sharding.local_types import keeps_types, unchecked
 from .forward import EagerHooks, map_tensors, tensors_in
 
 P = ParamSpec("P")
@@ -25,11 +26,11 @@ def in_functorch() -> bool:
 
 
 def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function``, which moves and frees parameters' memory, see plain tensors under ``torch.func``."""
+    """Let ``function``, which moves and frees parameters' memory, see tensors without transforms and types."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch._C._DisableFuncTorch() if in_functorch() else nullcontext():
+        with torch._C._DisableFuncTorch() if in_functorch() else nullcontext(), unchecked():
             return function(*args, **kwargs)
 
     return run
@@ -84,6 +85,7 @@ def _wrapped(function: type[_Identity], owner: EagerHooks, value: Any) -> Any:
     watched = [tensor for tensor in tensors_in(value) if _is_watched(tensor)]
     if not watched:
         return value
+    keeps_types(function)
     outputs = iter(function.apply(owner, *watched))
     return map_tensors(lambda tensor: next(outputs) if _is_watched(tensor) else tensor, value)
 

@@ -18,6 +18,7 @@ from ..expect import expect, unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..regions.choose import with_regions
+from ..sharding.local_types import unchecked
 from ..torch_fsdp.state_names import TorchNames
 from ..tracing.dynamo import renew_compiled
 from ..tracing.root_call import TracedCall
@@ -285,7 +286,7 @@ class FSDPState(TorchNames):
     def reset(self, drop_accumulated: bool) -> None:
         """Forget what an interrupted step left."""
         for param in self.params:
-            param.unsharded.take_grad()
+            param.unsharded.drop_grad()
             param.gradients.leaf.grad = None
             if drop_accumulated:
                 param.gradients.unsharded.take()
@@ -371,7 +372,8 @@ class FSDPState(TorchNames):
     def reset_iteration(self, drop_accumulated: bool) -> None:
         """Return all units to the state between two steps, after an exception in forward or backward."""
         if self._context is not None:
-            self._context.reset(drop_accumulated)
+            with unchecked():
+                self._context.reset(drop_accumulated)
 
     def adopt_replacements(self) -> None:
         """Follow what the user has put in place of parameters; RuntimeError if a compiled forward had others."""

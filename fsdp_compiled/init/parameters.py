@@ -18,6 +18,7 @@ from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement, Place, TakenOriginal
 from ..sharding.dtensor import local_of
 from ..sharding.layout import ShardLayout
+from ..sharding.local_types import local_types
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
 from ..torch_fsdp.registry import own_record
 from ..tracing.sharded_module import is_managed
@@ -144,10 +145,12 @@ def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:
 def _check_dtensor(name: str, param: Tensor, info: DataParallelMeshInfo) -> None:
     """Raise ValueError unless ``param``, a DTensor or not, fits the data-parallel mesh."""
     if not isinstance(param, DTensor):
+        if local_types(name, param, info) is not None:
+            return
         if info.spmd_mesh is not None and info.spmd_mesh.size() != info.mesh.size():
             left_out = f"since dp_mesh_dims leaves out some of its dimensions {info.spmd_mesh.mesh_dim_names}"
             expected = f"a DTensor on the mesh given to fully_shard, {left_out}"
-            raise unexpected(name, expected, "a plain parameter", "use distribute_module first")
+            raise unexpected(name, expected, "a plain parameter without types", "use distribute_module first")
         return
     mesh = param.device_mesh
     if mesh.device_type != info.mesh.device_type:

@@ -9,6 +9,9 @@ PyTorch's FSDP2 defines:
   or fills ``out``, which it returned before; rows that pad an uneven dimension 0 are cut off afterwards. Under tensor
   parallelism all of these are this rank's part.
 
+If ``fsdp_should_release_all_gather_outputs_after_post_all_gather()`` is there, too, and returns True, uncompiled code
+frees the outputs once the second has returned; a graph frees what nothing reads in any case.
+
 A wrapper subclass that defines neither, such as torchao's quantised weights, is sharded by its own slicing. Its shard
 is given the two methods: each inner tensor travels as it is, and the unsharded weight is made of the results.
 """
@@ -24,17 +27,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ..expect import unexpected
+from ..expect import expect, unexpected
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from .placement import ParamPlacement
 
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 def is_extended(tensor: Tensor) -> bool:
     """Tell whether ``tensor``, or its class, extends the all-gather."""
-    return hasattr(tensor, PRE) or hasattr(tensor, POST)
+    return any(hasattr(tensor, method) for method in (PRE, POST, _RELEASES))
 
 
 def is_wrapper(tensor: Tensor) -> bool:
@@ -45,11 +49,14 @@ def is_wrapper(tensor: Tensor) -> bool:
 def check_extension(name: str, tensor: Tensor, after_forward: int) -> None:
     """Raise ValueError unless ``tensor`` has both methods or none, and the first takes 1 or 5 arguments.
 
-    NotImplementedError if it has them and is to stay sharded over a group of ``after_forward`` ranks, more than 1.
+    TypeError if the third returns no bool. NotImplementedError if it has them and is to stay sharded over a group of
+    ``after_forward`` ranks, more than 1.
     """
-    found = [method for method in (PRE, POST) if hasattr(tensor, method)]
-    if len(found) == 1:
+    found = [method for method in (PRE, POST, _RELEASES) if hasattr(tensor, method)]
+    if found and found[:2] != [PRE, POST]:
         raise unexpected(name, f"{type(tensor).__name__} to define both {PRE} and {POST}", f"only {found[0]}")
+    if found[2:]:
+        expect(name, getattr(tensor, _RELEASES)(), bool, f"{type(tensor).__name__}.{_RELEASES} to return a bool")
     if found and len((got := inspect.signature(getattr(tensor, PRE))).parameters) not in (1, 5):
         either = "(mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"
         raise unexpected(name, f"{type(tensor).__name__}.{PRE} to take {either}", got)
@@ -85,6 +92,7 @@ class AllGatherExtension:
         self.name = ""  # full name
         self.input_spec_text = ""  # the spec of each input but for its shape and dtype
         self.metadata: Any = None  # of the last launch, for :meth:`join`
+        self.releases_outputs = hasattr(extended, _RELEASES) and getattr(extended, _RELEASES)()
         self._methods = getattr(extended, PRE), getattr(extended, POST)
         self._pre, self._post = map(_function, self._methods)
         arguments = (placement.mesh_info.shard_mesh, unsharded.shape, unsharded.stride(), module, policy)

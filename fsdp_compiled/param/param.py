@@ -45,7 +45,7 @@ class FSDPParam:
         mesh_info, unsharded = placement.mesh_info, local_of(first.detach())
         self.original = TakenOriginal(first, self)
         self.users = [unit]  # every unit that has modules which share it
-        self.outer = outer_parallelism(mesh_info, first)
+        self.outer = outer_parallelism(name, mesh_info, first)
         layout = ShardLayout(tuple(unsharded.shape), placement.dim, mesh_info.shard_world)
         self.state = ShardedState.SHARDED
         inner = inner_tensors(name, unsharded, layout)
@@ -53,7 +53,7 @@ class FSDPParam:
         if placement.offload is not None and padded.device.type != "meta":
             padded = placement.pinned(padded.cpu())
         local = unpadded(padded, layout, layout.length(mesh_info.shard_rank))
-        sharded = DTensor(local, sharded_spec(mesh_info, first, placement.dim), requires_grad=False)
+        sharded = DTensor(local, sharded_spec(mesh_info, first, self.outer, placement.dim), requires_grad=False)
         sharded_param = nn.Parameter(sharded, requires_grad=first.requires_grad)
         self._link(ShardStorage(sharded_param, padded, layout, inner))
         self.unit.followers.append(self)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..collectives import backend
 from ..sharding.dtensor import OuterParallelism, local_of
@@ -64,15 +63,18 @@ class Unsharded:
             self.param = self._parameter(self._extension.without_padding(made))
             self._nbytes |= {tensor: tensor.untyped_storage().nbytes() for tensor in inner}
             self._made = made
-            return self.param
-        # A subclass may keep more than memory, such as a scale, on the very object that compute reads.
-        out = self._made if type(self._made) is Tensor else local_of(self.param)
-        with backend.preserve_version(out):
-            self._extension.refill(self._views, out)
+        else:
+            # A subclass may keep more than memory, such as a scale, on the very object that compute reads.
+            out = self._made if type(self._made) is Tensor else local_of(self.param)
+            with backend.preserve_version(out):
+                self._extension.refill(self._views, out)
+        if self._extension.releases_outputs:
+            for output in self._outputs:
+                output.untyped_storage().resize_(0)
         return self.param
 
     def _parameter(self, local: Tensor) -> nn.Parameter:
-        param = nn.Parameter(DTensor(local, self._outer.spec, requires_grad=False) if self._outer else local, False)
+        param = nn.Parameter(local, requires_grad=False) if self._outer is None else self._outer.parameter(local)
         param.grad_dtype = None  # a function may return fp32 gradients of bf16 parameters, to be reduced as they are
         return param
 
@@ -92,6 +94,11 @@ class Unsharded:
     def grad(self) -> Tensor | None:
         """The gradient that eager autograd accumulated."""
         return None if self.param is None else self.param.grad
+
+    def drop_grad(self) -> None:
+        """Forget it. Unlike :meth:`take_grad` this needs no other rank."""
+        if self.param is not None:
+            self.param.grad = None
 
     def take_grad(self) -> Tensor | None:
         """Return that gradient, local and unsharded, and forget it."""

@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0; a graph holds a group's name only.
@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..expect import expect, unexpected
+from .local_types import LocalTypes, local_types
 from .mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
 _WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this process
@@ -76,10 +77,14 @@ def local_part(tensor: DTensor) -> tuple[slice, ...]:
 
 @dataclass(frozen=True)
 class OuterParallelism:
-    """What an unsharded parameter is where other mesh dimensions shard it too: a DTensor over them."""
+    """What an unsharded parameter is where other mesh dimensions shard it too: a DTensor over them.
+
+    If the original was a plain tensor with types, it is the local part of that DTensor.
+    """
 
     spec: DTensorSpec  # of the original parameter
     dp_dims: frozenset[int] = frozenset()  # data-parallel dimensions of its mesh; they do not redistribute gradients
+    types: LocalTypes | None = None  # of a plain parameter
     reduction: torch.dtype = torch.float32  # in which gradients are reduced; over the other dimensions, or wider
     _wrap_opaquely: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
     _reduce_opaquely: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
@@ -92,15 +97,31 @@ class OuterParallelism:
                 return _WrapLocal.apply(local, self)
 
             object.__setattr__(self, "_wrap_opaquely", torch.compiler.allow_in_graph(wrap_opaquely))
-        elif any(self.spec.placements[dim].is_replicate() for dim in set(range(self.spec.mesh.ndim)) - self.dp_dims):
+        elif any(self._may_be_partial(dim) for dim in range(self.spec.mesh.ndim)):
 
             def reduce_opaquely(param: Tensor) -> DTensor:
                 return _ReduceGradient.apply(param, self)
 
             object.__setattr__(self, "_reduce_opaquely", torch.compiler.allow_in_graph(reduce_opaquely))
 
-    def wrap(self, local: Tensor) -> DTensor:
+    def _may_be_partial(self, dim: int) -> bool:
+        """Tell whether gradients may have to be summed over a mesh dimension; not over data-parallel ones."""
+        if dim in self.dp_dims:
+            return False
+        if self.types is not None:
+            return self.types.grad_placements[dim].is_partial()
+        return self.spec.placements[dim].is_replicate()
+
+    def wrap(self, local: Tensor) -> Tensor:
         """Return the unsharded parameter, differentiable, from its local tensor; Dynamo traces this."""
+        if self.types is None:
+            return self.dtensor(local)
+        if self._wrap_opaquely is None and self._reduce_opaquely is None:
+            return local
+        return self.dtensor(local).to_local(grad_placements=self.types.grad_placements)
+
+    def dtensor(self, local: Tensor) -> DTensor:
+        """Return the DTensor of which ``local`` is this rank's part, differentiable."""
         if self._wrap_opaquely is not None:
             return self._wrap_opaquely(local)
         spec = self.spec
@@ -122,10 +143,20 @@ class OuterParallelism:
         summand: Any = grad.to(torch.promote_types(grad.dtype, self.reduction))
         return summand.redistribute(placements=wanted)
 
+    def parameter(self, local: Tensor) -> nn.Parameter:
+        """Return the unsharded parameter of eager mode from its local tensor."""
+        if self.types is None:
+            return nn.Parameter(DTensor(local, self.spec, requires_grad=False), requires_grad=False)
+        param = nn.Parameter(local, requires_grad=False)
+        self.types.annotate(param)
+        return param
+
     def local_grad(self, grad: Tensor) -> Tensor:
         """Return the local part of :meth:`reduced`."""
         if not isinstance(grad, DTensor):
-            return grad
+            if self.types is None:
+                return grad
+            grad = DTensor(grad, replace(self.spec, placements=self.types.grad_placements), requires_grad=False)
         local = self.reduced(grad).to_local()
         return local.wait() if hasattr(local, "wait") else local
 
@@ -159,17 +190,23 @@ class _WrapLocal(torch.autograd.Function):
         return ctx.outer.local_grad(grad), None
 
 
-def outer_parallelism(info: DataParallelMeshInfo, param: Tensor) -> OuterParallelism | None:
-    """Return what ``param`` is beyond data parallelism; None for a plain tensor."""
-    return OuterParallelism(param._spec, frozenset(info.dp_dims)) if isinstance(param, DTensor) else None
-
-
-def sharded_spec(info: DataParallelMeshInfo, param: Tensor, dim: int) -> DTensorSpec:
-    """Return the spec of the sharded parameter made from original ``param`` by sharding dimension ``dim``."""
+def outer_parallelism(name: str, info: DataParallelMeshInfo, param: Tensor) -> OuterParallelism | None:
+    """Return what ``param`` is beyond data parallelism; None for a plain tensor without types."""
+    types = None
     if not isinstance(param, DTensor):
+        types = local_types(name, param, info)
+        if types is None or info.spmd_mesh is None:
+            return None
+        param = DTensor.from_local(param.detach(), info.spmd_mesh, types.placements, run_check=False)
+    return OuterParallelism(param._spec, frozenset(info.dp_dims), types)
+
+
+def sharded_spec(info: DataParallelMeshInfo, param: Tensor, outer: OuterParallelism | None, dim: int) -> DTensorSpec:
+    """Return the spec of the sharded parameter made from original ``param`` by sharding dimension ``dim``."""
+    if outer is None:
         meta = TensorMeta(param.shape, torch.empty(param.shape, device="meta").stride(), param.dtype)
         return DTensorSpec(info.mesh, info.placements(Shard(dim)), tensor_meta=meta)
-    spec = param._spec
+    spec = outer.spec
     meta = TensorMeta(spec.shape, spec.stride, param.dtype)
     if info.dp_mesh_dims is None:
         mesh = DeviceMesh._concatenate([info.mesh, spec.mesh])

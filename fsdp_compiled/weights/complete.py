@@ -222,7 +222,7 @@ class _Stream:
             for (key, param), layout, padded in zip(members, bucket.layouts, pending.wait(), strict=True):
                 tensor, outer = padded.narrow(layout.dim, 0, layout.shape[layout.dim]), param.outer
                 if outer is not None and not self._knows(outer.spec.mesh, outer.spec.placements):
-                    tensor = outer.wrap(tensor).full_tensor()
+                    tensor = outer.dtensor(tensor).full_tensor()
                 complete[key, bucket.spec.dtype] = tensor
         for item in launched.round.items:
             for source in item.sources:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
@@ -97,12 +98,17 @@ def test_an_exception_in_backward_leaves_nothing_behind(ask):
     def fail(grad):
         raise ValueError("stop")
 
+    if ask:
+        square_loss(model, my_part(batches(1, 8, 10)[0])).backward()
     hook = model.blocks[0].register_forward_hook(lambda m, args, out: out.register_hook(fail) and None)
     with pytest.raises(ValueError, match="stop"):
         square_loss(model, my_part(batches(1, 8, 10)[0])).backward()
     hook.remove()
     if ask:
         model.reset_iter_state()
+        drops = TorchVersion(torch.__version__) >= "2.15"  # as its FSDP2 does
+        assert {param.grad is None for param in model.parameters()} == {drops}
         with pytest.raises(RuntimeError, match=r"reset_iter_state: expected the outermost unit, got MLP.*blocks\.0"):
             model.blocks[0].reset_iter_state()
+        model.zero_grad()
     _same_step(model, model, alone)

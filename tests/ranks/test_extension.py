@@ -104,6 +104,28 @@ def test_a_quantised_all_gather(mode, wire):
             assert wire in dtypes and len(dtypes) == 2
 
 
+@row("tensor-subclass extensions", mode="eager")
+@on_ranks(2)
+def test_an_extension_may_release_what_was_all_gathered():
+    alone, model = Net(False, torch.int8), Net(True, torch.int8)
+    with pytest.MonkeyPatch.context() as patch:
+        release = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
+        patch.setattr(QuantisedGathered, release, lambda weight: "yes", raising=False)
+        with pytest.raises(TypeError, match=rf"weight: expected QuantisedGathered\.{release} to return a bool, got"):
+            fully_shard(model.blocks[0])
+        patch.setattr(QuantisedGathered, release, lambda weight: True)
+        seen = []
+        for block in model.blocks:
+            fully_shard(block)
+            outputs = block._fsdp_params["weight"].unsharded
+            block.register_forward_hook(
+                lambda *_, held=outputs: seen.extend(output.untyped_storage().nbytes() for output in held._outputs)
+            )
+        fully_shard(model)
+        _assert_trains_like(alone, model, model)
+        assert seen and not any(seen)
+
+
 @row("tensor-subclass extensions")
 @each_mode
 @on_ranks(2)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_compiled import fully_shard
 from fsdp_compiled.hooks.state import FSDPState, states_below
@@ -84,6 +87,19 @@ def test_an_exception_leaves_all_units_between_two_steps(where):
     handle.remove()
     model(torch.ones(2, 4)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+def test_a_reset_sums_nothing_over_tensor_parallel_ranks():
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "tp"))
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh["tp"], [Replicate()]))
+    fully_shard(model, mesh=mesh["dp"])
+    model(DTensor.from_local(torch.ones(2, 4), mesh["tp"], [Shard(0)]))
+    unsharded = model.weight
+    unsharded.grad = DTensor.from_local(torch.ones(4, 4), mesh["tp"], [Partial()])
+    with CommDebugMode() as communication:
+        model.reset_iter_state()
+    assert communication.get_total_counts() == 0 and unsharded.grad is None
 
 
 def test_a_list_unit_ends_its_forward_with_its_last_module():
