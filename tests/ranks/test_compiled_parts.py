@@ -52,7 +52,8 @@ def test_compiled_blocks(how, when, outer):
         _compile_blocks(model, how)
     call = torch.compile(model, fullgraph=True) if outer == "compiled" else model
     data = batches(3, 8, 10)
-    want = train(alone, alone, data, square_loss, sharded=False)
-    torch.testing.assert_close(train(model, call, data, square_loss), want)
+    want = torch.tensor(train(alone, alone, data, square_loss, sharded=False))
+    # not the floats, which would have to be equal to the last bit of fp32: Inductor rounds elsewhere
+    torch.testing.assert_close(torch.tensor(train(model, call, data, square_loss)), want)
     params = {name.replace("_orig_mod.", ""): param for name, param in full_params(model).items()}
     assert_close(params, full_params(alone))
