@@ -8,7 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 from fsdp_compiled import fully_shard
 from tests.ecosystem.training import BACKEND, MODES
@@ -51,8 +56,12 @@ def _alone(data):
     }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda kind: kind.__name__)
+KINDS = [(kind, mode) for kind in (Schedule1F1B, ScheduleInterleaved1F1B) for mode in MODES]
+# Not compiled: it runs a backward in two parts, which torch refuses of any compiled module.
+KINDS.append((ScheduleInterleavedZeroBubble, "eager"))
+
+
+@pytest.mark.parametrize(("kind", "mode"), KINDS, ids=lambda each: getattr(each, "__name__", each))
 @on_ranks(4)
 def test_trains_like_one_process(kind, mode):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
