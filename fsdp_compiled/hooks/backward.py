@@ -25,8 +25,8 @@ def in_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def outside_functorch(function: Callable[P, R]) -> Callable[P, R]:
-    """Let ``function``, which moves and frees parameters' memory, see tensors without transforms and types."""
+def outside_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Run ``function``, which moves and frees parameters' memory, outside of transforms and type checks."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -60,7 +60,7 @@ def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             with profiler.of(what, args[0].unit.config.name):  # type: ignore[attr-defined]
                 return method(*args, **kwargs)
 
-        return outside_functorch(run)
+        return outside_modes(run)
 
     return decorate
 

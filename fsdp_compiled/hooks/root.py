@@ -16,7 +16,7 @@ from ..expect import unexpected
 from ..param.param import FSDPParam, Registered
 from ..torch_fsdp.registry import applied
 from ..tracing.sharded_module import is_managed
-from .backward import outside_functorch, without_grad
+from .backward import outside_modes, without_grad
 from .step import Step, UnitState
 
 
@@ -103,7 +103,7 @@ class FSDPStateContext:
         """Begin the backward of a unit; the first of a backward has it end with :meth:`finish_backward`."""
         self.step.begin_backward(self.states[0], self.finish_backward)
 
-    @outside_functorch
+    @outside_modes
     def finish_backward(self) -> None:
         """Reduce the gradients that no hook has reduced, then wait for all reductions.
 

@@ -26,6 +26,7 @@ import torch
 from torch import fx
 
 from ..passes.cost.compute import (
+    SCATTERS,
     is_view,
     node_bytes,
     packet_of,
@@ -53,15 +54,6 @@ Part = Literal[
 
 _REREAD = 4  # *Source:* realize_reads_threshold of torch._inductor.config
 _COSTLY = (torch.ops.aten.exp, torch.ops.aten.sigmoid)  # *Source:* StorageBox.should_realize_on_reuse of torch 2.13.0
-_SCATTERS = (  # as the gradients of an embedding are added up
-    torch.ops.aten.index_put,
-    torch.ops.aten._unsafe_index_put,
-    torch.ops.aten._unsafe_masked_index_put_accumulate,
-    torch.ops.aten.index_add,
-    torch.ops.aten.scatter,
-    torch.ops.aten.scatter_add,
-    torch.ops.aten.scatter_reduce,
-)
 _LOOKUPS = (torch.ops.aten.embedding, torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.gather)
 
 
@@ -287,7 +279,7 @@ class GraphMemory:
     def _has_memory(self, node: fx.Node) -> bool:
         """Tell whether a result is written, by the rules above."""
         readers = list(_readers(node))
-        if is_alone(node) or packet_of(node) in _SCATTERS:
+        if is_alone(node) or packet_of(node) in SCATTERS:
             return True
         if any(reader.op == "output" or is_alone(reader) for reader in readers):
             return True

@@ -66,8 +66,9 @@ class FSDPParam:
         self.placement = self.placement.following(self.sharded_param)
         if self.placement.sets_grad_dtype and self.sharded_param.grad_dtype != self.placement.grad_dtype:
             self.sharded_param.grad_dtype = self.placement.grad_dtype
-        if self.outer is not None:
-            self.outer = replace(self.outer, reduction=self.placement.dtypes(padded.dtype).reduction)
+        reduction = self.placement.dtypes(padded.dtype).reduction
+        if self.outer is not None and self.outer.reduction != reduction:  # graphs are guarded on the object
+            self.outer = replace(self.outer, reduction=reduction)
         self.extension = self.storage.extension(self.places[0][0], self.placement)
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
         plain = padded if self.extension is None else without_memory(padded.shape, padded.dtype, padded.device)

@@ -28,6 +28,16 @@ COUNTED_AS: Mapping[Any, Any] = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
+# What writes to places that data decide, as the gradients of an embedding are added up.
+SCATTERS = (
+    torch.ops.aten.index_put,
+    torch.ops.aten._unsafe_index_put,
+    torch.ops.aten._unsafe_masked_index_put_accumulate,
+    torch.ops.aten.index_add,
+    torch.ops.aten.scatter,
+    torch.ops.aten.scatter_add,
+    torch.ops.aten.scatter_reduce,
+)
 # Higher-order operators, and where among their arguments the operator stands that they call.
 _WITH_RANDOM_STATE = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
 _UNKNOWN = 8192  # a size that depends on data. *Source:* Inductor's unbacked_symint_fallback.
