@@ -17,7 +17,6 @@ from .hooks.copying import copied_units
 from .hooks.root import GradientReductionHandle
 from .hooks.state import FSDPState, states_below
 from .hooks.step import is_in_backward
-from .policy import RESET_DROPS_GRADIENTS
 from .regions.block import COMPILED_IN_PLACE
 from .regions.choose import set_default_regions
 from .tracing.dynamo import with_code_of_its_own
@@ -276,10 +275,6 @@ class FSDPModule(torch_fsdp.FSDPModule):
         and what was accumulated without sync. Call it on the outermost unit.
         """
         _outermost("reset_iter_state", self).reset_iteration(drop_accumulated=True)
-        if RESET_DROPS_GRADIENTS:
-            for state in states_below([self]):  # type: ignore[list-item]
-                for param in state.params:
-                    param.sharded_param.grad = None
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Leave the end of gradient reduction to :meth:`finalize_backward` (True) rather than to each backward.

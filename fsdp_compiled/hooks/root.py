@@ -159,6 +159,7 @@ class FSDPStateContext:
             group.wait_on_host()
         self.step.end_reductions()
 
+    @outside_modes
     def reset(self, drop_accumulated: bool) -> None:
         """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
         self.step.begin_reset()

@@ -17,8 +17,8 @@ from ..collectives import Comm, Hook, streams
 from ..expect import expect, unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
+from ..policy import RESET_DROPS_GRADIENTS
 from ..regions.choose import with_regions
-from ..sharding.local_types import unchecked
 from ..torch_fsdp.state_names import TorchNames
 from ..tracing.dynamo import renew_compiled
 from ..tracing.root_call import TracedCall
@@ -291,6 +291,8 @@ class FSDPState(TorchNames):
             if drop_accumulated:
                 param.gradients.unsharded.take()
                 param.gradients.partial.take()
+                if RESET_DROPS_GRADIENTS:
+                    param.sharded_param.grad = None
         self.unit.reset()
         if self.unit.config.trains:
             self.reshard()
@@ -372,8 +374,7 @@ class FSDPState(TorchNames):
     def reset_iteration(self, drop_accumulated: bool) -> None:
         """Return all units to the state between two steps, after an exception in forward or backward."""
         if self._context is not None:
-            with unchecked():
-                self._context.reset(drop_accumulated)
+            self._context.reset(drop_accumulated)
 
     def adopt_replacements(self) -> None:
         """Follow what the user has put in place of parameters; RuntimeError if a compiled forward had others."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,11 @@ from ..collectives import backend
 from ..sharding.dtensor import OuterParallelism, local_of
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension
+
+
+def _free(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.untyped_storage().resize_(0)
 
 
 class Unsharded:
@@ -69,8 +74,7 @@ class Unsharded:
             with backend.preserve_version(out):
                 self._extension.refill(self._views, out)
         if self._extension.releases_outputs:
-            for output in self._outputs:
-                output.untyped_storage().resize_(0)
+            _free(self._outputs)
         return self.param
 
     def _parameter(self, local: Tensor) -> nn.Parameter:
@@ -80,8 +84,7 @@ class Unsharded:
 
     def free(self) -> None:
         """Take the memory away, and keep autograd's aliases."""
-        for tensor in self._nbytes:
-            tensor.untyped_storage().resize_(0)
+        _free(self._nbytes)
 
     def forbid_use(self) -> None:
         """Let graphs raise that have saved the parameter; its memory is freed once nothing writes to it."""

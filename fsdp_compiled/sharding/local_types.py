@@ -59,13 +59,13 @@ def local_types(name: str, param: Tensor, info: DataParallelMeshInfo) -> LocalTy
         ValueError: they do not fit the mesh, or that has no other dimensions than data-parallel ones.
     """
     spmd = _package()
-    if spmd is None or not (found := dict(spmd.get_local_type(param))):
+    if spmd is None or not (own := spmd.get_local_type(param)):
         return None
     mesh, dims = info.spmd_mesh, info.dp_mesh_dims
     if mesh is None or dims is None or mesh.mesh_dim_names is None:
         do = "call fully_shard(..., mesh=full mesh, dp_mesh_dims=DataParallelMeshDims(...))"
         raise unexpected(name, "a full mesh for a parameter with types of spmd_types", str(info.mesh), do)
-    partition = spmd.get_partition_spec(param)
+    found, partition = dict(own), spmd.get_partition_spec(param)
     for dim, axes in enumerate(partition or ()):
         of_dim = axes if isinstance(axes, tuple) else (axes,) if axes is not None else ()
         found |= {axis: spmd.S(dim) for axis in of_dim}
@@ -88,7 +88,7 @@ def local_types(name: str, param: Tensor, info: DataParallelMeshInfo) -> LocalTy
     return LocalTypes(
         tuple(map(spmd.spmd_type_to_dtensor_placement, types)),
         tuple(spmd.spmd_type_to_dtensor_placement(each.backward_type()) for each in types),
-        _annotation(name, dict(spmd.get_local_type(param)), mesh.size(), axes),
+        _annotation(name, dict(own), mesh.size(), axes),
         partition,
     )
 
