@@ -14,9 +14,10 @@ from .collectives import AllGather, ReduceScatter
 from .expect import expect, expect_bool, shown, unexpected
 from .hooks import custom_comms
 from .hooks.copying import copied_units
-from .hooks.root import GradientReductionHandle
+from .hooks.root import FSDPStateContext, GradientReductionHandle
 from .hooks.state import FSDPState, states_below
 from .hooks.step import is_in_backward
+from .hooks.unreduced import Unreduced, unreduced_gradients, zero_gradients
 from .regions.block import COMPILED_IN_PLACE
 from .regions.choose import set_default_regions
 from .tracing.dynamo import with_code_of_its_own
@@ -302,17 +303,42 @@ class FSDPModule(torch_fsdp.FSDPModule):
         context = _outermost("finalize_backward", self)._lazy_init()
         if not context.finalizes_manually:
             raise RuntimeError("finalize_backward: call set_manual_backward_finalization(True) before forward")
-        if is_in_backward():
-            raise RuntimeError("finalize_backward: expected no backward under way; call it afterwards")
-        if context.step.finalizing is not None:
-            raise RuntimeError(
-                "finalize_backward: wait for the handle of the last finalization first; if an exception came instead "
-                "of it, call reset_iter_state()"
-            )
+        _check_between_backwards("finalize_backward", context)
         handle = context.finalize()
         if not async_op:
             handle.wait()
         return handle if async_op else None
+
+    def synchronize_gradients(self) -> None:
+        """Reduce the gradients that backwards have left unreduced in this module's units and those below, if any.
+
+        They are those without sync, or over the shard group only; sync and all-reduce need not be on. It returns
+        once they are in ``.grad``. Every rank has to call it.
+
+        Raises:
+            RuntimeError: a backward is running, or the handle of a finalization was not waited for.
+        """
+        context = unit_state(self)._lazy_init()
+        _check_between_backwards("synchronize_gradients", context)
+        context.synchronize(_states(self, recurse=True))
+
+    def get_pending_gradients(self) -> dict[nn.Parameter, Unreduced]:
+        """Return the gradients below this module that are not reduced yet, by sharded parameter.
+
+        Each has two, of the dtype of the reduction: the sum of those without sync, unsharded (as the parameter is in
+        compute: a DTensor under other parallelism, else a plain tensor), and the sum of those reduced over the shard
+        group only, this rank's shard. None stands for a sum that there is not. The tensors are those that a later
+        reduction takes: a change in place counts.
+        """
+        return unreduced_gradients(self)  # type: ignore[arg-type]  # a mixin of modules
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop or zero all gradients as ``nn.Module.zero_grad`` does, also those that are not reduced yet.
+
+        An optimizer's ``zero_grad`` knows nothing of the latter.
+        """
+        super(torch_fsdp.FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+        zero_gradients(self, set_to_none)  # type: ignore[arg-type]
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept what FSDP2's users set: all-gathers here are always asynchronous operations."""
@@ -339,6 +365,16 @@ def _outermost(method: str, module: FSDPModule) -> FSDPState:
         do = f"call it on {state.outermost.unit.config.name}"
         raise unexpected(method, "the outermost unit", state.unit.config.name, do, RuntimeError)
     return state
+
+
+def _check_between_backwards(method: str, context: FSDPStateContext) -> None:
+    if is_in_backward():
+        raise RuntimeError(f"{method}: expected no backward under way; call it afterwards")
+    if context.step.finalizing is not None:
+        raise RuntimeError(
+            f"{method}: wait for the handle of the last finalization first; if an exception came instead of it, call "
+            "reset_iter_state()"
+        )
 
 
 def _states(module: FSDPModule, recurse: bool, **flags: object) -> list[FSDPState]:

@@ -172,8 +172,7 @@ class FSDPParamGroup:
         """Start reducing the gradients that backward left, or accumulate them while sync is off."""
         if not self.unit.config.reduce_grads:
             for param in self.params:
-                if (grad := param.unsharded.take_grad()) is not None:
-                    param.gradients.unsharded.add(grad)
+                accumulate_unsharded(param)
             return
         ready = {param: grad for param in self.params if (grad := self._total_gradient(param)) is not None}
         if not ready:
@@ -235,6 +234,13 @@ class FSDPParamGroup:
             shape, dtype = param.storage.layout.shape, param.spec.all_gather.dtype
             return torch.zeros(shape, dtype=dtype, device=param.placement.device)
         return accumulated
+
+
+@without_grad
+def accumulate_unsharded(param: FSDPParam) -> None:
+    """Add the gradient that backward has left, if any, to the sum of those without sync."""
+    if (grad := param.unsharded.take_grad()) is not None:
+        param.gradients.unsharded.add(grad)
 
 
 def _complete_bucket(specs: Sequence[CommSpec]) -> ReductionBucket:

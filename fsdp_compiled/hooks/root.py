@@ -58,7 +58,7 @@ class GradientReductionHandle(_TorchHandle):
             self._context = None
             where, got = "GradientReductionHandle.wait", "one that a reset has dropped"
             raise unexpected(where, "a reduction under way", got, "run the step again", RuntimeError)
-        context.finish_reductions()
+        context.finish_reductions(context.states)
         context.step.end_finalizing()
         self._context = None
 
@@ -113,9 +113,9 @@ class FSDPStateContext:
         self._accumulate_compiled()
         if not self.step.is_checked:
             self.states[0].check_parameters()
-        self._start_reductions()
+        self._start_reductions(self.states)
         if self._ends_with_backward:
-            self.finish_reductions()
+            self.finish_reductions(self.states)
         else:
             for group in (group for state in self.states for group in state.groups):
                 group.wait_on_host()
@@ -132,7 +132,7 @@ class FSDPStateContext:
 
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""
-        self._start_reductions()
+        self._start_reductions(self.states)
         for state in self.states:
             if state.unit.config.reshard_after_backward:  # which pipelining sets between the last backward and this
                 state.reshard()
@@ -140,17 +140,30 @@ class FSDPStateContext:
         self.step.begin_finalizing(handle)
         return handle
 
-    def _start_reductions(self) -> None:
-        for state in reversed(self.states):
+    @outside_modes
+    def synchronize(self, states: Sequence[UnitState]) -> None:
+        """Reduce what backwards have left unreduced in ``states``, whatever their settings of sync and all-reduce."""
+        settings = [(state, state.unit.config.reduce_grads, state.unit.config.all_reduce_grads) for state in states]
+        try:
+            for state in states:
+                state.unit.configure(reduce_grads=True, all_reduce_grads=True)
+            self._start_reductions(states)
+            self.finish_reductions(states)
+        finally:
+            for state, reduce_grads, all_reduce_grads in settings:
+                state.unit.configure(reduce_grads=reduce_grads, all_reduce_grads=all_reduce_grads)
+
+    def _start_reductions(self, states: Sequence[UnitState]) -> None:
+        for state in reversed(states):
             if state.unit.is_recomputing:
                 state.post_backward()
             elif state.has_gradients:
                 self.comm.start_reduce(state)
 
-    def finish_reductions(self) -> None:
-        """Wait for all reductions and accumulate the gradients."""
+    def finish_reductions(self, states: Sequence[UnitState]) -> None:
+        """Wait for all reductions and accumulate the gradients; those over replicas alone are of ``states``."""
         self.comm.finish_reduce()
-        groups = [group for state in self.states for group in state.groups]
+        groups = [group for state in states for group in state.groups]
         for group in groups:
             group.launch_replica_reduce()
         for group in groups:

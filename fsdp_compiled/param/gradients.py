@@ -145,6 +145,20 @@ class Gradients:
             shape = self._storage.layout.shard_shape
             self.accumulate(torch.zeros(shape, dtype=self.leaf.dtype, device=self.leaf.device))
 
+    @property
+    def unreduced(self) -> tuple[Tensor | None, Tensor | None]:
+        """The sums of gradients not reduced yet: unsharded, and reduced over the shards only."""
+        return self.unsharded.grad, self.partial.grad
+
+    def zero(self, set_to_none: bool) -> None:
+        """Forget the sharded parameter's gradient and those sums, or fill them with zeros."""
+        for holder in (self._sharded, self.unsharded.leaf, self.partial.leaf):
+            if holder is not None and holder.grad is not None:
+                if set_to_none:
+                    holder.grad = None
+                else:
+                    holder.grad.detach().zero_()
+
     def take_unreduced(self, earlier: Gradients) -> None:
         """Take the sums of the parameter's earlier gradients, which lose them."""
         for accumulated, sums in ((self.unsharded, earlier.unsharded), (self.partial, earlier.partial)):

@@ -151,6 +151,13 @@ class OuterParallelism:
         self.types.annotate(param)
         return param
 
+    def unreduced(self, grad: Tensor) -> Tensor:
+        """Return an unsharded gradient that data-parallel ranks have not summed; ``grad`` is its local part."""
+        if self.types is not None:
+            return grad
+        placements = [Partial() if dim in self.dp_dims else each for dim, each in enumerate(self.spec.placements)]
+        return DTensor(grad, replace(self.spec, placements=tuple(placements)), requires_grad=False)
+
     def local_grad(self, grad: Tensor) -> Tensor:
         """Return the local part of :meth:`reduced`."""
         if not isinstance(grad, DTensor):

@@ -71,7 +71,8 @@ ROWS = (
     Row(
         "accumulation",
         "`set_requires_gradient_sync`, `set_requires_all_reduce`, `set_is_last_backward`; unsharded accumulation in "
-        "`reduce_dtype`; accumulation with a reduce each micro-step",
+        "`reduce_dtype`; accumulation with a reduce each micro-step; `get_pending_gradients`, "
+        "`synchronize_gradients`, `zero_grad` of what is not reduced yet",
         full="yes; fw-fw-bw-bw order too; at most two graph variants, no recompile storm",
     ),
     Row(

@@ -1,0 +1,55 @@
+"""Gradients that backwards have left unreduced, as a user asks for them: to see, to drop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from ..param.param import FSDPParam
+from .backward import outside_modes
+from .group import accumulate_unsharded
+from .state import states_below
+from .step import is_in_backward
+
+Unreduced = tuple[Tensor | None, Tensor | None]
+
+
+def unreduced_gradients(module: nn.Module) -> dict[nn.Parameter, Unreduced]:
+    """Return the sums of each parameter below ``module`` that has any: unsharded, and reduced over shards only."""
+    found = {}
+    for param in _params_below(module):
+        if not is_in_backward():
+            accumulate_unsharded(param)
+        unsharded, partial = param.gradients.unreduced
+        if unsharded is not None and param.outer is not None:
+            unsharded = param.outer.unreduced(unsharded)
+        if unsharded is not None or partial is not None:
+            found[param.sharded_param] = (unsharded, partial)
+    return found
+
+
+def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
+    """Drop or zero all gradients of the sharded parameters below ``module``; Dynamo traces this."""
+    if not torch.compiler.is_compiling():
+        _settle(module)
+    for param in _params_below(module):
+        param.gradients.zero(set_to_none)
+
+
+@outside_modes
+def _settle(module: nn.Module) -> None:
+    """Let gradients arrive whose reduction no backward has waited for yet; forget those that no hook has taken."""
+    for param in _params_below(module):
+        param.unsharded.drop_grad()
+    for state in states_below([module]):
+        if state._context is not None:
+            state._context.comm.finish_reduce()
+        for group in state.groups:
+            group.wait_on_host()
+
+
+def _params_below(module: nn.Module) -> Iterable[FSDPParam]:
+    """Return the sharded parameters of ``module`` and the modules below, once each."""
+    return dict.fromkeys(p for each in module.modules() for p in each.__dict__.get("_fsdp_params", {}).values())
