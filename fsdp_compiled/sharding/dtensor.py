@@ -97,7 +97,7 @@ class OuterParallelism:
                 return _WrapLocal.apply(local, self)
 
             object.__setattr__(self, "_wrap_opaquely", torch.compiler.allow_in_graph(wrap_opaquely))
-        elif any(self._may_be_partial(dim) for dim in range(self.spec.mesh.ndim)):
+        elif self.dp_dims or any(self._may_be_partial(dim) for dim in range(self.spec.mesh.ndim)):
 
             def reduce_opaquely(param: Tensor) -> DTensor:
                 return _ReduceGradient.apply(param, self)
@@ -143,6 +143,17 @@ class OuterParallelism:
         summand: Any = grad.to(torch.promote_types(grad.dtype, self.reduction))
         return summand.redistribute(placements=wanted)
 
+    def of_this_rank(self, grad: DTensor) -> DTensor:
+        """Return the gradient as one of several that data-parallel ranks have from their own data.
+
+        It may call itself the same on all of them, as the inputs that it comes from do; autograd would divide it.
+        """
+        placements = tuple(Partial() if dim in self.dp_dims else each for dim, each in enumerate(grad.placements))
+        if placements == grad.placements:
+            return grad
+        options: dict[str, Any] = {"run_check": False, "shape": grad.shape, "stride": grad.stride()}
+        return DTensor.from_local(grad.to_local(), grad.device_mesh, placements, **options)
+
     def parameter(self, local: Tensor) -> nn.Parameter:
         """Return the unsharded parameter of eager mode from its local tensor."""
         if self.types is None:
@@ -169,7 +180,7 @@ class OuterParallelism:
 
 
 class _ReduceGradient(torch.autograd.Function):
-    """Nothing in forward; in backward :meth:`OuterParallelism.reduced`: autograd's own is in the gradient's dtype."""
+    """Nothing in forward; in backward what autograd does in the gradient's dtype, and with dimensions of data."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, outer: OuterParallelism) -> Tensor:
@@ -178,7 +189,7 @@ class _ReduceGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None]:
-        return ctx.outer.reduced(grad).to(grad.dtype), None
+        return ctx.outer.of_this_rank(ctx.outer.reduced(grad).to(grad.dtype)), None
 
 
 class _WrapLocal(torch.autograd.Function):

@@ -277,6 +277,46 @@ def test_named_dimensions_of_a_full_mesh(mode):
             each.zero_grad()
 
 
+class _Same(nn.Module):
+    """Tensor parallelism by parameters on a full mesh, whose ranks all have the same rows."""
+
+    def __init__(self, mesh=None) -> None:
+        super().__init__()
+        self.mesh = mesh
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 10), nn.ReLU()) for _ in range(2)
+        )
+
+    def forward(self, x):
+        same = None if self.mesh is None else [Replicate()] * self.mesh.ndim
+        x = x if same is None else DTensor.from_local(x, self.mesh, same, run_check=False)
+        for block in self.blocks:
+            x = block(x)
+        return x if same is None else x.redistribute(placements=same).to_local()
+
+
+@row("meshes")
+@each_with_regions
+@on_ranks(4)
+def test_gradients_that_are_the_same_on_all_ranks_of_a_full_mesh(mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))  # see test_on_top_of_tensor_parallelism
+    alone, model = _Same(), _Same(mesh)
+    for block in model.blocks:
+        for layer, dim in ((block[0], 0), (block[2], 1)):
+            for key, param in list(layer.named_parameters()):
+                here = Replicate() if (dim, key) == (1, "bias") else Shard(dim)
+                setattr(layer, key, nn.Parameter(distribute_tensor(param.detach(), mesh, [Replicate(), here])))
+    call = shard(model, mode, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+    for data in batches(2, 8, 10):
+        square_loss(alone, data).backward()
+        square_loss(call, data).backward()
+        assert_close(full_grads(model), full_grads(alone))
+        for each in (alone, model):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+            each.zero_grad()
+
+
 @row("CPU offload")
 @each_mode
 @on_ranks(2)
