@@ -64,8 +64,7 @@ class FSDPParam:
         self.storage, padded = storage, storage.padded
         self.sharded_param = storage.sharded  # a DTensor
         self.placement = self.placement.following(self.sharded_param)
-        if self.placement.sets_grad_dtype and self.sharded_param.grad_dtype != self.placement.grad_dtype:
-            self.sharded_param.grad_dtype = self.placement.grad_dtype
+        self.placement.give_grad_dtype(self.sharded_param)
         reduction = self.placement.dtypes(padded.dtype).reduction
         if self.outer is not None and self.outer.reduction != reduction:  # graphs are guarded on the object
             self.outer = replace(self.outer, reduction=reduction)
@@ -166,6 +165,7 @@ class FSDPParam:
             raise
         if current is self.sharded_param and same_memory(local_of(current), self.storage.local):
             self.storage.of_dtensor = current.untyped_storage()
+            self.placement.following(current).give_grad_dtype(current)
         else:
             earlier = self.gradients
             padded = self.storage.adopt_memory(current, self.placement)

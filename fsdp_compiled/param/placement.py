@@ -62,6 +62,11 @@ class ParamPlacement:
             return self
         return replace(self, sets_grad_dtype=True, grad_dtype=param.grad_dtype)
 
+    def give_grad_dtype(self, param: nn.Parameter) -> None:
+        """Set ``param.grad_dtype`` again, which every conversion unsets, also one to the same dtype."""
+        if self.sets_grad_dtype and param.grad_dtype != self.grad_dtype:
+            param.grad_dtype = self.grad_dtype
+
     def pinned(self, shard: Tensor) -> Tensor:
         """Return ``shard`` in pinned memory if the offload policy asks for it."""
         if self.offload is None or not self.offload.pin_memory or shard.device.type != "cpu" or shard.is_pinned():

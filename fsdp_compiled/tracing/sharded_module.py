@@ -81,8 +81,10 @@ class ShardedModule:
             )
         _reshard_units(self)
         with _gradients_aside(self._fsdp_params.values()):
-            super()._apply(fn, recurse)  # type: ignore[misc]
-            _relink(self)
+            try:
+                super()._apply(fn, recurse)  # type: ignore[misc]
+            finally:
+                _relink(self)  # also what an exception has left converted
         return self
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:

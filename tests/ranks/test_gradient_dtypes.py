@@ -194,6 +194,34 @@ def test_conversions_leave_gradients(mode):
     for name, grad in full_grads(model).items():
         assert torch.equal(grad, expected[name])
     model.bfloat16()
+    for same in (model.bfloat16, model.cpu, lambda: model.to("cpu", torch.bfloat16)):
+        same()
+        assert {param.grad_dtype for param in model.parameters()} == {FP32}
+    _backward(call, batches[0])
+    _assert_equal(model, {name: 2 * grad for name, grad in expected.items()})
+
+
+@row("gradient dtypes")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_a_conversion_that_fails_half_way_leaves_gradients(mode):
+    model, batches = _model(), _batches(1)
+    model.blocks[0].register_buffer("unused", torch.zeros(1))
+    call = shard(model, mode)
+    _backward(call, batches[0])
+    expected = full_grads(model)
+
+    def convert(tensor):
+        if not isinstance(tensor, nn.Parameter):
+            raise RuntimeError("no conversion of buffers")
+        return tensor.half()
+
+    with pytest.raises(RuntimeError, match="no conversion of buffers"):
+        model._apply(convert)
+    assert {param.dtype for param in model.parameters()} == {torch.float16, torch.bfloat16}
+    for name, grad in full_grads(model).items():
+        assert torch.equal(grad, expected[name])
+    model.bfloat16()
     _backward(call, batches[0])
     _assert_equal(model, {name: 2 * grad for name, grad in expected.items()})
 
