@@ -77,11 +77,19 @@ class _Registry(dict[str, RegistryItem]):
 
 
 def own_record(value: Any) -> Any:
-    """Return our record with the fields of one of PyTorch's, and anything else as it is."""
+    """Return our record with the fields of one of PyTorch's, and anything else as it is.
+
+    Raises:
+        NotImplementedError: a newer PyTorch's policy asks for what ours cannot do.
+    """
     for ours in (*_POLICIES, *_MESHES):
         # torch 2.11 has neither DataParallelMeshDims nor ShardPlacementResult.
         theirs = getattr(torch_fsdp, ours.__name__, None) or getattr(torch_common, ours.__name__, None)
         if theirs is not None and isinstance(value, theirs):
             names = [field.name for field in fields(ours) if hasattr(value, field.name)]
+            for field in fields(theirs) if ours in _POLICIES else ():
+                if field.name not in names and (got := getattr(value, field.name)) != field.default:
+                    where = f"{ours.__name__}.{field.name}"
+                    raise NotImplementedError(f"{where}: fsdp_compiled does not have this option; got {got!r}")
             return ours(**{name: own_record(getattr(value, name)) for name in names})
     return value

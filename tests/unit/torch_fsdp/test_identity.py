@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from types import FunctionType
 
 import pytest
@@ -118,6 +119,18 @@ def test_torchs_policies_become_ours(given):
     made = own_record(given)
     assert type(made) is getattr(fsdp_compiled, type(given).__name__)
     assert {name: getattr(made, name) for name in vars(given)} == vars(given)
+
+
+def test_an_option_of_a_newer_torch(monkeypatch):
+    @dataclass(frozen=True)
+    class MixedPrecisionPolicy(torch_fsdp.MixedPrecisionPolicy):
+        later: torch.dtype | None = None
+
+    monkeypatch.setattr(torch_fsdp, "MixedPrecisionPolicy", MixedPrecisionPolicy)
+    made = own_record(MixedPrecisionPolicy(torch.bfloat16))
+    assert made == fsdp_compiled.MixedPrecisionPolicy(torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="MixedPrecisionPolicy.later: .*; got torch.float32"):
+        own_record(MixedPrecisionPolicy(later=torch.float32))
 
 
 def test_torchs_records_of_meshes_become_ours(fake_group):
