@@ -130,7 +130,7 @@ def test_sums_over_the_shard_group_only(mode, drop):
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2)
 def test_changes_in_place_count(offload):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     extra = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
     model = fully_shard(nn.Linear(2, 4, bias=False), mp_policy=policy, reshard_after_forward=False, **extra)
     model.set_requires_gradient_sync(False)
