@@ -327,8 +327,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
         Each has two, of the dtype of the reduction: the sum of those without sync, unsharded (as the parameter is in
         compute: a DTensor under other parallelism, else a plain tensor), and the sum of those reduced over the shard
-        group only, this rank's shard. None stands for a sum that there is not. The tensors are those that a later
-        reduction takes: a change in place counts.
+        group only, this rank's shard. None where there is no such sum. They are the tensors that a later reduction
+        takes: a change in place counts.
         """
         return unreduced_gradients(self)  # type: ignore[arg-type]  # a mixin of modules
 

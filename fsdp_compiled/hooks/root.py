@@ -143,6 +143,7 @@ class FSDPStateContext:
     @outside_modes
     def synchronize(self, states: Sequence[UnitState]) -> None:
         """Reduce what backwards have left unreduced in ``states``, whatever their settings of sync and all-reduce."""
+        self.recover()
         settings = [(state, state.unit.config.reduce_grads, state.unit.config.all_reduce_grads) for state in states]
         try:
             for state in states:
@@ -161,7 +162,7 @@ class FSDPStateContext:
                 self.comm.start_reduce(state)
 
     def finish_reductions(self, states: Sequence[UnitState]) -> None:
-        """Wait for all reductions and accumulate the gradients; those over replicas alone are of ``states``."""
+        """Reduce over replicas what ``states`` have reduced over shards only, wait for all, accumulate gradients."""
         self.comm.finish_reduce()
         groups = [group for state in states for group in state.groups]
         for group in groups:

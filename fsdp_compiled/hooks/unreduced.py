@@ -18,6 +18,7 @@ Unreduced = tuple[Tensor | None, Tensor | None]
 
 def unreduced_gradients(module: nn.Module) -> dict[nn.Parameter, Unreduced]:
     """Return the sums of each parameter below ``module`` that has any: unsharded, and reduced over shards only."""
+    _recover(module)
     found = {}
     for param in _params_below(module):
         if not is_in_backward():
@@ -33,16 +34,24 @@ def unreduced_gradients(module: nn.Module) -> dict[nn.Parameter, Unreduced]:
 def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
     """Drop or zero all gradients of the sharded parameters below ``module``; Dynamo traces this."""
     if not torch.compiler.is_compiling():
-        _settle(module)
+        _recover(module)
+        _finish_reductions(module)
+        for param in _params_below(module):
+            param.unsharded.drop_grad()
     for param in _params_below(module):
         param.gradients.zero(set_to_none)
 
 
+def _recover(module: nn.Module) -> None:
+    """Drop what a backward has left that an exception cut off."""
+    for state in states_below([module]):
+        if state._context is not None:
+            state._context.recover()
+
+
 @outside_modes
-def _settle(module: nn.Module) -> None:
-    """Let gradients arrive whose reduction no backward has waited for yet; forget those that no hook has taken."""
-    for param in _params_below(module):
-        param.unsharded.drop_grad()
+def _finish_reductions(module: nn.Module) -> None:
+    """Let gradients arrive whose reduction no backward has waited for yet."""
     for state in states_below([module]):
         if state._context is not None:
             state._context.comm.finish_reduce()

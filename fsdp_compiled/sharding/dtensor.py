@@ -180,7 +180,10 @@ class OuterParallelism:
 
 
 class _ReduceGradient(torch.autograd.Function):
-    """Nothing in forward; in backward what autograd does in the gradient's dtype, and with dimensions of data."""
+    """The identity; its backward sums over other ranks in a dtype that autograd would not, see ``reduced``.
+
+    And it calls the gradient one of this rank's own data, see ``of_this_rank``.
+    """
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, outer: OuterParallelism) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.hooks.state import states_below
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -225,6 +226,32 @@ def test_a_reduction_under_way_does_not_outlive_zero_grad():
     square_loss(model, my_part(bad)).backward()
     model.zero_grad()
     model.set_is_last_backward(True)
+    square_loss(model, my_part(good)).backward()
+    assert_close(full_grads(model), _alone(good))
+
+
+@row("interrupts", mode="eager")
+@on_ranks(2)
+def test_what_a_failed_backward_has_left():
+    model, (kept, bad, good) = MLP(), batches(3, 8, 10)
+    shard(model, "eager")
+    model.set_requires_gradient_sync(False)
+    square_loss(model, my_part(kept)).backward()
+
+    def fail(_):
+        raise ValueError("in backward")
+
+    for act in (model.get_pending_gradients, model.synchronize_gradients, model.zero_grad):
+        output = model.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+        loss = square_loss(model, my_part(bad))
+        output.remove()
+        with pytest.raises(ValueError, match="in backward"):
+            loss.backward()
+        act()
+        assert all(param.unsharded.grad is None for each in states_below([model]) for param in each.params)
+    assert _pending(model) == {}
+    assert full_grads(model) == dict.fromkeys(_alone(kept))
+    model.set_requires_gradient_sync(True)
     square_loss(model, my_part(good)).backward()
     assert_close(full_grads(model), _alone(good))
 
