@@ -335,7 +335,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop or zero all gradients as ``nn.Module.zero_grad`` does, also those that are not reduced yet.
 
-        An optimizer's ``zero_grad`` knows nothing of the latter.
+        An optimizer's ``zero_grad`` knows nothing of the latter, nor does that of a module around this one, such as
+        the module that ``torch.compile`` returns.
         """
         super(torch_fsdp.FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
         zero_gradients(self, set_to_none)  # type: ignore[arg-type]

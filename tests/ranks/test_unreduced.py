@@ -242,13 +242,16 @@ def test_what_a_failed_backward_has_left():
         raise ValueError("in backward")
 
     for act in (model.get_pending_gradients, model.synchronize_gradients, model.zero_grad):
-        output = model.blocks[0].register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
+        half_way = model.blocks[1][1]
+        hook = half_way.register_forward_hook(lambda module, args, out: out.register_hook(fail) and None)
         loss = square_loss(model, my_part(bad))
-        output.remove()
+        hook.remove()
         with pytest.raises(ValueError, match="in backward"):
             loss.backward()
         act()
         assert all(param.unsharded.grad is None for each in states_below([model]) for param in each.params)
+        if act == model.synchronize_gradients:
+            assert_close(full_grads(model), _alone(kept))
     assert _pending(model) == {}
     assert full_grads(model) == dict.fromkeys(_alone(kept))
     model.set_requires_gradient_sync(True)
