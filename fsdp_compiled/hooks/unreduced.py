@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..param.param import FSDPParam
 from .backward import outside_modes
 from .group import accumulate_unsharded
-from .state import states_below
+from .state import FSDPState, states_below
 from .step import is_in_backward
 
 Unreduced = tuple[Tensor | None, Tensor | None]
@@ -18,7 +18,7 @@ Unreduced = tuple[Tensor | None, Tensor | None]
 
 def unreduced_gradients(module: nn.Module) -> dict[nn.Parameter, Unreduced]:
     """Return the sums of each parameter below ``module`` that has any: unsharded, and reduced over shards only."""
-    _recover(module)
+    _recovered(module)
     found = {}
     for param in _params_below(module):
         if not is_in_backward():
@@ -33,26 +33,28 @@ def unreduced_gradients(module: nn.Module) -> dict[nn.Parameter, Unreduced]:
 
 def zero_gradients(module: nn.Module, set_to_none: bool) -> None:
     """Drop or zero all gradients of the sharded parameters below ``module``; Dynamo traces this."""
+    params = _params_below(module)
     if not torch.compiler.is_compiling():
-        _recover(module)
-        _finish_reductions(module)
-        for param in _params_below(module):
+        _finish_reductions(_recovered(module))
+        for param in params:
             param.unsharded.drop_grad()
-    for param in _params_below(module):
+    for param in params:
         param.gradients.zero(set_to_none)
 
 
-def _recover(module: nn.Module) -> None:
-    """Drop what a backward has left that an exception cut off."""
-    for state in states_below([module]):
+def _recovered(module: nn.Module) -> list[FSDPState]:
+    """Return the units below ``module``, which have dropped what a backward cut off by an exception has left."""
+    states = states_below([module])
+    for state in states:
         if state._context is not None:
             state._context.recover()
+    return states
 
 
 @outside_modes
-def _finish_reductions(module: nn.Module) -> None:
+def _finish_reductions(states: Iterable[FSDPState]) -> None:
     """Let gradients arrive whose reduction no backward has waited for yet."""
-    for state in states_below([module]):
+    for state in states:
         if state._context is not None:
             state._context.comm.finish_reduce()
         for group in state.groups:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -127,8 +127,7 @@ class OuterParallelism:
         spec = self.spec
         options: dict[str, Any] = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
         if self.dp_dims:  # each data-parallel rank computes a gradient from its own data
-            partial = [Partial() if dim in self.dp_dims else want for dim, want in enumerate(spec.placements)]
-            options["grad_placements"] = partial
+            options["grad_placements"] = self._of_own_data(spec.placements)
         param = DTensor.from_local(local, spec.mesh, spec.placements, **options)
         return param if self._reduce_opaquely is None else self._reduce_opaquely(param)
 
@@ -143,12 +142,16 @@ class OuterParallelism:
         summand: Any = grad.to(torch.promote_types(grad.dtype, self.reduction))
         return summand.redistribute(placements=wanted)
 
+    def _of_own_data(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Return placements of a gradient that each data-parallel rank has from its own data."""
+        return tuple(Partial() if dim in self.dp_dims else each for dim, each in enumerate(placements))
+
     def of_this_rank(self, grad: DTensor) -> DTensor:
         """Return the gradient as one of several that data-parallel ranks have from their own data.
 
         It may call itself the same on all of them, as the inputs that it comes from do; autograd would divide it.
         """
-        placements = tuple(Partial() if dim in self.dp_dims else each for dim, each in enumerate(grad.placements))
+        placements = self._of_own_data(grad.placements)
         if placements == grad.placements:
             return grad
         options: dict[str, Any] = {"run_check": False, "shape": grad.shape, "stride": grad.stride()}
@@ -166,8 +169,8 @@ class OuterParallelism:
         """Return an unsharded gradient that data-parallel ranks have not summed; ``grad`` is its local part."""
         if self.types is not None:
             return grad
-        placements = [Partial() if dim in self.dp_dims else each for dim, each in enumerate(self.spec.placements)]
-        return DTensor(grad, replace(self.spec, placements=tuple(placements)), requires_grad=False)
+        placements = self._of_own_data(self.spec.placements)
+        return DTensor(grad, replace(self.spec, placements=placements), requires_grad=False)
 
     def local_grad(self, grad: Tensor) -> Tensor:
         """Return the local part of :meth:`reduced`."""
