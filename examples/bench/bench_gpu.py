@@ -273,8 +273,7 @@ def _step(
     with torch.device(device):
         model = Llama(config)
         tokens = torch.randint(config.vocab, (args.batch, args.seq + 1))
-    for param in model.parameters():
-        nn.init.normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)
+    _initialize(model)
     call = CONTENDERS[name](model)
 
     def step() -> None:
@@ -291,6 +290,12 @@ def _step(
     peak = torch.cuda.max_memory_allocated() / MIB if device.type == "cuda" else None
     wired = None if name == "unsharded compiled" else _wired(step, device, args.steps)
     return seconds * 1e3, host_s * 1e3, wired, peak
+
+
+def _initialize(model: nn.Module) -> None:
+    """Draw parameters; a function of its own, so that no variable holds the last of them when they are sharded."""
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)
 
 
 def _wired(step: Callable[[], None], device: torch.device, times: int) -> float:

@@ -164,7 +164,8 @@ class SymmetricAllGather(AllGather):
         if not has_streams(device):
             raise RuntimeError(f"symmetric memory: expected GPUs, got {device.type}; leave buffers to PyTorch")
         self._memory = backend.symmetric_memory()
-        self._memory.set_backend(name)
+        if self._memory.get_backend(device) != name:  # which also refuses one that a build has as its default alone
+            self._memory.set_backend(name)
         self._name = name
         self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
         self._met: set[tuple[str, int]] = set()  # groups, and the buffers in which their ranks have met

@@ -15,20 +15,27 @@ _NVLINK_USABLE = 370 / 450  # of its line rate, after protocol. *Source:* NVIDIA
 # 100 GB/s for the eight 100 Gb/s cards of an A100 node, NVIDIA/nccl issue 495.
 _CARD_USABLE, _A100_CARD_USABLE = 46 / 50, 75 / 100
 
-# Of the peak, what matrix products of the shapes of language models reach. *Source:* H100, 720 of 989 TFLOP/s
-# (SemiAnalysis, MI300X vs H100 vs H200 Benchmark Part 1); B200, 1448 to 1562 of 2250 (arXiv:2604.23466, tables III
-# and IV). A100: the best of all shapes reaches 0.859 there and 0.803 on the H100 (stas00/ml-engineering, Maximum
-# Achievable Matmul FLOPS), where those of language models have 0.73.
-_PRODUCTS = {"H100": 0.73, "A100": 0.73 * 0.859 / 0.803, "B200": 0.67}
-# Of these rates alone, what products and attention reach within steps. *Source:* fitted to all of the published steps
-# that examples/bench/published.py lists, together.
+# Of what products and attention reach alone, what is left within steps. *Source:* fitted to all of the published
+# steps that examples/bench/published.py lists, together.
 _PRODUCTS_IN_STEPS, _ATTENTION_IN_STEPS = 0.85, 0.6
+# Of the peak, what matrix products of the shapes of language models reach within steps. *Source:* H100 and H200:
+# 0.691 to 0.717 in steps of five models on an H200 at its limit of 700 W, torch 2.11 (examples/bench/gpu_steps.py).
+# Others, alone: B200, 1448 to 1562 of 2250 TFLOP/s (arXiv:2604.23466, tables III and IV); A100, 0.859 by the best of
+# all shapes, where the H100 reaches 0.803 (stas00/ml-engineering, Maximum Achievable Matmul FLOPS), and 0.73 by those
+# of language models (720 of 989 TFLOP/s; SemiAnalysis, MI300X vs H100 vs H200 Benchmark Part 1).
+_PRODUCTS = {"H100": 0.695, "A100": _PRODUCTS_IN_STEPS * 0.73 * 0.859 / 0.803, "B200": _PRODUCTS_IN_STEPS * 0.67}
+# Of the peak, what causal attention with heads of 128 features reaches within steps, forward and backward. *Source:*
+# H100 and H200: by cuDNN, which PyTorch takes there, in these steps, 0.45 with sequences of 2048 to 0.52 with 8192,
+# and 0.38 to 0.45. Others, alone, by flash attention of version 2: A100, up to 0.73 and 0.63 (arXiv:2307.08691),
+# times 0.9, which causal ones reach of others on the H100; B200, as an H100, 333 and 318 of 989 TFLOP/s
+# (arXiv:2407.08608).
+_ATTENTION = {
+    "H100": (0.49, 0.42),
+    "A100": (_ATTENTION_IN_STEPS * 0.9 * 0.73, _ATTENTION_IN_STEPS * 0.9 * 0.63),
+    "B200": (_ATTENTION_IN_STEPS * 333 / 989, _ATTENTION_IN_STEPS * 318 / 989),
+}
 # Of the bandwidth, what copies and sums of arrays reach. *Source:* 3.02 to 3.09 of 3.35 TB/s on an H100.
 _MEMORY = 0.9
-# Of the peak, what flash attention of version 2, which PyTorch has, reaches with heads of 128 features, forward
-# (causal) and backward. *Source:* H100, sequences of 8192: 333 and 318 TFLOP/s (figures of arXiv:2407.08608). A100:
-# up to 0.73 and 0.63 (arXiv:2307.08691), times 0.9, which causal ones reach of others on the H100. B200: as the H100.
-_ATTENTION = {"H100": (333 / 989, 318 / 989), "A100": (0.9 * 0.73, 0.9 * 0.63), "B200": (333 / 989, 318 / 989)}
 # Of GPU memory, which NVIDIA counts in GiB, what PyTorch finds. *Source:* 79.25 of an A100's 80 GiB, in its messages
 # (wbfwonderful/Vad-R1 issue 11).
 _MEMORY_FOUND = 79.25 / 80
@@ -50,7 +57,6 @@ def _gpu(
     like: str = "",
 ) -> Cluster:
     tflops_16, tflops_32 = tflops
-    forward, backward = _ATTENTION[like or name]
     return Cluster(
         name=name,
         flops_16bit=tflops_16 * 1e12,
@@ -60,10 +66,10 @@ def _gpu(
         intra=Link(_NCCL_BASE_US, _NVLINK_HOP_US, _NVLINK_USABLE * nvlink_gb * 1e9),
         inter=Link(_NCCL_BASE_US, _NETWORK_HOP_US, card_gb * 1e9),
         piece_us=_NCCL_BASE_US,  # not measured: as if each piece of a group waited for the one before
-        efficiency=_PRODUCTS_IN_STEPS * _PRODUCTS[like or name],
+        efficiency=_PRODUCTS[like or name],
         memory_efficiency=_MEMORY,
         memory_bytes=_found(memory[0]),
-        attention_efficiency=(_ATTENTION_IN_STEPS * forward, _ATTENTION_IN_STEPS * backward),
+        attention_efficiency=_ATTENTION[like or name],
     )
 
 

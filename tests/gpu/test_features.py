@@ -75,19 +75,33 @@ def test_symmetric_memory_and_copy_engines(mode):
     _on_processes(2, partial(_train_by_copy_engines, mode), Setting())
 
 
-def test_memory_of_nccl(one_rank):
-    device, group = torch.device("cuda", torch.cuda.current_device()), dist.group.WORLD
-    part = torch.randn(1000, device=device)
-    backend.all_gather(torch.empty_like(part), part, group).wait()  # makes the communicator
-    for gather in (
-        communicators.ProcessGroupAllGather(group, device),
-        communicators.symmetric_all_gather(device, "NCCL", (group.group_name,)),
-    ):
-        out = gather.allocate((1000,), dtype=part.dtype, device=device)
-        work = gather(out, part, group)
-        if work is not None:
-            work.wait()
-        torch.testing.assert_close(out, part, rtol=0, atol=0)
+@pytest.fixture
+def communicates(one_rank):
+    """The default group, whose communicator exists."""
+    part = torch.randn(1000, device="cuda")
+    backend.all_gather(torch.empty_like(part), part, dist.group.WORLD).wait()
+    return dist.group.WORLD
+
+
+def _gathers(gather, group):
+    part = torch.randn(1000, device="cuda")
+    out = gather.allocate((1000,), dtype=part.dtype, device=part.device)
+    work = gather(out, part, group)
+    if work is not None:
+        work.wait()
+    torch.testing.assert_close(out, part, rtol=0, atol=0)
+
+
+def test_memory_of_nccl(communicates):
+    device = torch.device("cuda", torch.cuda.current_device())
+    if not backend.backend_of(communicates, device).supports_tensor_alloc(device):
+        pytest.skip("NCCL allocates no tensors on this GPU")
+    _gathers(communicators.ProcessGroupAllGather(communicates, device), communicates)
+
+
+def test_symmetric_memory_of_nccl(communicates):
+    device = torch.device("cuda", torch.cuda.current_device())
+    _gathers(communicators.symmetric_all_gather(device, "NCCL", (communicates.group_name,)), communicates)
 
 
 class Checkpointed(nn.Module):
