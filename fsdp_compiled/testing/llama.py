@@ -152,7 +152,7 @@ class Llama(nn.Module):
             if param.dim() == 1:
                 nn.init.ones_(param)
             else:
-                unsharded = torch.empty(param.shape)
+                unsharded = torch.empty(param.shape, device="cpu")
                 std = deep if name.endswith(("wo.weight", "down.weight")) else 0.02
                 nn.init.normal_(unsharded, std=std, generator=generator)
                 _copy_shard(param, unsharded)

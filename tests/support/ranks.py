@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 
+from . import staged
+
 WORLD = 4
 DEVICE = "FSDP_COMPILED_TESTS_DEVICE"  # set by --device, for the ranks' processes
 
@@ -58,12 +60,13 @@ def close_pool() -> None:
 
 def on_ranks(world: int, timeout_s: float = 90) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated test on ``world`` ranks; their collectives and agreements end after ``timeout_s``."""
-    setting = Setting(group_timeout=timedelta(seconds=timeout_s), test_timeout_s=600)
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(test)
         def run(**kwargs: Any) -> None:
             body = functools.partial(_call, test.__module__, test.__name__, kwargs)
+            group = staged.NAME if os.environ.get(DEVICE) else "gloo"
+            setting = Setting(group, group_timeout=timedelta(seconds=timeout_s), test_timeout_s=600)
             try:
                 pool().run(world, body, setting)
             except AssertionError as error:
