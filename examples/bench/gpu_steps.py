@@ -33,6 +33,7 @@ from published import ROWS, Row, estimate_uncompiled, made
 from simulated_group import SimulatedGroup
 from torch import nn
 
+import fsdp_compiled
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard, step_on_shards
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes import CLUSTERS
@@ -142,8 +143,8 @@ def by_kind(kernels: list[tuple[str, int, int, float]]) -> dict[str, float]:
     return dict(parts)
 
 
-def estimated(row: Row) -> dict[str, Any]:
-    """Return what the step takes by estimate."""
+def estimated(row: Row, regions: bool = True) -> dict[str, Any]:
+    """Return what the step takes by estimate, a compiled one with regions or without."""
     cluster = CLUSTERS[row.cluster]
     if not row.is_compiled:
         found = estimate_uncompiled(row, cluster)
@@ -154,6 +155,7 @@ def estimated(row: Row) -> dict[str, Any]:
         return found | {"estimated_step_s": found["estimated_step_s"] + packing_s}
     dist.init_process_group("fake", rank=0, world_size=row.gpus)
     model = sharded(row, "meta").to_empty(device="cpu")
+    fsdp_compiled.compile(model, regions="auto" if regions else "off")  # captures use this setting
     tokens = torch.zeros(row.batch, row.seq, dtype=torch.int64)
     graph = capture(model, tokens, tokens, schedule=SchedulePolicy(cluster=cluster), code=False)
     parts = {part: us / 1e6 for part, us in graph.step_parts_us.items()}
@@ -166,7 +168,8 @@ def add_estimates(file: Path) -> None:
     content = json.loads(file.read_text())
     for case in content["steps"]:
         if "error" not in case:
-            code = f"import json, gpu_steps; print(json.dumps(gpu_steps.estimated(gpu_steps.Row(**{case['row']!r}))))"
+            given = f"gpu_steps.Row(**{case['row']!r}), {case['regions']}"
+            code = f"import json, gpu_steps; print(json.dumps(gpu_steps.estimated({given})))"
             run = subprocess.run(
                 [sys.executable, "-c", code], cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True
             )
@@ -203,7 +206,7 @@ def main() -> None:
     cluster = next((name for name in CLUSTERS if name in device), "H100")
     for index in args.row:
         row = replace(ROWS[index], accumulation=1, cluster=cluster, layers=args.layers or ROWS[index].layers)
-        case = {"row": asdict(row)}
+        case = {"row": asdict(row), "regions": torch.__version__ >= "2.13"}  # by default
         try:
             case |= measured(row, args.seconds)
         except Exception as error:  # the others still count
