@@ -10,9 +10,10 @@ triton.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, import-untyped, no-untyped-call, operator, index"
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import frexp, gcd, prod
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -121,49 +122,82 @@ def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor:
 
 
 def _run(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor: float, *, is_packing: bool) -> None:
-    """Launch once for each dtype among ``tensors``; and once more for those too odd for wide reads and writes."""
-    pairs = zip(tensors, dims, strict=True)
-    blocks = _blocks(tuple(shard_layout(tensor.shape, dim, packed.shape[0]) for tensor, dim in pairs))
-    widest = [_WIDEST_BYTES // min(tensor.itemsize, packed.itemsize) for tensor in tensors]
-    kinds = [(tensor.dtype, blocks.granularity(i) >= widest[i]) for i, tensor in enumerate(tensors)]
-    for dtype, is_wide in dict.fromkeys(kinds):
-        chosen = tuple(kind == (dtype, is_wide) for kind in kinds)
-        table, granularity = blocks.table(chosen, is_packing, packed.device, _stream(packed.device))
-        if not len(table):
-            continue
-        addresses = tuple(
-            tensor.data_ptr() if is_chosen else 0 for tensor, is_chosen in zip(tensors, chosen, strict=True)
-        )
-        width, aligned = _width(granularity, [*addresses, packed.data_ptr()], dtype, packed.dtype)
-        is_cast = dtype != packed.dtype or divisor != 1.0
-        _copy[(len(table),)](
-            _addresses(addresses, packed.device, _stream(packed.device)),
-            table,
-            packed if is_cast else packed.view(_BITS[dtype.itemsize]),
-            TENSOR=_DTYPES[dtype if is_cast else _BITS[dtype.itemsize]],
-            IS_PACKING=is_packing,
-            DIVISOR=divisor,
-            IS_POWER_OF_2=frexp(divisor)[0] == 0.5,
-            WIDTH=width,
+    device, stream = packed.device, _stream(packed.device)
+    kinds = tuple([(tensor.shape, tensor.dtype, dim) for tensor, dim in zip(tensors, dims, strict=True)])
+    addresses = tuple([tensor.data_ptr() for tensor in tensors])
+    for launch in _launches(kinds, packed.shape[0], packed.dtype, divisor, is_packing, device, stream):
+        aligned = gcd(_alignment(addresses, launch.chosen), packed.data_ptr())
+        _copy[(len(launch.table),)](
+            _addresses(addresses, device, stream),
+            launch.table,
+            packed if launch.bits is None else packed.view(launch.bits),
+            WIDTH=gcd(launch.granularity, aligned // launch.narrowest),
             ALIGNED_BYTES=aligned,
-            COLUMNS=_COLUMNS,
-            BLOCK=BLOCK,
-            num_warps=8,
+            **launch.constants,
         )
 
 
-def _width(granularity: int, addresses: Sequence[int], *dtypes: torch.dtype) -> tuple[int, int]:
-    """Return how many elements a thread may move at a time, and the bytes that every address is a multiple of."""
-    aligned = gcd(_WIDEST_BYTES, *addresses)
-    narrowest = min(dtype.itemsize for dtype in dtypes)
-    return gcd(granularity, aligned // narrowest), aligned
+class _Launch(NamedTuple):
+    """One launch of the kernel, whatever the addresses are.
+
+    Args:
+        chosen: of the tensors, those that it copies.
+        table: of their blocks.
+        granularity: how many elements may be moved at a time.
+        narrowest: bytes of an element, in the tensors or packed, whichever has less.
+        bits: the dtype as which the packed buffer moves where nothing is computed.
+        constants: of the kernel.
+    """
+
+    chosen: tuple[bool, ...]
+    table: Tensor
+    granularity: int
+    narrowest: int
+    bits: torch.dtype | None
+    constants: Mapping[str, Any]
+
+
+@lru_cache(maxsize=1024)
+def _launches(
+    kinds: tuple[tuple[torch.Size, torch.dtype, int], ...],
+    world: int,
+    packed: torch.dtype,
+    divisor: float,
+    is_packing: bool,
+    device: torch.device,
+    stream: int,
+) -> tuple[_Launch, ...]:
+    """Return a launch for each dtype among tensors of these shapes, dtypes and dimensions.
+
+    And one more for those too odd for wide reads and writes. Tables are made anew on each stream, see
+    :func:`_addresses`.
+    """
+    blocks, found = _blocks(tuple(shard_layout(shape, dim, world) for shape, _, dim in kinds)), list[_Launch]()
+    widest = [_WIDEST_BYTES // min(dtype.itemsize, packed.itemsize) for _, dtype, _ in kinds]
+    sorts = [(dtype, blocks.granularity(i) >= widest[i]) for i, (_, dtype, _) in enumerate(kinds)]
+    for dtype, is_wide in dict.fromkeys(sorts):
+        chosen = tuple(sort == (dtype, is_wide) for sort in sorts)
+        table, granularity = blocks.table(chosen, is_packing, device)
+        bits = _BITS[dtype.itemsize] if dtype == packed and divisor == 1.0 else None
+        constants = {
+            "TENSOR": _DTYPES[bits or dtype],
+            "IS_PACKING": is_packing,
+            "DIVISOR": divisor,
+            "IS_POWER_OF_2": frexp(divisor)[0] == 0.5,
+            "COLUMNS": _COLUMNS,
+            "BLOCK": BLOCK,
+            "num_warps": 8,
+        }
+        if len(table):
+            found.append(_Launch(chosen, table, granularity, min(dtype.itemsize, packed.itemsize), bits, constants))
+    return tuple(found)
 
 
 # ---- tables ----
 
 
 class Blocks:
-    """The pieces of a bucket, cut into blocks; tables of them on devices are made once.
+    """The pieces of a bucket, cut into blocks.
 
     Args:
         blocks: for each the tensor's index, its length, how many of its elements the tensor has, its place in the
@@ -173,7 +207,6 @@ class Blocks:
 
     def __init__(self, blocks: Sequence[tuple[int, ...]]) -> None:
         self._blocks = blocks
-        self._made: dict[Hashable, tuple[Tensor, int]] = {}
         self._granularity: dict[int, int] = {}
         for index, *numbers in blocks:
             self._granularity[index] = gcd(_WIDEST_BYTES, self._granularity.get(index, 0), *numbers)
@@ -182,21 +215,14 @@ class Blocks:
         """Return how many elements of a tensor may at most be moved at a time, a power of two."""
         return self._granularity.get(index, _WIDEST_BYTES)
 
-    def table(
-        self, chosen: tuple[bool, ...], is_packing: bool, device: torch.device, stream: int
-    ) -> tuple[Tensor, int]:
+    def table(self, chosen: tuple[bool, ...], is_packing: bool, device: torch.device) -> tuple[Tensor, int]:
         """Return the chosen tensors' blocks, int64 ``[blocks, 7]``, and how many elements may be moved at a time.
 
-        Gaps are among them where they are to be filled with zeros. Tables are made anew on each stream, see
-        :func:`_addresses`.
+        Gaps are among them where they are to be filled with zeros.
         """
-        key = (chosen, is_packing, device, stream)
-        if key not in self._made:
-            listed = [block for block in self._blocks if chosen[block[0]] and (is_packing or block[2])]
-            table = torch.tensor(listed, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
-            granularity = gcd(*(self.granularity(i) for i, is_chosen in enumerate(chosen) if is_chosen))
-            self._made[key] = (table, granularity)
-        return self._made[key]
+        listed = [block for block in self._blocks if chosen[block[0]] and (is_packing or block[2])]
+        table = torch.tensor(listed, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
+        return table, gcd(*(self.granularity(i) for i, is_chosen in enumerate(chosen) if is_chosen))
 
 
 @lru_cache(maxsize=1024)
@@ -226,6 +252,12 @@ def _cut(
             count = min(longest, inner - start) * min(runs, outer - run)
             there = max(0, min(present - place, count))
             yield index, count, there, in_packed + place, in_tensor + run * stride + start, longest, stride
+
+
+@lru_cache(maxsize=_TABLES)
+def _alignment(addresses: tuple[int, ...], chosen: tuple[bool, ...]) -> int:
+    """Return the bytes, 16 at most, that every chosen address is a multiple of."""
+    return gcd(_WIDEST_BYTES, *(address for address, is_chosen in zip(addresses, chosen, strict=True) if is_chosen))
 
 
 @lru_cache(maxsize=_TABLES)

@@ -154,16 +154,28 @@ def test_an_odd_parameter_does_not_narrow_the_others_on_any_rank(kernels):
     blocks = kernels._blocks(layouts)
     assert [blocks.granularity(index) for index in range(3)] == [1, 2, 16]
     listed = [block for block in blocks._blocks if block[2] == 0]
-    filled, _ = blocks.table((True, True, True), True, torch.device("cpu"), 0)
-    copied, _ = blocks.table((True, True, True), False, torch.device("cpu"), 0)
+    filled, _ = blocks.table((True, True, True), True, torch.device("cpu"))
+    copied, _ = blocks.table((True, True, True), False, torch.device("cpu"))
     assert len(filled) - len(copied) == len(listed) > 0  # gaps are filled with zeros, and not read
 
 
-def test_the_width_follows_what_every_address_and_length_divide_by(kernels):
-    assert kernels._width(64, [1024, 2048], torch.float32) == (4, 16)
-    assert kernels._width(64, [1024, 2048], torch.float32, torch.bfloat16) == (8, 16)
-    assert kernels._width(6, [1024, 0], torch.float32, torch.bfloat16) == (2, 16)
-    assert kernels._width(64, [1026], torch.bfloat16) == (1, 2)
+def test_the_width_follows_what_every_address_and_length_divide_by(kernels, monkeypatch):
+    launched, run = [], kernels._copy.run
+    monkeypatch.setattr(
+        kernels._copy, "run", lambda *args, **options: launched.append(options) or run(*args, **options)
+    )
+
+    def moved(tensor, dtype):
+        packed = torch.empty(1, packed_layout((tensor.numel(),)).numel, dtype=dtype)
+        kernels.pack([tensor], packed, [0])
+        return launched[-1]["WIDTH"], launched[-1]["ALIGNED_BYTES"]
+
+    assert moved(torch.ones(64), torch.float32) == (4, 16)
+    assert moved(torch.ones(64), torch.bfloat16) == (8, 16)
+    assert moved(torch.ones(6), torch.bfloat16) == (2, 16)
+    numbers = torch.ones(128, dtype=torch.bfloat16)
+    for start, width in ((0, 8), (1, 1), (2, 2), (8, 8)):  # what is known of the launch does not depend on addresses
+        assert moved(numbers[start : start + 64], torch.bfloat16) == (width, 2 * width)
 
 
 @pytest.mark.parametrize(
