@@ -273,7 +273,7 @@ def _step(
     with torch.device(device):
         model = Llama(config)
         tokens = torch.randint(config.vocab, (args.batch, args.seq + 1))
-    _initialize(model)
+    initialize(model)
     call = CONTENDERS[name](model)
 
     def step() -> None:
@@ -292,7 +292,7 @@ def _step(
     return seconds * 1e3, host_s * 1e3, wired, peak
 
 
-def _initialize(model: nn.Module) -> None:
+def initialize(model: nn.Module) -> None:
     """Draw parameters; a function of its own, so that no variable holds the last of them when they are sharded."""
     for param in model.parameters():
         nn.init.normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)

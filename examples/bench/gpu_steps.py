@@ -28,13 +28,13 @@ from typing import Any
 import simulated_group
 import torch
 import torch.distributed as dist
-from bench_gpu import seconds_each
+from bench_gpu import initialize, ours_eager, seconds_each
 from published import ROWS, Row, estimate_uncompiled, made
 from simulated_group import SimulatedGroup
 from torch import nn
 
 import fsdp_compiled
-from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard, step_on_shards
+from fsdp_compiled import SchedulePolicy, step_on_shards
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes import CLUSTERS
 
@@ -51,15 +51,11 @@ KINDS = {
 
 def sharded(row: Row, device: str) -> nn.Module:
     """Return the model, its parameters random, sharded over the default process group."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     with torch.device(device):
         model = made(row)
-    if device != "meta":
-        for param in model.parameters():
-            nn.init.normal_(param, std=0.02) if param.ndim > 1 else nn.init.ones_(param)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    return fully_shard(model, mp_policy=policy)
+    initialize(model)  # on the meta device nothing
+    ours_eager(model)
+    return model
 
 
 def measured(row: Row, seconds: float) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A process group over gloo that takes tensors of any device, by copies on the host.
 
-gloo's own way with tensors of a GPU ends the process in some collectives, those by functional collectives among them.
+Given tensors on a GPU, gloo itself ends the process in some collectives, functional ones among them.
 """
 
 from __future__ import annotations
