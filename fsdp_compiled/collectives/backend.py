@@ -25,6 +25,9 @@ from ..agreement import peers, tripwire
 from ..errors import FSDPError, RankFailureError
 
 _ATTENTION = timedelta(seconds=2)  # how often a rank that waits asks whether others have failed
+# gloo knows neither floating point of 8 bits nor integers of 16.
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_KNOWN = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 TORCH_ALL_GATHER: type = _fsdp_api.AllGather
 TORCH_REDUCE_SCATTER: type = _fsdp_api.ReduceScatter
@@ -118,8 +121,9 @@ def _has_ended(work: dist.Work) -> bool:
 
 
 def _known(tensor: Tensor) -> Tensor:
-    """Return the same memory in a dtype that every backend knows; gloo knows no 8-bit floating point."""
-    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.itemsize == 1 else _real(tensor)
+    """Return the same memory in a dtype that every backend knows, or as bytes."""
+    real = _real(tensor)
+    return real if real.dtype in _KNOWN else real.view(torch.uint8)
 
 
 def _real(tensor: Tensor) -> Tensor:

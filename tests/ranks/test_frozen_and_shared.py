@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from fsdp_compiled import fully_shard
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -46,6 +47,44 @@ def test_frozen_at_first_and_unfrozen_later(mode):
     square_loss(call, my_part(data[0])).backward()
     square_loss(alone, data[0]).backward()
     assert_close(full_grads(model), full_grads(alone))
+
+
+INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)
+
+
+class _Scaled(nn.Sequential):
+    """Multiplies by parameters that are no floating point, as quantised weights are."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(10, 10), nn.GELU())
+        for i, dtype in enumerate(INTEGERS):
+            factors = (torch.arange(10) % (2 + i)).to(dtype)
+            self.register_parameter(f"factors_{i}", nn.Parameter(factors, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        for i, dtype in enumerate(INTEGERS):
+            factors = getattr(self, f"factors_{i}")
+            assert factors.dtype == dtype
+            x = x * (1 + factors.to(x.dtype) / 32)
+        return x
+
+
+class _WithIntegers(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Scaled() for _ in range(2))
+
+
+@row("frozen and LoRA")
+@each_with_regions
+@on_ranks(2)
+def test_integers_are_gathered_as_they_are(mode):
+    alone, model = _WithIntegers(), _WithIntegers()
+    call = shard(model, mode, mp_policy=MixedPrecisionPolicy(torch.float64, torch.float32))
+    data = batches(3, 8, 10)
+    losses = torch.tensor(train(alone, alone, data, square_loss, sharded=False))
+    torch.testing.assert_close(torch.tensor(train(model, call, data, square_loss)), losses, rtol=1e-5, atol=0)
 
 
 class _Tied(MLP):

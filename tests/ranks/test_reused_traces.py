@@ -103,7 +103,7 @@ READS: dict[str, tuple[Callable[[Block], Any], Callable[[Block, bool], Any]]] = 
 
 
 @pytest.mark.parametrize("name", READS)
-@on_ranks(2)
+@on_ranks(1)
 def test_what_is_read_before_the_call_too(monkeypatch, name):
     read, change = READS[name]
     args = (lambda block, x: read(block), lambda model, block, index, x: x * read(block))
@@ -112,7 +112,7 @@ def test_what_is_read_before_the_call_too(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", READS)
-@on_ranks(2)
+@on_ranks(1)
 def test_what_is_read_within_a_checkpoint(monkeypatch, name):
     read, change = READS[name]
 
@@ -174,13 +174,13 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Block, Any], Any]]] = {
 
 @pytest.mark.parametrize("calls", [1, 2], ids=["each once", "each twice"])
 @pytest.mark.parametrize("name", CHANGES)
-@on_ranks(2)
+@on_ranks(1)
 def test_what_changes_while_it_is_traced(monkeypatch, name, calls):
     change, read = CHANGES[name]
     check(monkeypatch, None, read, change, lambda block, index: None, calls)
 
 
 @pytest.mark.parametrize("change", [_object, _dict])
-@on_ranks(2)
+@on_ranks(1)
 def test_changes_that_no_block_reads_cost_no_trace(monkeypatch, change):
     check(monkeypatch, 1, lambda block, x: block.numbers[0], change)
