@@ -3,8 +3,9 @@
     python examples/bench/gpu_steps.py --out steps.json         # measures, on a GPU
     python examples/bench/gpu_steps.py --estimate steps.json    # adds what these steps take by estimate, anywhere
 
-The steps are those that ``published.py`` lists, of one batch each: accumulation is left out. Compiled steps are one
-graph, the loss included. AdamW steps on shards. What runs on the GPU is told by a profile of one step.
+The steps are those that ``published.py`` lists, of one batch each: accumulation is left out; and ``OWN``, to which no
+constant is fitted. Compiled steps are one graph, the loss included. The optimizer steps on shards. What runs on the
+GPU is told by a profile of one step.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -40,6 +42,17 @@ from fsdp_compiled.passes import CLUSTERS
 
 GIB = 2**30
 
+_OWN = partial(Row, "", "llama", "H200", tokens_per_s=0.0)
+OWN = [
+    _OWN(8, 8192, 2, checkpointing="none", is_compiled=True, width=2048, layers=16),
+    _OWN(64, 4096, 4, checkpointing="none", is_compiled=True, width=2048, layers=16),
+    _OWN(8, 8192, 2, checkpointing="none", width=2048, layers=16),
+    _OWN(64, 8192, 1, checkpointing="selective", is_compiled=True),
+    _OWN(8, 8192, 3, checkpointing="blocks", is_compiled=True),
+    _OWN(8, 8192, 2, checkpointing="selective", is_compiled=True, optimizer="muon"),
+    replace(ROWS[5], is_compiled=True, cluster="H200"),
+]
+STEPS = [*ROWS, *OWN]
 CASES = 0, 3, 4, 5, 8  # published ones that a GPU of 141 GB runs in a few seconds each
 
 # What kernels compute, by what their names have.
@@ -58,7 +71,25 @@ def sharded(row: Row, device: str) -> nn.Module:
     return model
 
 
-def measured(row: Row, seconds: float) -> dict[str, Any]:
+def optimizers(row: Row, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters, or Muon for the blocks' matrices and AdamW for the others."""
+    params = list[nn.Parameter](model.parameters())
+    found: list[torch.optim.Optimizer] = []
+    if row.optimizer == "muon":
+        matrices = [param for param in model.get_submodule("blocks").parameters() if param.ndim == 2]
+        found, chosen = [torch.optim.Muon(matrices, lr=1e-6)], set(matrices)
+        params = [param for param in params if param not in chosen]
+    found.append(torch.optim.AdamW(params, lr=1e-6, fused=True))
+    return list(map(step_on_shards, found))
+
+
+def compiled(model: nn.Module, regions: bool) -> Callable[..., Any]:
+    """Return the model in one graph, its blocks regions or not."""
+    chosen = list(model.get_submodule("blocks").children()) if regions else "off"
+    return fsdp_compiled.compile(model, regions=chosen, fullgraph=True)
+
+
+def measured(row: Row, seconds: float, regions: bool) -> dict[str, Any]:
     """Return what a step of one batch takes, steps for so many seconds one after the other."""
     torch._dynamo.reset()
     gc.collect()
@@ -66,15 +97,16 @@ def measured(row: Row, seconds: float) -> dict[str, Any]:
     simulated_group.start(row.gpus)
     model = sharded(row, "cuda")
     torch.cuda.empty_cache()  # of what the unsharded model has left
-    call = torch.compile(model, fullgraph=True) if row.is_compiled else model
-    optimizer = step_on_shards(torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
+    call = compiled(model, regions) if row.is_compiled else model
+    stepping = optimizers(row, model)
     tokens = torch.randint(50_000, (row.batch, row.seq + 1), device="cuda")
     tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     def step() -> None:
         call(tokens, targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in stepping:
+            optimizer.step()
+            optimizer.zero_grad()
 
     begin = time.perf_counter()
     for _ in range(3):  # the first compiles
@@ -151,9 +183,9 @@ def estimated(row: Row, regions: bool = True) -> dict[str, Any]:
         return found | {"estimated_step_s": found["estimated_step_s"] + packing_s}
     dist.init_process_group("fake", rank=0, world_size=row.gpus)
     model = sharded(row, "meta").to_empty(device="cpu")
-    fsdp_compiled.compile(model, regions="auto" if regions else "off")  # captures use this setting
-    tokens = torch.zeros(row.batch, row.seq, dtype=torch.int64)
-    graph = capture(model, tokens, tokens, schedule=SchedulePolicy(cluster=cluster), code=False)
+    compiled(model, regions)  # captures use this setting
+    tokens, schedule = torch.zeros(row.batch, row.seq, dtype=torch.int64), SchedulePolicy(cluster=cluster)
+    graph = capture(model, tokens, tokens, schedule=schedule, code=False, optimizer=row.optimizer)
     parts = {part: us / 1e6 for part, us in graph.step_parts_us.items()}
     peak = {"estimated_peak_gib": graph.peak_bytes / GIB} if graph.peak_bytes else {}
     return {"estimated_step_s": graph.step_us / 1e6, "parts_s": parts} | peak
@@ -177,6 +209,7 @@ def add_estimates(file: Path) -> None:
 def line(found: dict[str, Any]) -> str:
     row = found["row"]
     name = f"{row['model']} {row['width']} x {row['layers']}, {row['batch']} x {row['seq']}, {row['gpus']} ranks"
+    name += f", {row['checkpointing']}, {row.get('optimizer', 'adamw')}, regions {found['regions']}"
     if "error" in found:
         return f"{name}: {found['error']}"
     keys = ["measured_step_s", "wired_step_s", "estimated_step_s", "peak_gib", "reserved_gib", "estimated_peak_gib"]
@@ -188,7 +221,8 @@ def line(found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", type=int, nargs="*", default=CASES, help="of those published, 0 is the first")
+    parser.add_argument("--row", type=int, nargs="*", default=CASES, help="of those published, then our own, from 0")
+    parser.add_argument("--regions", action="store_true", help="the blocks of compiled models are regions")
     parser.add_argument("--layers", type=int, help="of every model, instead of its own")
     parser.add_argument("--seconds", type=float, default=8.0, help="of steps without, and with a wire")
     parser.add_argument("--out", type=Path, help="write what is measured as JSON")
@@ -201,10 +235,10 @@ def main() -> None:
     device, found = torch.cuda.get_device_name(), list[dict[str, Any]]()
     cluster = next((name for name in CLUSTERS if name in device), "H100")
     for index in args.row:
-        row = replace(ROWS[index], accumulation=1, cluster=cluster, layers=args.layers or ROWS[index].layers)
-        case = {"row": asdict(row), "regions": torch.__version__ >= "2.13"}  # by default
+        row = replace(STEPS[index], accumulation=1, cluster=cluster, layers=args.layers or STEPS[index].layers)
+        case = {"row": asdict(row), "regions": args.regions and row.is_compiled}
         try:
-            case |= measured(row, args.seconds)
+            case |= measured(row, args.seconds, args.regions)
         except Exception as error:  # the others still count
             traceback.print_exc()
             case |= {"error": f"{type(error).__name__}: {error}"[:500]}

@@ -46,10 +46,11 @@ class Row:
 
     Args:
         model: "llama" or "mpt".
-        width, layers: of an MPT; a Llama has 8 billion parameters.
+        width, layers: of the model; a Llama has 8 billion parameters, and 1 billion where its width is 2048.
         batch: sequences of a rank at a time.
         accumulation: how many such batches make a step.
         memory_gib: that PyTorch's allocator reserved; 0 where it was not published.
+        optimizer: "adamw", or "muon" for the matrices in blocks.
     """
 
     source: str
@@ -65,6 +66,7 @@ class Row:
     memory_gib: float = 0.0
     width: int = 4096
     layers: int = 32
+    optimizer: str = "adamw"
 
     @property
     def step_s(self) -> float:
@@ -130,7 +132,8 @@ def made(row: Row) -> Any:
     """Return the model, unsharded."""
     if row.model == "mpt":
         return Mpt(row)
-    return checkpointed(Llama(replace(PRESETS["8b"], layers=row.layers, max_seq=row.seq)), row.checkpointing)
+    sizes = PRESETS["1b" if row.width == 2048 else "8b"]
+    return checkpointed(Llama(replace(sizes, layers=row.layers, max_seq=row.seq)), row.checkpointing)
 
 
 def cluster_of(row: Row) -> Cluster:

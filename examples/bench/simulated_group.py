@@ -1,15 +1,16 @@
 """A process group of simulated ranks, for one GPU alone: what rank 0 would compute, copy and wait for.
 
 Every other rank's part is this rank's own: an all-gather writes it to all ranks' places, a reduce-scatter takes this
-rank's chunk. That happens on a stream of the group's, as NCCL's does, and writes as much memory. With
-``SimulatedGroup.wire`` each collective also keeps that stream busy for as long as the cluster's model says.
+rank's chunk, and an all-to-all gets what this rank sends. That happens on a stream of the group's, as NCCL's does,
+and writes as much memory. With ``SimulatedGroup.wire`` each collective also keeps that stream busy for as long as the
+cluster's model says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fsdp_compiled.collectives import streams
 from fsdp_compiled.passes import cost
+from fsdp_compiled.passes.cost.matrix_cost import all_to_all_us
 
 STREAM = "simulated link"
 
@@ -63,20 +65,34 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         return self._send(outputs, inputs, reduces=True)
 
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, received: object, sent: object, options: object = None
+    ) -> dist.Work:
+        def microseconds() -> float:
+            return all_to_all_us(input.numel() * input.element_size(), range(self.size()), _cluster(input.device))
+
+        return self._on_link(input.device, partial(_repeat, output, input), microseconds)
+
     # Their names from torch 2.13 on.
+    all_to_all_single = alltoall_base
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
 
     def _send(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], reduces: bool) -> dist.Work:
         device = inputs[0].device
+        takes = partial(self._collective_us, inputs if reduces else outputs, device, reduces)
+        return self._on_link(device, partial(self._move, outputs, inputs, reduces), takes)
+
+    def _on_link(self, device: torch.device, move: Callable[[], None], takes: Callable[[], float]) -> dist.Work:
+        """Let ``move`` run on the stream, which with a wire is busy for the microseconds that ``takes`` returns."""
         side = streams.streams_of(device)
         if side is None:
-            self._move(outputs, inputs, reduces)
+            move()
             return _Done()
         with side.on(STREAM):
-            self._move(outputs, inputs, reduces)
+            move()
             if self.wire:
-                self._take_time(inputs if reduces else outputs, device, reduces)
+                torch.cuda._sleep(int(takes() * 1e-6 * _cycles_per_second(device)))
         return _Done(side)
 
     def _move(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], reduces: bool) -> None:
@@ -89,13 +105,20 @@ class SimulatedGroup(dist.ProcessGroup):
             is_in_place = ranks.data_ptr() == input.data_ptr()
             (ranks[1:] if is_in_place else ranks).copy_(input)  # to every rank's place
 
-    def _take_time(self, buffers: Sequence[Tensor], device: torch.device, reduces: bool) -> None:
+    def _collective_us(self, buffers: Sequence[Tensor], device: torch.device, reduces: bool) -> float:
         cluster, world = _cluster(device), self.size()
         link = cluster.link_of(range(world))
         size_bytes = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
-        microseconds = link.collective_us(size_bytes, world, reduces=reduces)
-        microseconds += (len(buffers) - 1) * cluster.piece_us
-        torch.cuda._sleep(int(microseconds * 1e-6 * _cycles_per_second(device)))
+        return link.collective_us(size_bytes, world, reduces=reduces) + (len(buffers) - 1) * cluster.piece_us
+
+
+def _repeat(output: Tensor, input: Tensor) -> None:
+    """Fill ``output`` with ``input`` again and again; both are 1-D."""
+    if not input.numel():
+        output.zero_()
+        return
+    for part in output.split(input.numel()):
+        part.copy_(input[: part.numel()])
 
 
 _cluster = cache(cost.detect)  # which looks for network cards

@@ -174,6 +174,7 @@ class SymmetricAllGather(AllGather):
         key = (prod(size), dtype, device)
         if key not in self._buffers:
             self._buffers[key] = self._memory.empty(prod(size), dtype=dtype, device=device)
+            torch.accelerator.synchronize(device)  # it is cleared on a stream for which ours do not wait
         return self._buffers[key].view(*size)
 
     def __call__(
@@ -193,7 +194,15 @@ class SymmetricAllGather(AllGather):
 
     def _by_copies(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
         """Leave the result in order on the current stream."""
+        place = (group.group_name, output.data_ptr())
+        if (
+            place not in self._met
+        ):  # then its tables, too, are filled on such a stream, in memory that ours may still use
+            torch.accelerator.synchronize(output.device)
         handle = self._memory.rendezvous(output, group.group_name)
+        if place not in self._met:
+            torch.accelerator.synchronize(output.device)
+            self._met.add(place)
         numel = input.numel()
         handle.barrier(channel=0)  # nobody reads what the last all-gather left
         for step in range(handle.world_size):

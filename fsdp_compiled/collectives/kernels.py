@@ -113,12 +113,17 @@ def run_on(kind: str) -> bool:
 
 def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor: float = 1.0) -> None:
     """See :func:`reference.pack`."""
-    _run([tensor.contiguous() for tensor in tensors], packed, dims, divisor, is_packing=True)
+    _run([_in_memory(tensor) for tensor in tensors], packed, dims, divisor, is_packing=True)
 
 
 def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor: float = 1.0) -> None:
     """See :func:`reference.unpack`."""
     _run(outs, packed, dims, divisor, is_packing=False)
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Return the tensor contiguous, its elements as they are read; zeros that autograd makes have no memory."""
+    return tensor.resolve_neg().contiguous() if tensor.data_ptr() else tensor.clone()
 
 
 def _run(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor: float, *, is_packing: bool) -> None:

@@ -44,7 +44,8 @@ def _model(grad_dtype: torch.dtype | None = FP32) -> Layers:
 
 def _batches(steps: int) -> Tensor:
     """Of every rank: [steps, ranks, 4, 10]."""
-    return torch.randn(steps, dist.get_world_size(), 4, 10, generator=torch.Generator().manual_seed(7)).to(BF16)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(7)
+    return torch.randn(steps, dist.get_world_size(), 4, 10, generator=generator).to(BF16)
 
 
 def _means(batches: Tensor) -> dict[str, Tensor]:

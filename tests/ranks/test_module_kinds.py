@@ -225,7 +225,7 @@ class Autocast(Small):
     inside = True
 
     def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16) if self.inside else nullcontext():
+        with torch.autocast(x.device.type, torch.bfloat16) if self.inside else nullcontext():
             return super().forward(x)
 
 
@@ -240,7 +240,7 @@ def test_autocast_inside_and_outside_the_model(mode):
 
         def outside(called):
             def run(x):
-                with nullcontext() if inside else torch.autocast("cpu", torch.bfloat16):  # noqa: B023
+                with nullcontext() if inside else torch.autocast(x.device.type, torch.bfloat16):  # noqa: B023
                     return called(x)
 
             return run

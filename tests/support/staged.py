@@ -55,7 +55,7 @@ class StagedGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         return NAME
 
-    def barrier(self, options: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None) -> dist.Work:
         self._gloo.barrier().wait()
         return _Done()
 

@@ -136,6 +136,15 @@ def test_what_is_not_computed_with_moves_as_bits(kernels):
     assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
+def test_gradients_whose_memory_is_not_what_they_hold(kernels):
+    """Negated on reading, and zeros without memory: a null pointer on a GPU."""
+    grads = [torch.randn(24, dtype=torch.complex64).conj().imag, torch._efficientzerotensor((8,)), torch.randn(8)]
+    got, want = torch.full((2, 1, 32 + 16 + 16), -1.0)
+    kernels.pack(grads, got, [0, 0, 0])
+    reference.pack(grads, want, [0, 0, 0])
+    assert grads[0].is_neg() and torch.equal(got, want)
+
+
 def test_one_launch_whatever_the_number_of_parameters(kernels, monkeypatch):
     launched = []
     run = kernels._copy.run
