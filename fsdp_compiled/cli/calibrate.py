@@ -166,7 +166,7 @@ class _Bench:
     def new_mib_us(self) -> float:
         """Return what a MiB costs that the system gives and takes back."""
         mib = 64
-        there = torch.zeros(mib * KIB**2, dtype=torch.uint8)
+        there = torch.zeros(mib * KIB**2, dtype=torch.uint8, device="cpu")
 
         def use_new() -> None:
             with mmap.mmap(-1, len(there), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
@@ -182,7 +182,7 @@ class _Bench:
     def host_bytes_per_s(self) -> float:
         """Return how fast bytes go from pinned memory of the host to the device; on the CPU, within its memory."""
         size = 64 * KIB**2
-        host = torch.ones(size // 4, pin_memory=self.device.type != "cpu")
+        host = torch.ones(size // 4, device="cpu", pin_memory=self.device.type != "cpu")
         return size / self.seconds(partial(torch.empty_like(host, device=self.device).copy_, host))
 
     def _synchronize(self, _: Any = None) -> None:

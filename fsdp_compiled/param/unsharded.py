@@ -62,6 +62,7 @@ class Unsharded:
     def complete(self) -> nn.Parameter | None:
         """Return the parameter after its outputs have been filled; None before there were any."""
         if self._extension is None or self._outputs is None:
+            self._return_to_memory()
             return self.param
         if self._made is None or self.param is None:
             made, inner = self._extension.join(self._views, self._extension.metadata)
@@ -82,8 +83,17 @@ class Unsharded:
         param.grad_dtype = None  # a function may return fp32 gradients of bf16 parameters, to be reduced as they are
         return param
 
+    def _return_to_memory(self) -> None:
+        """Put the parameter back over its output if a module has moved it, as recurrent ones do for cuDNN."""
+        if self.param is None or self._outer is not None or self._extension is not None:
+            return  # none that a module could move
+        (view,) = self._views
+        if self.param.untyped_storage() is not view.untyped_storage():
+            self.param.data = view
+
     def free(self) -> None:
         """Take the memory away, and keep autograd's aliases."""
+        self._return_to_memory()
         _free(self._nbytes)
 
     def forbid_use(self) -> None:

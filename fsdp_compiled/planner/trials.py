@@ -168,7 +168,7 @@ class Trial:
     def memory(self, layout: Layout, reshards: bool, batch: int, accumulates: bool) -> dict[Part, int]:
         """Return a rank's memory at the peak of a step, by part, the largest first."""
         parts, levels = self._levels
-        scales = torch.ones(len(parts), dtype=torch.float64)
+        scales = torch.ones(len(parts), dtype=torch.float64, device="cpu")
         padding = self._unsharded_bytes(layout) / self._unsharded_bytes(Layout(self.shards))
         for index, part in enumerate(parts):
             if part in _OF_SHARDS:
@@ -190,7 +190,7 @@ class Trial:
     def _levels(self) -> tuple[list[Part], Tensor]:
         """Bytes that are alive after each event, by part: ``[events, parts]``."""
         parts = list(get_args(Part))
-        changes = torch.zeros(len(self.events), len(parts), dtype=torch.float64)
+        changes = torch.zeros(len(self.events), len(parts), dtype=torch.float64, device="cpu")
         for index, event in enumerate(self.events):
             changes[index, parts.index(event.what.part)] = event.sign * event.what.bytes
         return parts, changes.cumsum(0)
@@ -202,7 +202,7 @@ class Trial:
         each = [pair for pair in enumerate(self.events) if is_unsharded[pair[0]]]
         last = {event.what.name: index for index, event in each if event.graph == "backward" and event.sign < 0}
         first = {event.what.name: index for index, event in reversed(each) if event.sign > 0}
-        changes = torch.zeros(len(self.events), dtype=torch.float64)
+        changes = torch.zeros(len(self.events), dtype=torch.float64, device="cpu")
         for index, event in each:
             name = event.what.name
             if name not in last or index in (first[name], last[name]):

@@ -103,5 +103,5 @@ _FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd: 2^64 divided by the golden ratio, a
 @cache
 def _weights(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(-(2**63), 2**63 - 1, (_AT_ONCE,), generator=generator)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (_AT_ONCE,), generator=generator, device="cpu")
     return (drawn | 1).to(device)

@@ -121,6 +121,20 @@ def test_checkpointing(mode, one_rank):
     _trains_like(alone, model, _shard(model, mode))
 
 
+class Recurrent(nn.LSTM):
+    """Moves its parameters into memory of cuDNN's."""
+
+    def forward(self, x):
+        return super().forward(x)[0]
+
+
+def test_recurrent_modules(one_rank):
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(Recurrent(WIDTH, WIDTH) for _ in range(2))).cuda()
+    model = copy.deepcopy(alone)
+    _trains_like(alone, model, _shard(model, "eager"), rtol=1e-2)  # cuDNN multiplies in TF32
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_float8_products(mode, one_rank):
     float8 = pytest.importorskip("torchao.float8")

@@ -185,6 +185,33 @@ def test_recurrent_modules_run_eagerly_and_torch_refuses_to_compile_them(mode):
         assert_trains_like_replicas(model, torch.compile(model) if mode == "full" else model, alone, data)
 
 
+class OneBuffer(nn.LSTM):
+    """Moves its weights into one buffer when they are other objects, as recurrent modules do on a GPU for cuDNN."""
+
+    def flatten_parameters(self):
+        with torch.no_grad():
+            pieces = torch.cat([weight.flatten() for weight in self._flat_weights]).split(
+                [weight.numel() for weight in self._flat_weights]
+            )
+            for weight, piece in zip(self._flat_weights, pieces, strict=True):
+                weight.set_(piece.view_as(weight))
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@eager_and_full
+@on_ranks(2)
+def test_a_module_that_moves_its_parameters(mode, reshards):
+    alone, model = Recurrent("LSTM"), Recurrent("LSTM")
+    model.rnn.__class__ = OneBuffer
+    fully_shard(model.rnn, reshard_after_forward=reshards)
+    fully_shard(model)
+    assert_trains_like_replicas(model, torch.compile(model) if mode == "full" else model, alone, batches(3, 4, 3, 6))
+    for param in model.rnn._get_fsdp_state().params:
+        assert param.unsharded.param.untyped_storage().nbytes() == 0
+    with torch.no_grad():
+        torch.testing.assert_close(model(batches(1, 4, 3, 6)[0]), alone(batches(1, 4, 3, 6)[0]))
+
+
 class Stateful(nn.Module):
     """A norm with running statistics, and a buffer that forward changes."""
 
