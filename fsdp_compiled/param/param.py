@@ -131,10 +131,11 @@ class FSDPParam:
 
     def check_untouched(self) -> None:
         """Raise RuntimeError unless the parameter is registered wherever it is used, over the storage it had."""
-        expected = self.unsharded.param if self.state is ShardedState.UNSHARDED else self.sharded_param
+        is_unsharded = self.state is ShardedState.UNSHARDED
+        expected = self.unsharded.param if is_unsharded else self.sharded_param
         for module, attribute in self.places:
             found = module._parameters.get(attribute)
-            if found is not expected:
+            if found is not expected and not (is_unsharded and self.unsharded.is_also(found)):
                 raise not_registered(self.name, type(found).__name__)
         if self.sharded_param.untyped_storage() is not self.storage.of_dtensor:
             got = "another by param.data = ..., which a DTensor does not follow"

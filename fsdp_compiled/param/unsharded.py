@@ -83,6 +83,15 @@ class Unsharded:
         param.grad_dtype = None  # a function may return fp32 gradients of bf16 parameters, to be reduced as they are
         return param
 
+    def is_also(self, other: object) -> bool:
+        """Tell whether ``other`` is the same parameter as an object of another class, and frozen.
+
+        Modules of bitsandbytes put one in its place, which also says how it is quantised.
+        """
+        if self.param is None or not isinstance(other, nn.Parameter) or other.requires_grad:
+            return False
+        return other.shape == self.param.shape and other.untyped_storage() is self.param.untyped_storage()
+
     def _return_to_memory(self) -> None:
         """Put the parameter back over its output if a module has moved it, as recurrent ones do for cuDNN."""
         if self.param is None or self._outer is not None or self._extension is not None:

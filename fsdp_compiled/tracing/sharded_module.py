@@ -90,7 +90,8 @@ class ShardedModule:
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Take ``param`` in place of a sharded one, as ``module.weight = ...`` and ``assign=True`` do."""
         replaced = self.__dict__.get("_fsdp_params", {}).get(name)
-        if replaced is None or self._parameters.get(name) is param:  # type: ignore[attr-defined]  # by FSDPParam
+        is_ours = replaced is None or self._parameters.get(name) is param  # type: ignore[attr-defined]  # by FSDPParam
+        if is_ours or (replaced.state is ShardedState.UNSHARDED and replaced.unsharded.is_also(param)):
             super().register_parameter(name, param)  # type: ignore[misc]
             return
         replaced.check_replacement(param)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from tests.support.parity import row
@@ -47,6 +49,46 @@ def test_frozen_at_first_and_unfrozen_later(mode):
     square_loss(call, my_part(data[0])).backward()
     square_loss(alone, data[0]).backward()
     assert_close(full_grads(model), full_grads(alone))
+
+
+class _Marked(nn.Parameter):
+    """The same memory as an object that knows more, as a 4-bit weight of bitsandbytes does."""
+
+    def __new__(cls, data, requires_grad=False):
+        return torch.Tensor._make_subclass(cls, data, requires_grad)
+
+
+class _Marks(nn.Linear):
+    """Puts such an object in its weight's place, in a forward that finds another one there."""
+
+    def forward(self, x):
+        if not isinstance(self.weight, _Marked):
+            self.weight = _Marked(self.weight)
+            self.weight.scale = 2.0
+        return self.weight.scale * super().forward(x)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@eager_and_full
+@on_ranks(2)
+def test_a_module_that_puts_its_own_object_in_place_of_a_frozen_weight(mode, reshards):
+    alone, model = MLP(), MLP()
+    for m in (alone, model):
+        for block in m.blocks:
+            block[0].__class__ = _Marks
+            block[0].weight.requires_grad = False
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshards)
+    fully_shard(model)
+    call = torch.compile(model, backend="aot_eager") if mode == "full" else model  # Dynamo does not trace it
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 10))
+    assert isinstance(model.blocks[0][0].weight, DTensor)
+    with pytest.raises(TypeError, match=r"^blocks\.0\.0\.weight: expected a sharded DTensor, got a _Marked"):
+        model.blocks[0][0].weight = _Marked(torch.ones(10, 10))  # elsewhere
+    model.unshard()
+    model.blocks[0].unshard()
+    with pytest.raises(TypeError, match=r"^blocks\.0\.0\.weight: expected a sharded DTensor, got a _Marked"):
+        model.blocks[0][0].weight = _Marked(model.blocks[0][0].weight, requires_grad=True)  # its gradient were lost
 
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)

@@ -1,0 +1,79 @@
+"""LoRA on 4-bit weights of bitsandbytes, which are sharded, too: QLoRA."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
+
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from fsdp_compiled import fully_shard
+from tests.ecosystem.training import assert_equal_losses
+from tests.support import huggingface
+from tests.support.ranks import on_ranks
+from tests.support.training import assert_close, full, mean_over_ranks, my_part
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with a model that is not quantised."""
+    torch.manual_seed(0)
+    huggingface.MODELS["llama"]().save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def _model(saved, storage):
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_quant_storage=storage,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    model = AutoModelForCausalLM.from_pretrained(saved, quantization_config=config, device_map="cpu")
+    torch.manual_seed(1)
+    lora = LoraConfig(r=3, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, lora).train()
+
+
+def _train(model, call, sharded):
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    losses = []
+    for tokens in huggingface.token_batches(3):
+        loss = huggingface.loss(call, my_part(tokens) if sharded else tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_ranks(loss) if sharded else loss.item())
+    return losses
+
+
+@on_ranks(2)
+def _trains_like_one_process(saved, storage, reshards, compiles):
+    alone, model = _model(saved, storage), _model(saved, storage)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, reshard_after_forward=reshards)
+    fully_shard(model, reshard_after_forward=reshards)
+    quantised = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
+    assert isinstance(quantised, DTensor) and quantised.dtype == storage
+    got = _train(model, torch.compile(model) if compiles else model, sharded=True)
+    assert_equal_losses(got, _train(alone, alone, sharded=False))
+    trained = {name: full(param) for name, param in model.named_parameters() if param.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    assert_close(trained, {name: param for name, param in alone.named_parameters() if name in trained}, rtol=1e-4)
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.float32])
+def test_trains_like_one_process(saved, storage, reshards):
+    _trains_like_one_process(saved=saved, storage=storage, reshards=reshards, compiles=False)
+
+
+def test_compiled_in_pieces(saved):
+    """Dynamo does not trace how its modules remember what weights are."""
+    _trains_like_one_process(saved=saved, storage=torch.float32, reshards=True, compiles=True)
