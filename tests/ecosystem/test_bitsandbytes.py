@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+pytest.importorskip("accelerate")
 pytest.importorskip("bitsandbytes")
 pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from fsdp_compiled import fully_shard
-from tests.ecosystem.training import assert_equal_losses
+from fsdp_compiled import FSDPModule, as_torch_fsdp, fully_shard
+from tests.ecosystem.training import accelerate_on_cpu, assert_equal_losses
 from tests.support import huggingface
 from tests.support.ranks import on_ranks
 from tests.support.training import assert_close, full, mean_over_ranks, my_part
@@ -41,8 +45,11 @@ def _model(saved, storage):
     return get_peft_model(model, lora).train()
 
 
-def _train(model, call, sharded):
-    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+def _optimizer(model):
+    return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+
+
+def _train(call, optimizer, sharded):
     losses = []
     for tokens in huggingface.token_batches(3):
         loss = huggingface.loss(call, my_part(tokens) if sharded else tokens)
@@ -61,8 +68,8 @@ def _trains_like_one_process(saved, storage, reshards, compiles):
     fully_shard(model, reshard_after_forward=reshards)
     quantised = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
     assert isinstance(quantised, DTensor) and quantised.dtype == storage
-    got = _train(model, torch.compile(model) if compiles else model, sharded=True)
-    assert_equal_losses(got, _train(alone, alone, sharded=False))
+    got = _train(torch.compile(model) if compiles else model, _optimizer(model), sharded=True)
+    assert_equal_losses(got, _train(alone, _optimizer(alone), sharded=False))
     trained = {name: full(param) for name, param in model.named_parameters() if param.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     assert_close(trained, {name: param for name, param in alone.named_parameters() if name in trained}, rtol=1e-4)
@@ -77,3 +84,23 @@ def test_trains_like_one_process(saved, storage, reshards):
 def test_compiled_in_pieces(saved):
     """Dynamo does not trace how its modules remember what weights are."""
     _trains_like_one_process(saved=saved, storage=torch.float32, reshards=True, compiles=True)
+
+
+@on_ranks(2)
+def _trains_by_accelerate_like_fsdp2(saved, ram_efficient):
+    losses = []
+    for switch in (nullcontext, as_torch_fsdp):
+        with accelerate_on_cpu(), switch():
+            plugin = FullyShardedDataParallelPlugin(
+                fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=ram_efficient
+            )
+            model = _model(saved, torch.float32)
+            model, optimizer = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(model, _optimizer(model))
+            assert isinstance(model, FSDPModule) == (switch is as_torch_fsdp)
+            losses.append(_train(model, optimizer, sharded=True))
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("ram_efficient", [False, True])
+def test_accelerate_like_fsdp2(saved, ram_efficient):
+    _trains_by_accelerate_like_fsdp2(saved=saved, ram_efficient=ram_efficient)
