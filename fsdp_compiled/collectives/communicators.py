@@ -195,12 +195,11 @@ class SymmetricAllGather(AllGather):
     def _by_copies(self, output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
         """Leave the result in order on the current stream."""
         place = (group.group_name, output.data_ptr())
-        if (
-            place not in self._met
-        ):  # then its tables, too, are filled on such a stream, in memory that ours may still use
+        is_new = place not in self._met
+        if is_new:  # its tables, too, are filled on such a stream, in memory that ours may still use
             torch.accelerator.synchronize(output.device)
         handle = self._memory.rendezvous(output, group.group_name)
-        if place not in self._met:
+        if is_new:
             torch.accelerator.synchronize(output.device)
             self._met.add(place)
         numel = input.numel()

@@ -84,11 +84,13 @@ class Unsharded:
         return param
 
     def is_also(self, other: object) -> bool:
-        """Tell whether ``other`` is the same parameter as an object of another class, and frozen.
+        """Tell whether ``other`` is the same frozen parameter as another object.
 
         Modules of bitsandbytes put one in its place, which also says how it is quantised.
         """
-        if self.param is None or not isinstance(other, nn.Parameter) or other.requires_grad:
+        if self.param is None or not isinstance(other, nn.Parameter):
+            return False
+        if other.requires_grad or self.param.requires_grad:
             return False
         return other.shape == self.param.shape and other.untyped_storage() is self.param.untyped_storage()
 

@@ -89,6 +89,8 @@ def test_a_module_that_puts_its_own_object_in_place_of_a_frozen_weight(mode, res
     model.blocks[0].unshard()
     with pytest.raises(TypeError, match=r"^blocks\.0\.0\.weight: expected a sharded DTensor, got a _Marked"):
         model.blocks[0][0].weight = _Marked(model.blocks[0][0].weight, requires_grad=True)  # its gradient were lost
+    with pytest.raises(TypeError, match=r"^blocks\.0\.0\.bias: expected a sharded DTensor, got a _Marked"):
+        model.blocks[0][0].bias = _Marked(model.blocks[0][0].bias)  # as were that of the bias
 
 
 INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64)
