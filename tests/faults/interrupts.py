@@ -12,14 +12,21 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint  # where some of its hooks are
 from torch.autograd.graph import saved_tensors_hooks
 
 import fsdp_compiled
 
 _FOLDERS = tuple(str(Path(module.__file__).parent) + os.sep for module in (fsdp_compiled, torch))
 _PASSES = str(Path(fsdp_compiled.__file__).parents[1] / "passes") + os.sep
-# If one of these is interrupted, torch's stack of hooks stays as it was meant for the block, whoever calls it.
-_NOT_UNDONE = (saved_tensors_hooks.__enter__.__code__, saved_tensors_hooks.__exit__.__code__)
+# If one of these is interrupted, torch's stack of hooks stays as it was meant for the block, whoever calls it. From
+# torch 2.15 on those of checkpoints have their own.
+_NOT_UNDONE = {
+    vars(kind)[name].__code__
+    for kind in (saved_tensors_hooks, *saved_tensors_hooks.__subclasses__())
+    for name in ("__enter__", "__exit__")
+    if name in vars(kind)
+}
 
 
 @dataclass
