@@ -24,6 +24,7 @@ from fsdp_compiled import (
     unsharded,
 )
 from fsdp_compiled.weights import complete
+from fsdp_compiled.weights.shards import _weights
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -319,6 +320,15 @@ def test_shards_that_changed(mode):
         next(shards)
     shards.close()
     assert [each.name for each in stream_shards(model, since=since)] == every[2:]  # the third was not done with
+
+
+def test_what_hashes_multiply_by_is_drawn_on_the_host_whatever_the_default_device():
+    found = []
+    for default in ("cpu", "meta"):
+        _weights.cache_clear()
+        with torch.device(default):
+            found.append(_weights(torch.device("cpu")))
+    assert torch.equal(*found)
 
 
 @on_ranks(1)
