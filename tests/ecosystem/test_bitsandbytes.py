@@ -18,10 +18,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from fsdp_compiled import FSDPModule, as_torch_fsdp, fully_shard
-from tests.ecosystem.training import accelerate_on_cpu, assert_equal_losses
+from tests.ecosystem.training import accelerate_on_cpu, assert_equal_losses, losses_of
 from tests.support import huggingface
 from tests.support.ranks import on_ranks
-from tests.support.training import assert_close, full, mean_over_ranks, my_part
+from tests.support.training import assert_close, full
 
 
 @pytest.fixture
@@ -49,17 +49,6 @@ def _optimizer(model):
     return torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
 
 
-def _train(call, optimizer, sharded):
-    losses = []
-    for tokens in huggingface.token_batches(3):
-        loss = huggingface.loss(call, my_part(tokens) if sharded else tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss) if sharded else loss.item())
-    return losses
-
-
 @on_ranks(2)
 def _trains_like_one_process(saved, storage, reshards, compiles):
     alone, model = _model(saved, storage), _model(saved, storage)
@@ -68,8 +57,8 @@ def _trains_like_one_process(saved, storage, reshards, compiles):
     fully_shard(model, reshard_after_forward=reshards)
     quantised = model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight
     assert isinstance(quantised, DTensor) and quantised.dtype == storage
-    got = _train(torch.compile(model) if compiles else model, _optimizer(model), sharded=True)
-    assert_equal_losses(got, _train(alone, _optimizer(alone), sharded=False))
+    got = losses_of(torch.compile(model) if compiles else model, _optimizer(model), sharded=True)
+    assert_equal_losses(got, losses_of(alone, _optimizer(alone), sharded=False))
     trained = {name: full(param) for name, param in model.named_parameters() if param.requires_grad}
     assert trained and all(".lora_" in name for name in trained)
     assert_close(trained, {name: param for name, param in alone.named_parameters() if name in trained}, rtol=1e-4)
@@ -97,7 +86,7 @@ def _trains_by_accelerate_like_fsdp2(saved, ram_efficient):
             model = _model(saved, torch.float32)
             model, optimizer = Accelerator(cpu=True, fsdp_plugin=plugin).prepare(model, _optimizer(model))
             assert isinstance(model, FSDPModule) == (switch is as_torch_fsdp)
-            losses.append(_train(model, optimizer, sharded=True))
+            losses.append(losses_of(model, optimizer, sharded=True))
     assert losses[0] == losses[1]
 
 

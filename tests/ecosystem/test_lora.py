@@ -14,10 +14,10 @@ from peft import LoraConfig, get_peft_model
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, PerTensor, quantize_
 
 from fsdp_compiled import fully_shard
-from tests.ecosystem.training import MODES, assert_equal_losses, watch
+from tests.ecosystem.training import MODES, assert_equal_losses, losses_of, watch
 from tests.support import huggingface
 from tests.support.ranks import on_ranks
-from tests.support.training import assert_close, compiled, full, mean_over_ranks, my_part
+from tests.support.training import assert_close, compiled, full, my_part
 
 CONFIGS = {
     "int8": Int8WeightOnlyConfig(),
@@ -35,14 +35,7 @@ def _model(config):
 
 def _train(model, call, sharded):
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-    losses = []
-    for tokens in huggingface.token_batches(3):
-        loss = huggingface.loss(call, my_part(tokens) if sharded else tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss) if sharded else loss.item())
-    return losses
+    return losses_of(call, optimizer, sharded)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

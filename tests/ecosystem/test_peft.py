@@ -11,10 +11,10 @@ pytest.importorskip("transformers")
 import peft
 
 from fsdp_compiled import fully_shard
-from tests.ecosystem.training import assert_equal_losses, watch
+from tests.ecosystem.training import assert_equal_losses, losses_of, watch
 from tests.support import huggingface
 from tests.support.ranks import on_ranks
-from tests.support.training import assert_close, compiled, full, mean_over_ranks, my_part
+from tests.support.training import assert_close, compiled, full
 
 LAYERS = {"target_modules": ["q_proj", "v_proj", "down_proj"]}
 QUERIES = {"target_modules": ["q_proj"], "init_weights": False}
@@ -59,14 +59,7 @@ def _model(kind):
 
 def _train(model, call, sharded):
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
-    losses = []
-    for tokens in huggingface.token_batches(3):
-        loss = huggingface.loss(call, my_part(tokens) if sharded else tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(mean_over_ranks(loss) if sharded else loss.item())
-    return losses
+    return losses_of(call, optimizer, sharded)
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])

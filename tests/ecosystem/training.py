@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch._dynamo.utils import counters
 
 from fsdp_compiled.hooks import group
 from tests.support import huggingface
-from tests.support.training import my_part
+from tests.support.training import mean_over_ranks, my_part
 
 MODES = ("eager", "full")
 BACKEND = "aot_eager"  # generates no code
@@ -97,15 +98,30 @@ def alone(name: str = "llama", steps: int = 3, lr: float = 1e-2, clip: float | N
     """Losses of one process with the whole batches."""
     model = huggingface.build(name)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr)
-    losses = []
-    for tokens in huggingface.token_batches(steps):
-        loss = huggingface.loss(model, tokens)
-        loss.backward()
+
+    def clipped() -> None:
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+
+    return losses_of(model, optimizer, False, steps, clipped)
+
+
+def losses_of(
+    call: Callable[..., Any],
+    optimizer: torch.optim.Optimizer,
+    sharded: bool,
+    steps: int = 3,
+    before_step: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """Losses of steps on the same tokens: of whole batches or, ``sharded``, means over the ranks' parts."""
+    losses = []
+    for tokens in huggingface.token_batches(steps):
+        loss = huggingface.loss(call, my_part(tokens) if sharded else tokens)
+        loss.backward()
+        before_step()
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(mean_over_ranks(loss) if sharded else loss.item())
     return losses
 
 

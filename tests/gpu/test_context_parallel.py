@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fsdp_compiled
 from fsdp_compiled import fully_shard
-from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
+from tests.gpu.test_features import _on_processes
 from tests.support import staged
 
 DEVICE, WIDTH, HEADS, LENGTH, BATCH, LAYERS = "cuda", 128, 4, 256, 2, 4
@@ -65,8 +65,4 @@ def _train(mode, rank):
 
 @pytest.mark.parametrize("mode", ["eager", "regions", "full"])
 def test_trains_like_one_process(mode):
-    ranks = RankProcesses(2)
-    try:
-        ranks.run(2, partial(_train, mode), Setting(staged.NAME))  # raises what a rank's assertion says
-    finally:
-        ranks.close()
+    _on_processes(2, partial(_train, mode), Setting(staged.NAME))
