@@ -144,6 +144,13 @@ class FSDPParamGroup:
                 param.drop_unsharded(is_lost)
             self._all_gathers = []
 
+    @without_grad
+    def keep_changes(self) -> None:
+        """Let shards follow what forward wrote to parameters, as modules do that clamp or normalise one."""
+        for param in self.params:
+            if (changed := param.unsharded.take_change()) is not None and self.is_unsharded:
+                param.storage.follow(changed, param.placement.mesh_info.shard_rank)
+
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
         self.drop_unshard()

@@ -217,6 +217,8 @@ class FSDPState(TorchNames):
 
     def _complete_forward(self) -> None:
         self.unit.end_forward()
+        for group in self.groups:
+            group.keep_changes()
         # Without a backward to come, an unsharded root would hold stale values after the next optimizer step, and an
         # optimizer that is made next would see unsharded parameters.
         config = self.unit.config

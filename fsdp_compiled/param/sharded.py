@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..collectives import padded_shard
+from ..collectives import padded_shard, take_shard
 from ..sharding.dtensor import dtensor_like, local_of, set_local
 from ..sharding.layout import ShardLayout
 from .extension import AllGatherExtension, InnerTensors, is_extended, is_wrapper
@@ -35,6 +35,12 @@ class ShardStorage:
     def new_dtensor(self, local: Tensor) -> DTensor:
         """Return a DTensor as the sharded parameter is, over another local tensor, such as a gradient."""
         return dtensor_like(self.sharded, local)
+
+    def follow(self, unsharded: Tensor, rank: int) -> None:
+        """Take from the unsharded parameter what differs from this rank's shard, as it is in that one's dtype."""
+        shard = take_shard(unsharded, self.layout, rank).to(self.padded.device)
+        is_same = shard == self.padded.to(shard.dtype)
+        self.padded.copy_(torch.where(is_same, self.padded, shard.to(self.padded.dtype)))
 
     def extension(self, module: nn.Module, placement: ParamPlacement) -> AllGatherExtension | None:
         """Return what extends the all-gather of the parameter, which is registered on ``module`` first, or None."""

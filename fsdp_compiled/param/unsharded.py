@@ -35,6 +35,7 @@ class Unsharded:
         self._extension = extension  # makes the parameter of several all-gather outputs
         self._outputs: list[Tensor] | None = None  # 1D, padded; made by the first all-gather
         self._views: list[Tensor] = []  # of each, without padding
+        self._version = 0  # of the parameter, as all-gathered
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
         self._made: Tensor | None = None  # what the extension returned, maybe with padding
 
@@ -63,6 +64,7 @@ class Unsharded:
         """Return the parameter after its outputs have been filled; None before there were any."""
         if self._extension is None or self._outputs is None:
             self._return_to_memory()
+            self.take_change()
             return self.param
         if self._made is None or self.param is None:
             made, inner = self._extension.join(self._views, self._extension.metadata)
@@ -82,6 +84,14 @@ class Unsharded:
         param = nn.Parameter(local, requires_grad=False) if self._outer is None else self._outer.parameter(local)
         param.grad_dtype = None  # a function may return fp32 gradients of bf16 parameters, to be reduced as they are
         return param
+
+    def take_change(self) -> Tensor | None:
+        """Return the local parameter if it was written to since it was all-gathered, or since the last call."""
+        if self._extension is not None or not self._views:
+            return None
+        (local,) = self._views
+        before, self._version = self._version, local._version
+        return local if self._version != before else None
 
     def is_also(self, other: object) -> bool:
         """Tell whether ``other`` is the same frozen parameter as another object.

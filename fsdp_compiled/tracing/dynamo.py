@@ -132,6 +132,11 @@ def local_variable(context: Any, name: str) -> Any:
     return _tracer(context).symbolic_locals[name]
 
 
+def example_of(context: Any, name: str) -> Any:
+    """Return the fake tensor that Dynamo has for a local variable of the caller's."""
+    return local_variable(context, name).as_proxy().node.meta["example_value"]
+
+
 def local_value(context: Any, name: str) -> Any:
     """Return the object that a local variable of the caller's stands for, without a guard on it."""
     variable = local_variable(context, name)

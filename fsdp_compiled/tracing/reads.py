@@ -8,6 +8,7 @@ case reads one, and the leaf; see :meth:`FSDPParam.follow_call`. By ``comptime``
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,15 +16,33 @@ import torch
 from torch import Tensor
 
 from .. import collectives
+from ..expect import unexpected
 from ..param.extension import AllGatherExtension
 from ..param.param import FSDPParam, not_registered
-from .dynamo import changed_dict, graphs_around, known_internals, local_value, local_variable, of_trace, set_local
+from ..sharding.dtensor import local_of
+from .dynamo import (
+    changed_dict,
+    example_of,
+    graphs_around,
+    known_internals,
+    local_value,
+    local_variable,
+    of_trace,
+    set_local,
+)
 
 _WHAT = "tell whether functional_call gave a sharded model other parameters"
 
 
 class _Operands(dict[Any, dict[FSDPParam, Any]]):
     """Of each region that a trace is in or was in, by what traces its graph."""
+
+
+class _Values(defaultdict[FSDPParam, list[tuple[Tensor, int]]]):
+    """What reads in a trace have given, each with its version then."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
 
 
 @known_internals(_WHAT)
@@ -35,6 +54,27 @@ def begin(context: Any) -> None:
     """
     _check(context, local_value(context, "module"))
     _find_operand(context)
+
+
+@known_internals("tell whether a parameter was written to in forward")
+def note(context: Any) -> None:
+    """Note the ``value`` that a read of the caller's ``param`` has given."""
+    value = local_of(example_of(context, "value"))
+    of_trace(_Values)[local_value(context, "param")].append((value, value._version))
+
+
+@known_internals("tell whether a parameter was written to in forward")
+def check_unchanged(context: Any) -> None:
+    """Raise RuntimeError if the traced program has written to a parameter of ``self``: a graph would lose that."""
+    values = of_trace(_Values)
+    for param in local_value(context, "self")._fsdp_params.values():
+        if any(value._version != version for value, version in values.get(param, ())):
+            expected, got = (
+                "not to be written to in a compiled forward",
+                "a change in place, which the graph would lose",
+            )
+            do = "write to it in an uncompiled forward, or to the sharded parameter under no_grad before the call"
+            raise unexpected(param.name, expected, got, do, RuntimeError)
 
 
 @known_internals(_WHAT)

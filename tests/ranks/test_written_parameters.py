@@ -1,0 +1,108 @@
+"""Modules whose forward writes to a parameter: normalises it, or clamps it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    compiled,
+    full_params,
+    shard,
+    square_loss,
+    train,
+)
+
+
+class Normalised(nn.Module):
+    """Writes its weight when it trains, reads it again, and its gradient needs what was written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Parameter(torch.randn(13, 10)), nn.Parameter(torch.randn(10, 13))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.up.copy_(F.normalize(self.up, dim=1))
+        return x + F.linear(torch.tanh(F.linear(x, self.up)), self.down)
+
+
+class Net(nn.Module):
+    """Also clamps a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Normalised() for _ in range(2))
+        self.scale = nn.Parameter(torch.randn(10))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.clamp_(min=0.3)
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return x
+
+
+@pytest.mark.parametrize("mode", ["eager", "regional"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"reshard_after_forward": False}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}]
+)
+@on_ranks(2)
+def test_uncompiled_forwards_keep_what_they_write(mode, settings):
+    alone, model = Net(), Net()
+    call = shard(model, mode, **settings)
+    assert_trains_like_one_process(model, call, alone)
+    model.eval()
+    before = full_params(model)
+    with torch.no_grad():
+        call(batches(1, 4, 10)[0])
+    changed = [name for name, param in full_params(model).items() if not torch.equal(param, before[name])]
+    assert changed == ["scale"]
+
+
+@on_ranks(4)
+def test_a_smaller_group_after_forward():
+    alone, model = Net(), Net()
+    assert_trains_like_one_process(model, shard(model, "eager", reshard_after_forward=2), alone)
+
+
+@on_ranks(2)
+def test_what_forward_leaves_alone_keeps_its_digits():
+    """Only what it has clamped is rounded to bf16."""
+    model = Net()
+    before = full_params(shard(model, "eager", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)))
+    train(model, model, batches(1, 8, 10), square_loss, lr=0.0)
+    after = full_params(model)
+    assert_close({"scale": after["scale"]}, {"scale": before["scale"].clamp(min=torch.tensor(0.3).bfloat16().item())})
+    is_kept = before["scale"] > 0.31
+    assert 0 < is_kept.sum() < 10 and torch.equal(after["scale"][is_kept], before["scale"][is_kept])
+    assert torch.equal(after["blocks.0.down"], before["blocks.0.down"])
+    assert not torch.equal(after["blocks.0.up"], before["blocks.0.up"])
+
+
+@pytest.mark.parametrize("mode", ["full", "regions"])
+@on_ranks(2)
+def test_a_graph_says_that_it_would_lose_it(mode):
+    model, (data,) = Net(), batches(1, 8, 10)
+    call = shard(model, mode)
+    for name in ("blocks.0.up", "scale"):
+        with pytest.raises(
+            RuntimeError, match=f"{name}: expected not to be written to in a compiled forward, got a "
+        ):
+            call(data)
+        model.eval()
+
+
+@on_ranks(2)
+def test_a_graph_that_writes_to_none_compiles():
+    alone, model = Normalised().eval(), fully_shard(Normalised().eval())
+    assert_trains_like_one_process(model, compiled(model), alone)
