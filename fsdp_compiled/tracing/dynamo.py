@@ -16,6 +16,7 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import fx
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._dynamo import OptimizedModule, trace_rules
 from torch._dynamo.callback import callback_handler as callback_handler
@@ -132,9 +133,15 @@ def local_variable(context: Any, name: str) -> Any:
     return _tracer(context).symbolic_locals[name]
 
 
-def example_of(context: Any, name: str) -> Any:
-    """Return the fake tensor that Dynamo has for a local variable of the caller's."""
-    return local_variable(context, name).as_proxy().node.meta["example_value"]
+def local_node(context: Any, name: str) -> fx.Node:
+    """Return the node of the graph that a local variable of the caller's, a tensor, stands for."""
+    node: fx.Node = local_variable(context, name).as_proxy().node
+    return node
+
+
+def fake_of(node: fx.Node) -> Any:
+    """Return the fake value that Dynamo has for a node, if any; its version counts what the program writes to it."""
+    return node.meta.get("example_value")
 
 
 def local_value(context: Any, name: str) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .. import collectives
 from ..expect import unexpected
@@ -22,9 +22,10 @@ from ..param.param import FSDPParam, not_registered
 from ..sharding.dtensor import local_of
 from .dynamo import (
     changed_dict,
-    example_of,
+    fake_of,
     graphs_around,
     known_internals,
+    local_node,
     local_value,
     local_variable,
     of_trace,
@@ -38,8 +39,8 @@ class _Operands(dict[Any, dict[FSDPParam, Any]]):
     """Of each region that a trace is in or was in, by what traces its graph."""
 
 
-class _Values(defaultdict[FSDPParam, list[tuple[Tensor, int]]]):
-    """What reads in a trace have given, each with its version then."""
+class _Values(defaultdict[FSDPParam, list[tuple[fx.Node, int]]]):
+    """The nodes of reads in a trace, each with its version then."""
 
     def __init__(self) -> None:
         super().__init__(list)
@@ -59,8 +60,8 @@ def begin(context: Any) -> None:
 @known_internals("tell whether a parameter was written to in forward")
 def note(context: Any) -> None:
     """Note the ``value`` that a read of the caller's ``param`` has given."""
-    value = local_of(example_of(context, "value"))
-    of_trace(_Values)[local_value(context, "param")].append((value, value._version))
+    node = local_node(context, "value")
+    of_trace(_Values)[local_value(context, "param")].append((node, local_of(fake_of(node))._version))
 
 
 @known_internals("tell whether a parameter was written to in forward")
@@ -68,13 +69,21 @@ def check_unchanged(context: Any) -> None:
     """Raise RuntimeError if the traced program has written to a parameter of ``self``: a graph would lose that."""
     values = of_trace(_Values)
     for param in local_value(context, "self")._fsdp_params.values():
-        if any(value._version != version for value, version in values.get(param, ())):
+        if any(_is_written(*each) for each in values.get(param, ())):
             expected, got = (
                 "not to be written to in a compiled forward",
                 "a change in place, which the graph would lose",
             )
             do = "write to it in an uncompiled forward, or to the sharded parameter under no_grad before the call"
             raise unexpected(param.name, expected, got, do, RuntimeError)
+
+
+def _is_written(node: fx.Node, version: int) -> bool:
+    """Tell whether something was written to a tensor, or to its ``data``, which has a version of its own."""
+    value, users = local_of(fake_of(node)), map(fake_of, node.users)
+    others = [local_of(user) for user in users if isinstance(user, Tensor)]
+    aliases = [other for other in others if other.untyped_storage() is value.untyped_storage()]
+    return any(each._version > version for each in (value, *aliases))
 
 
 @known_internals(_WHAT)

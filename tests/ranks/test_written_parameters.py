@@ -39,6 +39,8 @@ class Normalised(nn.Module):
 class Net(nn.Module):
     """Also clamps a parameter of its own."""
 
+    through_data = False
+
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Normalised() for _ in range(2))
@@ -46,7 +48,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         with torch.no_grad():
-            self.scale.clamp_(min=0.3)
+            (self.scale.data[1:] if self.through_data else self.scale).clamp_(min=0.3)
         for block in self.blocks:
             x = block(x * self.scale)
         return x
@@ -100,6 +102,9 @@ def test_a_graph_says_that_it_would_lose_it(mode):
         ):
             call(data)
         model.eval()
+    model.through_data = True
+    with pytest.raises(RuntimeError, match="scale: expected not to be written to in a compiled forward, got a "):
+        call(data)
 
 
 @on_ranks(2)
