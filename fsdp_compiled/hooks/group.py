@@ -74,6 +74,7 @@ class FSDPParamGroup:
     params: Sequence[FSDPParam]  # at least one
     unit: Unit
     _all_gathers: list[_AllGather] = field(default_factory=list, repr=False)
+    _sent: list[list[int]] = field(default_factory=list, repr=False)  # versions of the shards, at the launch
     _reductions: list[_Reduction] = field(default_factory=list, repr=False)
     _to_host: list[tuple[_Reduction, list[Tensor]]] = field(default_factory=list, repr=False)
     _buckets: dict[Hashable, tuple[object, Any, Contract]] = field(default_factory=dict, repr=False)
@@ -95,10 +96,13 @@ class FSDPParamGroup:
     @without_grad
     def launch_unshard(self) -> None:
         """Start the group's all-gathers unless it is unsharded or they are under way."""
-        if any(all_gather.is_lost for all_gather in self._all_gathers):
+        versions = [param.storage.versions for param in self.params]
+        # One that was launched ahead has what shards were then, and the program may have written to them since.
+        if versions != self._sent or any(all_gather.is_lost for all_gather in self._all_gathers):
             self.drop_unshard()
         if self.is_unsharded or self._all_gathers:
             return
+        self._sent = versions
         inputs = {param: param.all_gather_inputs() for param in self.params}
         self._all_gathers = self._new_all_gathers(inputs)
         outputs = cache(lambda: {param: param.allocate(specs) for param, (_, specs) in inputs.items()})

@@ -36,6 +36,11 @@ class ShardStorage:
         """Return a DTensor as the sharded parameter is, over another local tensor, such as a gradient."""
         return dtensor_like(self.sharded, local)
 
+    @property
+    def versions(self) -> list[int]:
+        """How often the DTensor and its local tensor were written to, as autograd counts, each by itself."""
+        return [each._version for each in (self.sharded, self.local) if not each.is_inference()]
+
     def follow(self, unsharded: Tensor, rank: int) -> None:
         """Take from the unsharded parameter what differs from this rank's shard, as it is in that one's dtype."""
         shard = take_shard(unsharded, self.layout, rank).to(self.padded.device)

@@ -139,8 +139,13 @@ def local_node(context: Any, name: str) -> fx.Node:
     return node
 
 
+def fake_input(context: Any, tensor: torch.Tensor) -> Any:
+    """Return the fake of a tensor that the trace has as input, or None; its version counts what it writes there."""
+    return _tracer(context).output.fake_mode.fake_tensor_converter._get_memo(tensor)
+
+
 def fake_of(node: fx.Node) -> Any:
-    """Return the fake value that Dynamo has for a node, if any; its version counts what the program writes to it."""
+    """Return the fake value that Dynamo has for a node, if any, with a version like that of :func:`fake_input`."""
     return node.meta.get("example_value")
 
 

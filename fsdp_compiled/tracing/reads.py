@@ -22,6 +22,7 @@ from ..param.param import FSDPParam, not_registered
 from ..sharding.dtensor import local_of
 from .dynamo import (
     changed_dict,
+    fake_input,
     fake_of,
     graphs_around,
     known_internals,
@@ -51,9 +52,14 @@ def begin(context: Any) -> None:
     """Begin a read of the caller's ``param`` of ``module``; set its ``operand`` in a region that has one.
 
     Raises RuntimeError if ``torch.func.functional_call`` has registered a parameter of the user's there, which the
-    read would ignore: it takes the shard, and a guard on what is registered would be slow in every step.
+    read would ignore: it takes the shard, and a guard on what is registered would be slow in every step. Breaks the
+    graph where the trace has written to the sharded parameter.
     """
     _check(context, local_value(context, "module"))
+    param = local_value(context, "param")
+    sharded = fake_input(context, param.sharded_param)
+    if sharded is not None and sharded._version:
+        context.graph_break(str(_written(param, "a change before it is read, which the graph makes at its end")))
     _find_operand(context)
 
 
@@ -70,12 +76,12 @@ def check_unchanged(context: Any) -> None:
     values = of_trace(_Values)
     for param in local_value(context, "self")._fsdp_params.values():
         if any(_is_written(*each) for each in values.get(param, ())):
-            expected, got = (
-                "not to be written to in a compiled forward",
-                "a change in place, which the graph would lose",
-            )
-            do = "write to it in an uncompiled forward, or to the sharded parameter under no_grad before the call"
-            raise unexpected(param.name, expected, got, do, RuntimeError)
+            raise _written(param, "a change of what was all-gathered, which the graph would lose")
+
+
+def _written(param: FSDPParam, got: str) -> Exception:
+    do = "write to it in an uncompiled forward, or to the sharded parameter under no_grad before the call"
+    return unexpected(param.name, "not to be written to in a compiled forward", got, do, RuntimeError)
 
 
 def _is_written(node: fx.Node, version: int) -> bool:

@@ -111,3 +111,58 @@ def test_a_graph_says_that_it_would_lose_it(mode):
 def test_a_graph_that_writes_to_none_compiles():
     alone, model = Normalised().eval(), fully_shard(Normalised().eval())
     assert_trains_like_one_process(model, compiled(model), alone)
+
+
+class Followed(nn.Module):
+    """Has one block follow the other, before the other has run or after it."""
+
+    def __init__(self, early: bool = True) -> None:
+        super().__init__()
+        self.early = early
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(2))
+        self.blocks[1].requires_grad_(False)
+
+    def forward(self, x):
+        first, second = self.blocks
+        x = torch.tanh(first(x))
+        if self.early:
+            self.follow()
+        x = x * second(x.detach())
+        if not self.early:
+            self.follow()
+        return x
+
+    def follow(self):
+        first, second = self.blocks
+        with torch.no_grad():
+            for leader, follower in zip(first.parameters(), second.parameters(), strict=True):
+                follower.mul_(0.5).add_(leader, alpha=0.5)
+
+
+@on_ranks(2)
+def test_what_was_all_gathered_ahead_and_written_to_since_is_all_gathered_again():
+    alone, model = Followed(), Followed()
+    call = shard(model, "eager")
+    first, second = model.blocks
+    first.set_modules_to_forward_prefetch([second])
+    assert_trains_like_one_process(model, call, alone)
+
+
+@pytest.mark.parametrize("mode", ["full", "regions"])
+@on_ranks(2)
+def test_a_graph_follows_what_is_read_before_and_not_what_is_read_after(mode):
+    alone, model = Followed(early=False), Followed(early=False)
+    call = shard(model, mode)
+    for _ in range(2):
+        torch._dynamo.reset()  # and in the second trace parameters were written to before
+        assert_trains_like_one_process(model, call, alone)
+
+
+@on_ranks(2)
+def test_the_graph_breaks_between_what_is_written_and_what_is_read():
+    alone, model = Followed(), Followed()
+    call = shard(model, "full")
+    with pytest.raises(RuntimeError, match=r"blocks.1.weight: expected not to be written to in .* before it is read"):
+        call(batches(1, 8, 10)[0])
+    assert_trains_like_one_process(model, compiled(model, fullgraph=False), alone)

@@ -31,6 +31,7 @@ OWNERS = {
     "_flatten": "torch.distributed.device_mesh.DeviceMesh",
     "_forward_pre_hooks": MODULE,
     "_get_backend": GROUP,
+    "_get_memo": "torch._subclasses.fake_tensor.FakeTensorConverter",
     "_i_will_not_complain_if_bc_breaks_InstructionTranslator": "torch._dynamo.comptime.ComptimeContext",
     "_initialize": "torch._dynamo.OptimizedModule",
     "_modules": MODULE,
@@ -71,6 +72,7 @@ READ_BY_DYNAMO_PY = (
     f"{TRANSLATOR}.symbolic_locals",
     f"{OUTPUT}.compiler_fn",
     f"{OUTPUT}.current_tracer",
+    f"{OUTPUT}.fake_mode",
     f"{OUTPUT}.guard_on_key_order",
     f"{OUTPUT}.root_tx",
     f"{OUTPUT}.side_effects",
@@ -90,6 +92,7 @@ READ_BY_DYNAMO_PY = (
     "torch._guards.Guard.create_fn",
     "torch._guards.Guard.create_fn_name",
     "torch._guards.TracingContext.hop_dispatch_set_cache",
+    "torch._subclasses.fake_tensor.FakeTensorMode.fake_tensor_converter",
 )
 # Only where torch reuses traces of regions: ``block.py`` asks for them there alone.
 READ_FOR_REUSE = (
