@@ -133,20 +133,23 @@ def local_variable(context: Any, name: str) -> Any:
     return _tracer(context).symbolic_locals[name]
 
 
-def local_node(context: Any, name: str) -> fx.Node:
-    """Return the node of the graph that a local variable of the caller's, a tensor, stands for."""
-    node: fx.Node = local_variable(context, name).as_proxy().node
-    return node
-
-
 def fake_input(context: Any, tensor: torch.Tensor) -> Any:
     """Return the fake of a tensor that the trace has as input, or None; its version counts what it writes there."""
     return _tracer(context).output.fake_mode.fake_tensor_converter._get_memo(tensor)
 
 
-def fake_of(node: fx.Node) -> Any:
-    """Return the fake value that Dynamo has for a node, if any, with a version like that of :func:`fake_input`."""
-    return node.meta.get("example_value")
+def aliases_of(node: fx.Node) -> Iterator[torch.Tensor]:
+    """Yield the fake of a node's tensor and of what lies in its memory; ``data`` has a version of its own."""
+    fake = node.meta["example_value"]
+    yield fake
+    for user in node.users:
+        other = user.meta.get("example_value")
+        if isinstance(other, torch.Tensor) and other.layout is torch.strided and _shares_memory(other, fake):
+            yield from aliases_of(user)
+
+
+def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage() is b.untyped_storage()
 
 
 def local_value(context: Any, name: str) -> Any:

@@ -8,25 +8,23 @@ case reads one, and the leaf; see :meth:`FSDPParam.follow_call`. By ``comptime``
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from .. import collectives
 from ..expect import unexpected
 from ..param.extension import AllGatherExtension
 from ..param.param import FSDPParam, not_registered
-from ..sharding.dtensor import local_of
+from ..sharding.spec import CommSpec
 from .dynamo import (
+    aliases_of,
     changed_dict,
     fake_input,
-    fake_of,
     graphs_around,
     known_internals,
-    local_node,
     local_value,
     local_variable,
     of_trace,
@@ -38,13 +36,6 @@ _WHAT = "tell whether functional_call gave a sharded model other parameters"
 
 class _Operands(dict[Any, dict[FSDPParam, Any]]):
     """Of each region that a trace is in or was in, by what traces its graph."""
-
-
-class _Values(defaultdict[FSDPParam, list[tuple[fx.Node, int]]]):
-    """The nodes of reads in a trace, each with its version then."""
-
-    def __init__(self) -> None:
-        super().__init__(list)
 
 
 @known_internals(_WHAT)
@@ -59,37 +50,22 @@ def begin(context: Any) -> None:
     param = local_value(context, "param")
     sharded = fake_input(context, param.sharded_param)
     if sharded is not None and sharded._version:
-        context.graph_break(str(_written(param, "a change before it is read, which the graph makes at its end")))
+        context.graph_break(str(_written(param.name, "a change before it is read, which the graph makes at its end")))
     _find_operand(context)
 
 
 @known_internals("tell whether a parameter was written to in forward")
-def note(context: Any) -> None:
-    """Note the ``value`` that a read of the caller's ``param`` has given."""
-    node = local_node(context, "value")
-    of_trace(_Values)[local_value(context, "param")].append((node, local_of(fake_of(node))._version))
+def check_unwritten(context: Any) -> None:
+    """Raise RuntimeError if the traced program has written to an all-gathered parameter: a graph would lose that."""
+    for node in context.graph().find_nodes(op="call_function", target=torch.ops.fsdp_compiled.unshard):
+        if any(alias._version for alias in aliases_of(node)):
+            name = CommSpec.decode(str(node.args[-1])).param.name
+            raise _written(name, "a change of what was all-gathered, which the graph would lose")
 
 
-@known_internals("tell whether a parameter was written to in forward")
-def check_unchanged(context: Any) -> None:
-    """Raise RuntimeError if the traced program has written to a parameter of ``self``: a graph would lose that."""
-    values = of_trace(_Values)
-    for param in local_value(context, "self")._fsdp_params.values():
-        if any(_is_written(*each) for each in values.get(param, ())):
-            raise _written(param, "a change of what was all-gathered, which the graph would lose")
-
-
-def _written(param: FSDPParam, got: str) -> Exception:
+def _written(name: str, got: str) -> Exception:
     do = "write to it in an uncompiled forward, or to the sharded parameter under no_grad before the call"
-    return unexpected(param.name, "not to be written to in a compiled forward", got, do, RuntimeError)
-
-
-def _is_written(node: fx.Node, version: int) -> bool:
-    """Tell whether something was written to a tensor, or to its ``data``, which has a version of its own."""
-    value, users = local_of(fake_of(node)), map(fake_of, node.users)
-    others = [local_of(user) for user in users if isinstance(user, Tensor)]
-    aliases = [other for other in others if other.untyped_storage() is value.untyped_storage()]
-    return any(each._version > version for each in (value, *aliases))
+    return unexpected(name, "not to be written to in a compiled forward", got, do, RuntimeError)
 
 
 @known_internals(_WHAT)

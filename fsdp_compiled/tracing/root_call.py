@@ -11,7 +11,8 @@ import torch
 from ..agreement import peers
 from ..agreement.ledger import register_callbacks
 from ..passes import log
-from .dynamo import callback_handler, is_skipped, skipped, with_code_of_its_own, with_room_for_callees
+from .dynamo import callback_handler, comptime, is_skipped, skipped, with_code_of_its_own, with_room_for_callees
+from .reads import check_unwritten
 from .sharded_module import MixinOrder, UnitState
 
 
@@ -47,7 +48,7 @@ class TracedCall:
     @with_room_for_callees
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+            return TracedCall._fsdp_traced(self, *args, **kwargs)
         if not self._fsdp_state.unit.config.has_hooks and not torch.is_grad_enabled():
             return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
         self._fsdp_state.enter_thread()  # first: other ranks need not know of a second thread's error
@@ -70,7 +71,9 @@ class TracedCall:
             self._fsdp_state.end_call()
 
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        comptime(check_unwritten)
+        return output
 
     @staticmethod
     def _fsdp_class_body(user_cls: Any) -> dict[str, Any]:

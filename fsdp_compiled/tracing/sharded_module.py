@@ -70,9 +70,7 @@ class ShardedModule:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             # Not by super(): Dynamo would guard its result for every module in every step.
-            output = nn.Module.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
-            comptime(reads.check_unchanged)
-            return output
+            return nn.Module.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
         return _call(self, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -126,11 +124,7 @@ class ShardedModuleWithCall(ShardedModule):
     @skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = super(ShardedModule, self).__call__  # type: ignore[misc]
-        if torch.compiler.is_compiling():
-            output = call(*args, **kwargs)
-            comptime(reads.check_unchanged)
-            return output
-        return _call(self, call, args, kwargs)
+        return call(*args, **kwargs) if torch.compiler.is_compiling() else _call(self, call, args, kwargs)
 
 
 @skipped
@@ -155,9 +149,7 @@ def _reader(name: str) -> property:
             if operand is not None:
                 return operand if param.outer is None else param.outer.wrap(operand)
             if not reads.is_held(param):
-                value = reads.unsharded(param)
-                comptime(reads.note)
-                return value
+                return reads.unsharded(param)
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return reads.unsharded(param)
         try:
