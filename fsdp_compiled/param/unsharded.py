@@ -87,11 +87,10 @@ class Unsharded:
 
     def take_change(self) -> Tensor | None:
         """Return the local parameter if it was written to since it was all-gathered, or since the last call."""
-        if self._extension is not None or not self._views:
+        if self._extension is not None or self.param is None:
             return None
-        (local,) = self._views
-        before, self._version = self._version, local._version
-        return local if self._version != before else None
+        before, self._version = self._version, self.param._version
+        return self._views[0] if self._version != before else None
 
     def is_also(self, other: object) -> bool:
         """Tell whether ``other`` is the same frozen parameter as another object.

@@ -36,6 +36,8 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Source, TracingContext
 
+from ..sharding.dtensor import local_of
+
 is_skipped = trace_rules.check  # whether Dynamo skips a function, as it does torch's own
 attention_backends = torch.nn.attention._cur_sdpa_kernel_backends  # those that are enabled where it is called
 
@@ -139,17 +141,14 @@ def fake_input(context: Any, tensor: torch.Tensor) -> Any:
 
 
 def aliases_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    """Yield the fake of a node's tensor and of what lies in its memory; ``data`` has a version of its own."""
-    fake = node.meta["example_value"]
+    """Yield the fake of a node's tensor and of what shares its memory; ``data`` counts its versions by itself."""
+    fake: torch.Tensor = node.meta["example_value"]
+    storage = local_of(fake).untyped_storage()
     yield fake
     for user in node.users:
-        other = user.meta.get("example_value")
-        if isinstance(other, torch.Tensor) and other.layout is torch.strided and _shares_memory(other, fake):
+        other: Any = user.meta.get("example_value")
+        if getattr(other, "layout", None) is torch.strided and local_of(other).untyped_storage() is storage:
             yield from aliases_of(user)
-
-
-def _shares_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage() is b.untyped_storage()
 
 
 def local_value(context: Any, name: str) -> Any:

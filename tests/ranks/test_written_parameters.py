@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.support.ranks import on_ranks
@@ -76,6 +78,26 @@ def test_uncompiled_forwards_keep_what_they_write(mode, settings):
 def test_a_smaller_group_after_forward():
     alone, model = Net(), Net()
     assert_trains_like_one_process(model, shard(model, "eager", reshard_after_forward=2), alone)
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+@on_ranks(2)
+def test_under_tensor_parallelism():
+    mesh = init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(parallelize_module(Halved(10, 6), mesh["tp"], ColwiseParallel()))
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=mesh["dp"])
+    (data,), before = batches(1, 4, 10), full_params(model)
+    model(data)
+    torch.testing.assert_close(full_params(model)["0.weight"], before["0.weight"] / 2, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="0.weight: expected not to be written to in a compiled forward, got a "):
+        compiled(model)(data)
 
 
 @on_ranks(2)
