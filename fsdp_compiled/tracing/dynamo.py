@@ -143,12 +143,18 @@ def fake_input(context: Any, tensor: torch.Tensor) -> Any:
 def aliases_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """Yield the fake of a node's tensor and of what shares its memory; ``data`` counts its versions by itself."""
     fake: torch.Tensor = node.meta["example_value"]
-    storage = local_of(fake).untyped_storage()
     yield fake
     for user in node.users:
         other: Any = user.meta.get("example_value")
-        if getattr(other, "layout", None) is torch.strided and local_of(other).untyped_storage() is storage:
+        if getattr(other, "layout", None) is torch.strided and _storage_of(other) is _storage_of(fake) is not None:
             yield from aliases_of(user)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    try:
+        return local_of(tensor).untyped_storage()
+    except NotImplementedError:  # torch.func's transforms hide it
+        return None
 
 
 def local_value(context: Any, name: str) -> Any:
