@@ -8,14 +8,13 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .expect import expect, unexpected
 from .hooks.state import FSDPState, states_of
 from .hooks.step import TrainingState
-from .sharding.dtensor import local_of
 
 
 @contextmanager
@@ -103,10 +102,9 @@ def _without_writes(states: Sequence[FSDPState]) -> Iterator[None]:
 
 
 def _versions(states: Sequence[FSDPState]) -> dict[str, int]:
-    """Return how often each unsharded parameter was written to, as autograd counts, but for tensors of inference."""
-    params = [(param.name, param.unsharded.param) for state in states for param in state.params]
-    local: list[tuple[str, Tensor]] = [(name, local_of(param)) for name, param in params if param is not None]
-    return {name: tensor._version for name, tensor in local if not tensor.is_inference()}
+    """Return how often each unsharded parameter was written to, where autograd counts that."""
+    params = (param for state in states for param in state.params)
+    return {param.name: version for param in params if (version := param.unsharded.version) is not None}
 
 
 @contextmanager

@@ -96,18 +96,23 @@ class FSDPParamGroup:
     @without_grad
     def launch_unshard(self) -> None:
         """Start the group's all-gathers unless it is unsharded or they are under way."""
-        versions = [param.storage.versions for param in self.params]
-        # One that was launched ahead has what shards were then, and the program may have written to them since.
-        if versions != self._sent or any(all_gather.is_lost for all_gather in self._all_gathers):
+        if self._all_gathers and self._must_launch_again():
             self.drop_unshard()
         if self.is_unsharded or self._all_gathers:
             return
-        self._sent = versions
+        self._sent = self._versions()
         inputs = {param: param.all_gather_inputs() for param in self.params}
         self._all_gathers = self._new_all_gathers(inputs)
         outputs = cache(lambda: {param: param.allocate(specs) for param, (_, specs) in inputs.items()})
         for all_gather in self._all_gathers:
             all_gather.launch(outputs)
+
+    def _must_launch_again(self) -> bool:
+        """Tell whether an all-gather under way is lost, or the program has written to a shard since its launch."""
+        return any(all_gather.is_lost for all_gather in self._all_gathers) or self._sent != self._versions()
+
+    def _versions(self) -> list[list[int]]:
+        return [param.storage.versions for param in self.params]
 
     def _new_all_gathers(self, inputs: dict[FSDPParam, tuple[list[Tensor], list[CommSpec]]]) -> list[_AllGather]:
         """Return one all-gather per dtype that is sent; only all-gather extensions send several."""
@@ -151,8 +156,8 @@ class FSDPParamGroup:
     @without_grad
     def keep_changes(self) -> None:
         """Let shards follow what forward wrote to parameters, as modules do that clamp or normalise one."""
-        for param in self.params:
-            if (changed := param.unsharded.take_change()) is not None and self.is_unsharded:
+        for param in self.params if self.is_unsharded else ():
+            if (changed := param.unsharded.take_change()) is not None:
                 param.storage.follow(changed, param.placement.mesh_info.shard_rank)
 
     def reshard(self) -> None:

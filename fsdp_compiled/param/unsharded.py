@@ -35,7 +35,7 @@ class Unsharded:
         self._extension = extension  # makes the parameter of several all-gather outputs
         self._outputs: list[Tensor] | None = None  # 1D, padded; made by the first all-gather
         self._views: list[Tensor] = []  # of each, without padding
-        self._version = 0  # of the parameter, as all-gathered
+        self._version: int | None = None  # of the parameter, as all-gathered
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
         self._made: Tensor | None = None  # what the extension returned, maybe with padding
 
@@ -64,7 +64,7 @@ class Unsharded:
         """Return the parameter after its outputs have been filled; None before there were any."""
         if self._extension is None or self._outputs is None:
             self._return_to_memory()
-            self.take_change()
+            self._version = self.version
             return self.param
         if self._made is None or self.param is None:
             made, inner = self._extension.join(self._views, self._extension.metadata)
@@ -85,12 +85,15 @@ class Unsharded:
         param.grad_dtype = None  # a function may return fp32 gradients of bf16 parameters, to be reduced as they are
         return param
 
+    @property
+    def version(self) -> int | None:
+        """How often the parameter was written to, as autograd counts; None of none, and of a tensor of inference."""
+        return None if self.param is None or self.param.is_inference() else self.param._version
+
     def take_change(self) -> Tensor | None:
         """Return the local parameter if it was written to since it was all-gathered, or since the last call."""
-        if self._extension is not None or self.param is None:
-            return None
-        before, self._version = self._version, self.param._version
-        return self._views[0] if self._version != before else None
+        before, self._version = self._version, self.version
+        return self._views[0] if self._extension is None and self._version != before else None
 
     def is_also(self, other: object) -> bool:
         """Tell whether ``other`` is the same frozen parameter as another object.

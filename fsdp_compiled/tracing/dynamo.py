@@ -144,9 +144,10 @@ def aliases_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """Yield the fake of a node's tensor and of what shares its memory; ``data`` counts its versions by itself."""
     fake: torch.Tensor = node.meta["example_value"]
     yield fake
-    for user in node.users:
+    storage = _storage_of(fake)
+    for user in node.users if storage is not None else ():
         other: Any = user.meta.get("example_value")
-        if getattr(other, "layout", None) is torch.strided and _storage_of(other) is _storage_of(fake) is not None:
+        if getattr(other, "layout", None) is torch.strided and _storage_of(other) is storage:
             yield from aliases_of(user)
 
 
