@@ -27,6 +27,7 @@ from ..tracing.dynamo import (
     attention_backends,
     began_with,
     begin_body,
+    branches_around,
     comptime,
     describe_arguments,
     end_body,
@@ -159,7 +160,7 @@ def _enter(context: Any) -> None:
     the graph if the trace's first region was called under others.
     """
     block, first, here = local_value(context, "self"), of_trace(_modes), _modes()
-    if block._fsdp_region.by_default and not _is_safe(context):
+    if branches_around(context) or (block._fsdp_region.by_default and not _is_safe(context)):
         set_local(context, "is_region", False)
         return
     if first != here:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from itertools import takewhile
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import fx
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._dynamo import OptimizedModule, trace_rules
 from torch._dynamo.callback import callback_handler as callback_handler
@@ -31,12 +31,10 @@ from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import DictGetItemSource, GetItemSource, LocalSource, UnspecializedNNModuleSource
 from torch._dynamo.utils import counters as counters
-from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, NewGlobalVariable
+from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, NewGlobalVariable, UserFunctionVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Source, TracingContext
-
-from ..sharding.dtensor import local_of
 
 is_skipped = trace_rules.check  # whether Dynamo skips a function, as it does torch's own
 attention_backends = torch.nn.attention._cur_sdpa_kernel_backends  # those that are enabled where it is called
@@ -44,6 +42,8 @@ attention_backends = torch.nn.attention._cur_sdpa_kernel_backends  # those that 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
+# Operators whose bodies run, or run once more, as data say; ranks could not communicate there.
+_BRANCHES = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention"}
 _SLOTS = 1 << 16  # of 8 bytes; a chunk is a power of two that holds a frame and some more: here 1 MiB
 # What belongs to a trace, by its kind; weak, so that it ends with the trace.
 _of_traces: WeakKeyDictionary[TracingContext, dict[Any, Any]] = WeakKeyDictionary()
@@ -140,24 +140,6 @@ def fake_input(context: Any, tensor: torch.Tensor) -> Any:
     return _tracer(context).output.fake_mode.fake_tensor_converter._get_memo(tensor)
 
 
-def aliases_of(node: fx.Node) -> Iterator[torch.Tensor]:
-    """Yield the fake of a node's tensor and of what shares its memory; ``data`` counts its versions by itself."""
-    fake: torch.Tensor = node.meta["example_value"]
-    yield fake
-    storage = _storage_of(fake)
-    for user in node.users if storage is not None else ():
-        other: Any = user.meta.get("example_value")
-        if getattr(other, "layout", None) is torch.strided and _storage_of(other) is storage:
-            yield from aliases_of(user)
-
-
-def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    try:
-        return local_of(tensor).untyped_storage()
-    except NotImplementedError:  # torch.func's transforms hide it
-        return None
-
-
 def local_value(context: Any, name: str) -> Any:
     """Return the object that a local variable of the caller's stands for, without a guard on it."""
     variable = local_variable(context, name)
@@ -192,6 +174,23 @@ def graphs_around(context: Any) -> Iterator[Any]:
     while graph is not None:
         yield graph
         graph = graph.parent
+
+
+def branches_around(context: Any) -> list[Any]:
+    """Return what traces the branches and bodies of loops that the caller is in, up to any other graph."""
+    return list(takewhile(lambda graph: str(graph.source_target) in _BRANCHES, graphs_around(context)))
+
+
+def call_outside_branches(context: Any, function: Callable[..., Any], name: str) -> Any:
+    """Trace ``function`` of the caller's local variable into the graph around the branches that the caller is in."""
+    assert isinstance(function, FunctionType)
+    tracer, inner = _tracer(context), branches_around(context)
+    tracers = tracer.output.tracers
+    del tracers[len(tracers) - len(inner) :]
+    try:
+        return UserFunctionVariable(function).call_function(tracer, [local_variable(context, name)], {})
+    finally:
+        tracers += reversed(inner)
 
 
 def changed_dict(context: Any, original: dict[Any, Any]) -> dict[Any, Any]:

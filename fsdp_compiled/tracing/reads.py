@@ -8,19 +8,21 @@ case reads one, and the leaf; see :meth:`FSDPParam.follow_call`. By ``comptime``
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from .. import collectives
 from ..expect import unexpected
 from ..param.extension import AllGatherExtension
 from ..param.param import FSDPParam, not_registered
+from ..sharding.dtensor import local_of
 from ..sharding.spec import CommSpec
 from .dynamo import (
-    aliases_of,
+    branches_around,
+    call_outside_branches,
     changed_dict,
     fake_input,
     graphs_around,
@@ -42,6 +44,8 @@ class _Operands(dict[Any, dict[FSDPParam, Any]]):
 def begin(context: Any) -> None:
     """Begin a read of the caller's ``param`` of ``module``; set its ``operand`` in a region that has one.
 
+    So it does in a branch or a loop: whether and how often that runs, data say. It is all-gathered before, once.
+
     Raises RuntimeError if ``torch.func.functional_call`` has registered a parameter of the user's there, which the
     read would ignore: it takes the shard, and a guard on what is registered would be slow in every step. Breaks the
     graph where the trace has written to the sharded parameter.
@@ -58,9 +62,27 @@ def begin(context: Any) -> None:
 def check_unwritten(context: Any) -> None:
     """Raise RuntimeError if the traced program has written to an all-gathered parameter: a graph would lose that."""
     for node in context.graph().find_nodes(op="call_function", target=torch.ops.fsdp_compiled.unshard):
-        if any(alias._version for alias in aliases_of(node)):
+        if any(alias._version for alias in _aliases_of(node)):
             name = CommSpec.decode(str(node.args[-1])).param.name
             raise _written(name, "a change of what was all-gathered, which the graph would lose")
+
+
+def _aliases_of(node: fx.Node) -> Iterator[Tensor]:
+    """Yield the fake of a node's tensor and of what shares its memory; ``data`` counts its versions by itself."""
+    fake: Tensor = node.meta["example_value"]
+    yield fake
+    storage = _storage_of(fake)
+    for user in node.users if storage is not None else ():
+        other: Any = user.meta.get("example_value")
+        if getattr(other, "layout", None) is torch.strided and _storage_of(other) is storage:
+            yield from _aliases_of(user)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    try:
+        return local_of(tensor).untyped_storage()
+    except NotImplementedError:  # torch.func's transforms hide it
+        return None
 
 
 def _written(name: str, got: str) -> Exception:
@@ -98,6 +120,13 @@ def _find_operand(context: Any) -> None:
         param = local_value(context, "param")
         if param in innermost:
             set_local(context, "operand", innermost[param])
+            return
+    if branches_around(context):
+        set_local(context, "operand", call_outside_branches(context, _unless_held, "param"))
+
+
+def _unless_held(param: FSDPParam) -> Tensor | None:
+    return None if is_held(param) else unsharded_local(param)
 
 
 def _plain_spec(param: FSDPParam) -> str | None:

@@ -111,6 +111,12 @@ ROWS = (
         full="yes: recompiles, no wrong result",
     ),
     Row(
+        "control flow",
+        "`torch.cond`, `while_loop`, `scan`, `associative_scan` and `map` that read parameters and call units, also "
+        "where ranks take other branches or go round more often",
+        full="yes: all-gathers stay outside, once",
+    ),
+    Row(
         "uneven shards",
         "uneven shards, dims smaller than the world, empty local shards, 1-rank groups (no collective at all)",
     ),
