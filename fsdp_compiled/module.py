@@ -39,6 +39,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
     def __init__(self, state: FSDPState) -> None:
         self._state: FSDPState | None = state
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def wait(self) -> None:
         """Register the unsharded parameters once they are all-gathered; a second call does nothing."""
         if self._state is not None:
@@ -87,6 +88,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         self.__dict__[COMPILED_IN_PLACE] = (call.__code__,)
         self._compiled_call_impl = lambda *args, **kwargs: compiled(self, args, kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's unit (not the units below it); with ``async_op`` return a handle at once.
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -122,7 +123,8 @@ class _Progress:
 
 _progress = _Progress()
 during = _progress.during
-callbacks = _progress.begin, _progress.end  # for torch to call when a compilation begins and ends
+# For torch to call when a compilation begins and ends, under a lock: if Dynamo compiled them, it would wait for it.
+callbacks = torch.compiler.disable(_progress.begin), torch.compiler.disable(_progress.end)
 
 
 def observe(observer: Observer) -> None:

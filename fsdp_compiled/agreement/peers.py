@@ -111,7 +111,7 @@ def _end_beats(_: Any = None) -> None:
         here.compiling = None
 
 
-callbacks = _begin_beats, _end_beats  # for torch to call when a compilation begins and ends
+callbacks = torch.compiler.disable(_begin_beats), torch.compiler.disable(_end_beats)  # as those of passes/log.py
 
 
 def beats(rank: int) -> int:
@@ -172,7 +172,7 @@ def backward_task() -> int:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have the autograd engine call ``callback`` if the running backward ends well, which nothing public does."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    torch.autograd.Variable._execution_engine.queue_callback(torch.compiler.disable(callback))
 
 
 def watch_backward(at_end: Callable[[], None]) -> None:

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 
 from ..collectives import profiler
 from ..sharding.local_types import keeps_types, unchecked
+from ..tracing.dynamo import skipped
 from .forward import EagerHooks, map_tensors, tensors_in
 
 P = ParamSpec("P")
@@ -72,7 +73,7 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
         return _wrapped(PreBackward, owner, output)
     for tensor in tensors:
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: owner.pre_backward())
+            tensor.register_hook(skipped(lambda grad: owner.pre_backward()))
     return output
 
 
@@ -116,6 +117,7 @@ class PreBackward(_Identity):
     """Identity whose backward runs before that of the operations on which its inputs depend."""
 
     @staticmethod
+    @skipped
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.owner.pre_backward()
         return (None, *grads)
@@ -129,6 +131,7 @@ class PostBackward(_Identity):
     """Identity whose backward runs after that of the operations that use its outputs."""
 
     @staticmethod
+    @skipped
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.owner.post_backward()
         if torch.is_grad_enabled():  # create_graph=True: a backward through this one needs the parameters once more

@@ -253,6 +253,7 @@ class FSDPState(TorchNames):
                 if state.unit.config.unshard_in_backward:
                     state.launch_unshard()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @hook("post_backward")
     def post_backward(self) -> None:
         """Start reducing the unit's gradients and free its unsharded parameters."""

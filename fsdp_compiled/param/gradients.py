@@ -26,7 +26,7 @@ def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
         if (unit := found()) is not None:
             unit.on_compiled_gradient()
 
-    leaf.register_post_accumulate_grad_hook(run)
+    leaf.register_post_accumulate_grad_hook(torch.compiler.disable(run))
 
 
 def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
