@@ -212,9 +212,9 @@ class Step:
             if self.backward_thread != get_ident() and root.device.type == "cpu":
                 raise _second_thread(root)
         else:
+            at_end_of_backward(at_end)
             self.in_backward, self.backward_thread = True, get_ident()
             root.note("backward")
-            at_end_of_backward(at_end)
 
     def call_in_backward(self, states: Iterable[UnitState]) -> None:
         """Let leaves be as forward had them, as a recomputation of compiled code must find them."""

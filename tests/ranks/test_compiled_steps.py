@@ -81,6 +81,29 @@ def test_micro_batches_and_an_all_gather_by_hand(mode):
     _train(step, model, alone, step_alone)
 
 
+@on_ranks(2)
+def test_compiled_autograd_is_refused():
+    """It runs without the engine that calls our hooks; without it, training goes on."""
+    model, call, alone = _models("eager")
+    sgd, sgd_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
+
+    def step(batch):
+        square_loss(call, batch[0]).backward()
+        _update(model, sgd)
+
+    def step_alone(batch):
+        square_loss(alone, batch[0]).backward()
+        _update(alone, sgd_alone)
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(step, **backend())
+        with pytest.raises(NotImplementedError, match="^torch._dynamo.config.compiled_autograd: expected False"):
+            compiled(batches(1, 4, 10))
+    model.reset_iter_state()
+    torch._dynamo.reset()
+    _train(torch.compile(step, **backend()), model, alone, step_alone)
+
+
 class AsksForGradients(nn.Module):
     """A backward within forward: of a norm that is added to the output."""
 
