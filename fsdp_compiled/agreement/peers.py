@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from ..errors import RankFailureError
-from ..expect import unexpected
 from ..sharding.dtensor import store_of as store_of
 
 _BEAT_S = 0.5  # how often a rank that compiles says so
@@ -172,15 +171,7 @@ def backward_task() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call ``callback`` if the running backward ends well, which nothing public does.
-
-    NotImplementedError under compiled autograd, which replaces the engine: no callback would come.
-    """
-    if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
-        do = "compile without it: the backward of a compiled model is a graph already"
-        raise unexpected(
-            "torch._dynamo.config.compiled_autograd", "False", "True in a backward", do, NotImplementedError
-        )
+    """Have the autograd engine call ``callback`` if the running backward ends well, which nothing public does."""
     torch.autograd.Variable._execution_engine.queue_callback(torch.compiler.disable(callback))
 
 

@@ -18,6 +18,7 @@ from ..agreement.peers import at_end_of_backward, backward_task
 from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
+from ..tracing.dynamo import compiled_autograd
 from .forward import EagerHooks
 from .group import FSDPParamGroup
 
@@ -206,7 +207,14 @@ class Step:
         return order[-1:]
 
     def begin_backward(self, root: UnitState, at_end: Callable[[], None]) -> None:
-        """Have the autograd engine call ``at_end`` when the backward under way ends."""
+        """Have the autograd engine call ``at_end`` when the backward under way ends.
+
+        NotImplementedError under compiled autograd, which stands in for the engine and would not call it.
+        """
+        if compiled_autograd.in_compiled_autograd_region:
+            do = "compile without it: the backward of a compiled model is a graph already"
+            setting = "torch._dynamo.config.compiled_autograd"
+            raise unexpected(setting, "False", "True in a backward", do, NotImplementedError)
         if self.in_backward:
             # On a GPU, threads of the autograd engine run a backward.
             if self.backward_thread != get_ident() and root.device.type == "cpu":

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._dynamo import OptimizedModule, trace_rules
+from torch._dynamo import compiled_autograd as compiled_autograd
 from torch._dynamo.callback import callback_handler as callback_handler
 
 # Not wrapped: Dynamo recognises the object, and gives the frame of whoever calls it. What it calls while it traces
