@@ -157,7 +157,7 @@ def _enter(context: Any) -> None:
     """Set the caller's ``is_region``, and ``call`` if a trace of an equal block that is called alike may be reused.
 
     Torch lets regions of equal code share one graph, whatever modes they are called under. So a block is a part of
-    the graph if the trace's first region was called under others.
+    the graph if the trace's first region was called under others. In a branch or a loop it is a part of that.
     """
     block, first, here = local_value(context, "self"), of_trace(_modes), _modes()
     if branches_around(context) or (block._fsdp_region.by_default and not _is_safe(context)):

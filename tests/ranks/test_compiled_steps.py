@@ -40,13 +40,10 @@ def _update(model, optimizer):
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("mode", ["eager", "regional", "uncompiled"])
-@on_ranks(2)
-def test_a_step(mode):
-    model, call, alone = _models(mode)
+def _steps(model, call, alone):
+    """A training step of the sharded model, and what one process does instead."""
     sgd, sgd_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
 
-    @torch.compile(**backend(inductor=mode == "eager"))
     def step(batch):
         square_loss(call, batch[0]).backward()
         _update(model, sgd)
@@ -55,7 +52,15 @@ def test_a_step(mode):
         square_loss(alone, batch[0]).backward()
         _update(alone, sgd_alone)
 
-    _train(step, model, alone, step_alone)
+    return step, step_alone
+
+
+@pytest.mark.parametrize("mode", ["eager", "regional", "uncompiled"])
+@on_ranks(2)
+def test_a_step(mode):
+    model, call, alone = _models(mode)
+    step, step_alone = _steps(model, call, alone)
+    _train(torch.compile(step, **backend(inductor=mode == "eager")), model, alone, step_alone)
     assert _compiled_of_the_library() <= {"_fsdp_traced", "__del__"}
 
 
@@ -85,16 +90,7 @@ def test_micro_batches_and_an_all_gather_by_hand(mode):
 def test_compiled_autograd_is_refused():
     """It runs without the engine that calls our hooks; without it, training goes on."""
     model, call, alone = _models("eager")
-    sgd, sgd_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
-
-    def step(batch):
-        square_loss(call, batch[0]).backward()
-        _update(model, sgd)
-
-    def step_alone(batch):
-        square_loss(alone, batch[0]).backward()
-        _update(alone, sgd_alone)
-
+    step, step_alone = _steps(model, call, alone)
     with torch._dynamo.config.patch(compiled_autograd=True):
         compiled = torch.compile(step, **backend())
         with pytest.raises(NotImplementedError, match="^torch._dynamo.config.compiled_autograd: expected False"):
