@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -17,8 +17,7 @@ from .hooks.state import FSDPState, states_of
 from .hooks.step import TrainingState
 
 
-@contextmanager
-def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[None]:
+class unsharded(ContextDecorator, AbstractContextManager[None]):
     """Keep parameters all-gathered within the block, in which nothing may train.
 
     Calls of the model in it, uncompiled or compiled, communicate nothing, so that ranks may stop at different
@@ -37,6 +36,22 @@ def unsharded(model: nn.Module, *, max_bytes: int | None = None) -> Iterator[Non
         RuntimeError: a forward, a backward or another such block has not ended; inside, a forward with gradients or
             an optimizer's step; at the end, an unsharded parameter was written to, which is lost.
     """
+
+    def __init__(self, model: nn.Module, *, max_bytes: int | None = None) -> None:
+        self._model, self._max_bytes = model, max_bytes
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __enter__(self) -> None:
+        self._kept = _unsharded(self._model, self._max_bytes)
+        self._kept.__enter__()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._kept.__exit__(*error)
+
+
+@contextmanager
+def _unsharded(model: nn.Module, max_bytes: int | None) -> Iterator[None]:
     states = states_of(model)
     expect("max_bytes", max_bytes, int | None, "an integer or None")
     if max_bytes is not None and max_bytes < 0:

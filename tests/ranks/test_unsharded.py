@@ -17,6 +17,7 @@ from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
     batches,
+    compiled,
     each_mode,
     eager_and_full,
     full_params,
@@ -173,6 +174,21 @@ def test_what_is_written_to_unsharded_parameters_is_not_lost_in_silence(mode, is
         assert not call(x).any()
     with torch.no_grad():
         assert not call(x).any() and _is_sharded(model)
+
+
+@on_ranks(2)
+def test_within_a_compiled_function():
+    alone, model = MLP(), MLP()
+    shard(model, "eager")
+    (x,) = batches(1, 4, 10)
+
+    def evaluate(x):
+        with unsharded(model):
+            return model(x), model(x + 1)
+
+    got = compiled(evaluate, fullgraph=False)(x)
+    torch.testing.assert_close(got, (alone(x), alone(x + 1)))
+    assert _is_sharded(model)
 
 
 @on_ranks(1)
