@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import torch
 
@@ -10,10 +11,18 @@ import torch
 torch._inductor.config.compile_threads = 1
 
 import torch._dynamo
+import torch._inductor.codecache
 import torch._inductor.compile_fx
 import torch.distributed.tensor
+import torch.utils.cpp_extension
 
 import fsdp_compiled
+
+with suppress(ImportError):
+    from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
+
+    triton_key()  # reads triton's sources, for a second: for the keys of Inductor's caches, as does the next line
+torch._inductor.codecache.torch_key()
 
 __all__ = ["fsdp_compiled"]
 

@@ -122,11 +122,11 @@ def _find_operand(context: Any) -> None:
             set_local(context, "operand", innermost[param])
             return
     if branches_around(context):
-        set_local(context, "operand", call_outside_branches(context, _unless_held, "param"))
+        set_local(context, "operand", call_outside_branches(context, _local_unless_held, "param"))
 
 
-def _unless_held(param: FSDPParam) -> Tensor | None:
-    return None if is_held(param) else unsharded_local(param)
+def _local_unless_held(param: FSDPParam) -> Tensor | None:
+    return None if _plain_spec(param) == "" else unsharded_local(param)
 
 
 def _plain_spec(param: FSDPParam) -> str | None:
@@ -134,16 +134,17 @@ def _plain_spec(param: FSDPParam) -> str | None:
     return param.plain_spec if torch.is_grad_enabled() else param.plain_spec_without_grad
 
 
-def is_held(param: FSDPParam) -> bool:
-    """Tell whether eager hooks hold the unsharded parameter, so that a read is of what is registered."""
-    spec = _plain_spec(param)
-    return spec is not None and not spec  # == HELD, without a guard on that global
+def unless_held(param: FSDPParam) -> Tensor | None:
+    """Return the unsharded parameter, or None while eager hooks hold it, so that a read is of what is registered."""
+    # as _plain_spec(): for each function that Dynamo traces into it takes longer than for all that this one does
+    spec = param.plain_spec if torch.is_grad_enabled() else param.plain_spec_without_grad
+    if spec:
+        return collectives.unshard(param.leaf if param.leaf.requires_grad else param.leaf.detach(), None, None, spec)
+    return unsharded(param) if spec is None else None
 
 
 def unsharded(param: FSDPParam) -> Tensor:
     """Return the unsharded parameter."""
-    if _plain_spec(param):
-        return collectives.unshard(*unshard_arguments(param))
     local = unsharded_local(param)
     return local if param.outer is None else param.outer.wrap(local)
 

@@ -148,8 +148,9 @@ def _reader(name: str) -> property:
             comptime(reads.begin)  # sets it in a region that has the parameter
             if operand is not None:
                 return operand if param.outer is None else param.outer.wrap(operand)
-            if not reads.is_held(param):
-                return reads.unsharded(param)
+            operand = reads.unless_held(param)
+            if operand is not None:
+                return operand
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return reads.unsharded(param)
         try:
