@@ -14,7 +14,6 @@ import torch._dynamo
 import torch._inductor.codecache
 import torch._inductor.compile_fx
 import torch.distributed.tensor
-import torch.utils.cpp_extension
 
 import fsdp_compiled
 
