@@ -100,10 +100,9 @@ def test_times_decide_in_groups_of_every_size(world):
 @pytest.mark.usefixtures("ranks_64")
 @pytest.mark.parametrize("number, name", list(enumerate(MODELS)))
 def test_a_mixture_of_lengths_compiles_no_more_often_than_unsharded(number, name):
-    """Each model meets two of the four mixtures. fuzz.py draws more."""
-    for met, mode in zip(MET[number % 2 :: 2], ("regions", "full"), strict=True):
-        rank = Rank(name, 64, *met)
-        assert count_graphs(rank, mode) == count_graphs(rank) > 0
+    """Each model meets one of the four mixtures. fuzz.py draws more."""
+    rank = Rank(name, 64, *MET[number % len(MET)])
+    assert count_graphs(rank, ("full", "regions")[number % 2]) == count_graphs(rank) > 0
 
 
 class Dense(nn.Module):
@@ -123,7 +122,7 @@ class Dense(nn.Module):
         return (self.out(x) - targets).square().mean()
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [2, 64])
 @pytest.mark.parametrize("width, out", [(12, 12), (24, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 24)])
 def test_one_row_starts_what_eight_rows_start(monkeypatch, world, width, out):
     def rows(_, length):

@@ -38,10 +38,6 @@ def _gemma() -> nn.Module:
     return transformers.GemmaForCausalLM(transformers.GemmaConfig(**DECODER, head_dim=8))
 
 
-def _mistral() -> nn.Module:
-    return transformers.MistralForCausalLM(transformers.MistralConfig(**DECODER, head_dim=8, sliding_window=8))
-
-
 def _gemma3() -> nn.Module:
     sliding = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**DECODER, head_dim=8, **sliding))
@@ -88,7 +84,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "qwen3": _qwen3,
     "gemma": _gemma,
-    "mistral": _mistral,
     "gemma 3": _gemma3,
     "gpt-oss": _gpt_oss,
     "mixtral": _mixtral,
