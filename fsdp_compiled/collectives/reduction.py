@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..expect import unexpected
 from ..passes.cost import Cluster, Times
 from ..passes.kinds import Kind, Request
 from ..sharding.dtensor import process_group
@@ -68,6 +69,10 @@ def launch_replica_reduction(partial: Sequence[Tensor], bucket: ReductionBucket)
 def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
     """Return the reduce-scatter input, ``[world, packed numel]``, by the compute stream; one gradient may be it."""
     spec = bucket.spec
+    for grad, param in zip(grads, bucket.params, strict=True):
+        if grad.layout is not torch.strided:
+            do = "create nn.Embedding and nn.EmbeddingBag with sparse=False"
+            raise unexpected(f"{param.name}.grad", "a dense gradient", grad.layout, do, NotImplementedError)
     if len(grads) == 1 and _needs_no_packing(grads[0], bucket):
         return grads[0].reshape(spec.shards.world, -1)
     dims = [layout.dim for layout in bucket.layouts]

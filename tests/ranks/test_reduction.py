@@ -302,3 +302,17 @@ def test_a_unit_whose_backward_reads_no_parameter(mode):
     assert_close(full_grads(model), full_grads(alone))
     with pytest.raises(TypeError, match="unshard_in_backward: expected True or False"):
         model.set_unshard_in_backward(None)
+
+
+@eager_and_full
+@on_ranks(2)
+def test_sparse_gradients_are_refused(mode):
+    class Embeds(torch.nn.Sequential):
+        blocks = ()
+
+    model = Embeds(torch.nn.Embedding(6, 4, sparse=True), torch.nn.Linear(4, 4))
+    call = shard(model, mode)
+    with pytest.raises(
+        NotImplementedError, match=r"0\.weight\.grad: expected a dense gradient, got torch.sparse_coo"
+    ):
+        call(torch.arange(6)).sum().backward()
