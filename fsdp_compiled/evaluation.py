@@ -42,8 +42,9 @@ class unsharded(ContextDecorator, AbstractContextManager[None]):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __enter__(self) -> None:
-        self._kept = _unsharded(self._model, self._max_bytes)
-        self._kept.__enter__()
+        kept = _unsharded(self._model, self._max_bytes)
+        kept.__enter__()
+        self._kept = kept
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __exit__(self, *error: Any) -> bool | None:

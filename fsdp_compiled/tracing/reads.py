@@ -126,7 +126,7 @@ def _find_operand(context: Any) -> None:
 
 
 def _local_unless_held(param: FSDPParam) -> Tensor | None:
-    return None if _plain_spec(param) == "" else unsharded_local(param)
+    return None if _plain_spec(param) == "" else unsharded_local(param)  # HELD, without a guard on that global
 
 
 def _plain_spec(param: FSDPParam) -> str | None:

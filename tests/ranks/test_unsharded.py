@@ -191,6 +191,18 @@ def test_within_a_compiled_function():
     assert _is_sharded(model)
 
 
+@on_ranks(2)
+def test_entered_again_inside():
+    model = MLP()
+    shard(model, "eager")
+    block = unsharded(model)
+    with pytest.raises(RuntimeError, match="got one in another such block"), block, block:
+        pass
+    assert _is_sharded(model)
+    with block:
+        assert not _is_sharded(model)
+
+
 @on_ranks(1)
 def test_mistakes():
     for model, kwargs, error, message in (
