@@ -207,7 +207,7 @@ class Step:
         return order[-1:]
 
     def begin_backward(self, root: UnitState, at_end: Callable[[], None]) -> None:
-        """Have the autograd engine call ``at_end`` when the backward under way ends.
+        """Have the autograd engine call ``at_end`` when the running backward ends.
 
         NotImplementedError under compiled autograd, which stands in for the engine and would not call it.
         """

@@ -136,7 +136,7 @@ def _plain_spec(param: FSDPParam) -> str | None:
 
 def unless_held(param: FSDPParam) -> Tensor | None:
     """Return the unsharded parameter, or None while eager hooks hold it, so that a read is of what is registered."""
-    # as _plain_spec(): for each function that Dynamo traces into it takes longer than for all that this one does
+    # _plain_spec() and unshard_arguments() written out: Dynamo would trace both for each parameter
     spec = param.plain_spec if torch.is_grad_enabled() else param.plain_spec_without_grad
     if spec:
         return collectives.unshard(param.leaf if param.leaf.requires_grad else param.leaf.detach(), None, None, spec)

@@ -72,10 +72,10 @@ def _adamw(mode, **kwargs):
     return losses, grads
 
 
-def _assert_agree(modes, rtol, reference, inductor):
+def _assert_agree(modes, rtol, reference, **kwargs):
     want_losses, want_grads = reference
     for mode in modes:
-        losses, grads = _adamw(mode, inductor=inductor and mode == "full")  # the others with --inductor
+        losses, grads = _adamw(mode, **kwargs)
         same_on_ranks(losses)
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(want_losses), rtol=rtol, atol=0)
         assert_close(grads, want_grads, rtol=max(rtol, 1e-5))
@@ -85,14 +85,14 @@ def _assert_agree(modes, rtol, reference, inductor):
 @on_ranks(2)
 def test_twenty_adamw_steps_on_2_ranks():
     reference = _adamw("one process")
-    _assert_agree(["fsdp2", *MODES, "broken"], 1e-5, reference, inductor=True)
+    _assert_agree(["fsdp2", *MODES, "broken"], 1e-5, reference)
 
 
 @row("training", mode=MODES)
 @on_ranks(4)
 def test_twenty_adamw_steps_on_4_ranks():
     reference = _adamw("one process")
-    _assert_agree(MODES, 1e-5, reference, inductor=False)  # four compilers on two cores
+    _assert_agree(MODES, 1e-5, reference, inductor=False)  # unless --inductor: four compilers on two cores
 
 
 @row("mixed precision", mode=MODES)
