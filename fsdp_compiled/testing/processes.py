@@ -75,6 +75,9 @@ class RankProcesses:
         context = get_context("forkserver")
         context.set_forkserver_preload([_IMPORTED])
         self.world = world
+        # Each job's store stays: one that is gone blocks a thread that a job left for the group's timeout.
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._jobs = 0
         self._pipes: list[Connection] = []
         self._processes: list[BaseProcess] = []
         for rank in range(world):
@@ -113,11 +116,11 @@ class RankProcesses:
         """
         if not 1 <= world <= self.world:
             raise ValueError(f"world: expected 1 to {self.world} ranks, got {world}; start more processes")
-        with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-            job = _Job(pickle.dumps(body), world, f"{folder}/store", setting)
-            for pipe in self._pipes[:world]:
-                pipe.send(job)
-            outcomes = self._collect(world, setting)
+        self._jobs += 1
+        job = _Job(pickle.dumps(body), world, f"{self._folder.name}/store{self._jobs}", setting)
+        for pipe in self._pipes[:world]:
+            pipe.send(job)
+        outcomes = self._collect(world, setting)
         failures = {rank: outcome.failure for rank, outcome in outcomes.items() if outcome.failure is not None}
         if failures:
             raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
@@ -163,6 +166,7 @@ class RankProcesses:
             process.join()
         for pipe in self._pipes:
             pipe.close()
+        self._folder.cleanup()
 
 
 def _serve(rank: int, pipe: Connection, path: list[str]) -> None:

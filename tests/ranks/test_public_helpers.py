@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import unittest
+from datetime import timedelta
 
 import pytest
 import torch
@@ -44,6 +45,7 @@ from fsdp_compiled.testing import (
     reduce_scatter_with_assert,
     seeded,
 )
+from fsdp_compiled.testing.processes import Setting
 from tests.support.ranks import pool
 
 CPU = torch.device("cpu")
@@ -284,3 +286,21 @@ def test_what_unittest_reports_of_processes(ended_processes):
 def test_more_ranks_than_processes():
     with pytest.raises(ValueError, match="world: expected 1 to 4 ranks, got 5; start more processes"):
         pool().run(5, print)
+
+
+_left_behind = []  # in a rank's process
+
+
+def _leave_the_store(rank):
+    _left_behind.append(dist.group.WORLD.get_group_store())
+
+
+def _use_the_store_left_behind(rank):
+    assert _left_behind.pop().add(f"from {rank}", 1) == 1
+
+
+def test_what_a_job_leaves_running_can_use_its_store():
+    """Else a thread that compares what ranks ran would wait there, and compare nothing of the next jobs."""
+    setting = Setting(group_timeout=timedelta(seconds=5))
+    pool().run(2, _leave_the_store, setting)
+    pool().run(2, _use_the_store_left_behind, setting)
