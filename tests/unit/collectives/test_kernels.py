@@ -68,7 +68,7 @@ def _padded_shape(layout):
     return shape
 
 
-examples = settings(max_examples=20, deadline=None)
+examples = settings(max_examples=20)
 
 
 def _packed_numel(layouts):

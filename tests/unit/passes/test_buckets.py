@@ -265,7 +265,7 @@ def bytes_in_flight(graph):
     return peak
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(chains(), PASSES_POLICIES, st.floats(0, 1))
 def test_the_memory_bound_holds_on_any_graph(layers, policy, room):
     check_graph(layers, policy, room)
@@ -300,7 +300,7 @@ def least_bound(layers, policy):
     return 1
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(chains(), PASSES_POLICIES)
 def test_the_passes_are_idempotent(layers, policy):
     graph = build(layers)
