@@ -3,6 +3,4 @@
 ``commands`` reads the arguments and prints; ``target`` builds the user's model; ``doctor`` judges this machine.
 """
 
-from .commands import main
-
-__all__ = ["main"]
+from .commands import main as main

@@ -3,28 +3,18 @@
 ``capture`` and ``explain`` read a model into ``records``; ``report`` prints and saves them through ``render``.
 """
 
-from .capture import capture
-from .explain import explain
-from .lifetimes import Allocation
-from .memory import MemoryLevel, StepMemory
-from .optimizer_cost import OPTIMIZERS
-from .records import CapturedGraph, Collective, ComputeSpan, Kernel, MemoryStep, Region, UnitExplanation
-from .report import Capture, Explanation
-
-__all__ = [
-    "OPTIMIZERS",
-    "Allocation",
-    "Capture",
-    "CapturedGraph",
-    "Collective",
-    "ComputeSpan",
-    "Explanation",
-    "Kernel",
-    "MemoryLevel",
-    "MemoryStep",
-    "Region",
-    "StepMemory",
-    "UnitExplanation",
-    "capture",
-    "explain",
-]
+from .capture import capture as capture
+from .explain import explain as explain
+from .lifetimes import Allocation as Allocation
+from .memory import MemoryLevel as MemoryLevel
+from .memory import StepMemory as StepMemory
+from .optimizer_cost import OPTIMIZERS as OPTIMIZERS
+from .records import CapturedGraph as CapturedGraph
+from .records import Collective as Collective
+from .records import ComputeSpan as ComputeSpan
+from .records import Kernel as Kernel
+from .records import MemoryStep as MemoryStep
+from .records import Region as Region
+from .records import UnitExplanation as UnitExplanation
+from .report import Capture as Capture
+from .report import Explanation as Explanation

@@ -71,10 +71,8 @@ def compare(capture: CapturedModel, path: str | Path) -> ComparedStep:
 
 def _kernels(capture: CapturedModel, trace: Trace) -> Iterator[Compared]:
     """Yield kernels of equal names; fused ones together, unless the program of a GPU has their names."""
-    estimated, measured = (
-        defaultdict[tuple[str, str], list[float]](list),
-        defaultdict[tuple[str, str], list[float]](list),
-    )
+    estimated = defaultdict[tuple[str, str], list[float]](list)
+    measured = defaultdict[tuple[str, str], list[float]](list)
     for graph in capture.graphs:
         for kernel in graph.kernels:
             is_named = graph.has_program or kernel.work != "fused kernels"

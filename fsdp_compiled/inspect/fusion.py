@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 
 from torch import fx
 
-from ..passes.cost.compute import tensor_bytes, tensors_of, work_of
+from ..passes.cost.compute import tensor_bytes, tensors_of
 from ..passes.graph import nodes
 
 _NEAR = 64  # *Source:* Scheduler.are_long_distant_nodes of torch 2.13.0
@@ -50,7 +51,8 @@ def kernels_of(graph: fx.Graph, touched: Mapping[fx.Node, Set[Hashable]]) -> dic
         graph: with launches and waits.
         touched: the nodes that have memory of their own, with this memory and what they read.
     """
-    kernels = (kernel for together in _between_collectives(graph) for kernel in _fused(together, touched))
+    runs = groupby(graph.nodes, key=lambda node: nodes.is_launch(node) or nodes.is_wait(node))
+    kernels = (kernel for is_collective, run in runs if not is_collective for kernel in _fused(list(run), touched))
     return {member: kernel for kernel in kernels for member in kernel.members}
 
 
@@ -74,24 +76,12 @@ def in_order(graph: fx.Graph, kernel_of: Mapping[fx.Node, Kernel]) -> list[fx.No
 
 def is_alone(node: fx.Node) -> bool:
     """Tell whether a node is a kernel of its own: a product, attention, a collective, a region."""
-    is_heavy = work_of(node) != "fused kernels"
-    return is_heavy or nodes.is_launch(node) or nodes.is_wait(node) or nodes.region_of(node) is not None
+    return nodes.is_heavy(node) or nodes.is_launch(node) or nodes.is_wait(node)
 
 
 def elements(node: fx.Node) -> int:
     """Return the number of elements of a node's results."""
     return sum(tensor_bytes(tensor) // tensor.element_size() for tensor in tensors_of(node))
-
-
-def _between_collectives(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    together = list[fx.Node]()
-    for node in graph.nodes:
-        if nodes.is_launch(node) or nodes.is_wait(node):
-            yield together
-            together = []
-        else:
-            together.append(node)
-    yield together
 
 
 def _fused(together: Sequence[fx.Node], touched: Mapping[fx.Node, Set[Hashable]]) -> Iterator[Kernel]:

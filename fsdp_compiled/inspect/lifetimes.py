@@ -272,7 +272,7 @@ class GraphMemory:
             self._wait(node, node)
         elif not nodes.is_ours(node) and not _is_same_memory(node) and self._has_memory(node):
             part: Part = "logits and loss" if self._is_logits(node) else "temporaries"
-            self._allocate(node, node, [(node.name, part, size) for size in _sizes_of(node)])
+            self._allocate(node, node, [(node.name, part, sum(map(tensor_bytes, each))) for each in _values_of(node)])
             self._lists |= {node: self._keys[node]} if isinstance(results_of(node), (list, tuple)) else {}
             self._costly.discard(node)
 
@@ -331,11 +331,6 @@ def _values_of(node: fx.Node) -> list[list[torch.Tensor]]:
     """Return the tensors of each result, none for what is no tensor, in the order in which they are taken out."""
     value = results_of(node)
     return [tensors_among(each) for each in (value if isinstance(value, (list, tuple)) else [value])]
-
-
-def _sizes_of(node: fx.Node) -> list[int]:
-    """Return the bytes of each result."""
-    return [sum(map(tensor_bytes, each)) for each in _values_of(node)]
 
 
 def _dtype_of(key: Hashable) -> torch.dtype | None:

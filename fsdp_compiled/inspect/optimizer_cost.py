@@ -35,31 +35,28 @@ class Optimizer(NamedTuple):
         state: tensors like each parameter that it keeps.
         temporaries: tensors that its step needs for a while, where it updates all parameters at a time.
         traffic: how often its step reads or writes a tensor like each parameter.
-        of_matrices: state and traffic where it updates matrices by owners; None: as others.
+        of_matrices: state and traffic where it updates matrices by owners; zeros: as others.
     """
 
     state: int
     temporaries: int
     traffic: float
-    of_matrices: tuple[int, float] | None = None
+    of_matrices: tuple[int, float] = (0, 0.0)
 
     def _share(self, updated: Updated) -> float:
         """Return which part of the elements it updates by owners."""
-        return updated.matrix_elements / max(1, updated.elements) if self.of_matrices else 0.0
+        return updated.matrix_elements / max(1, updated.elements) if any(self.of_matrices) else 0.0
 
     def state_bytes(self, trained_bytes: int, updated: Updated) -> int:
         """Return what it keeps for shards of so many bytes."""
-        if self.of_matrices is None:
-            return self.state * trained_bytes
         share = self._share(updated)
         return int(trained_bytes * (share * self.of_matrices[0] + (1 - share) * self.state))
 
     def needed_bytes(self, reduced_bytes: int, updated: Updated, world: int) -> int:
         """Return what its step needs for a while, given the bytes of all gradients of a rank."""
-        if self.of_matrices is None:
-            return self.temporaries * reduced_bytes
-        others = int((1 - self._share(updated)) * self.temporaries * reduced_bytes)
-        return max(others, rounds_bytes(updated.matrices, world))
+        share = self._share(updated)
+        others = int((1 - share) * self.temporaries * reduced_bytes)
+        return max(others, rounds_bytes(updated.matrices, world) if share else 0)
 
     def step_us(
         self, cluster: Cluster, reduced_bytes: float, updated: Updated, ranks: Sequence[int] = (0,), shards: int = 1
@@ -71,9 +68,7 @@ class Optimizer(NamedTuple):
         if not updated.parameters:
             return 0.0
         share = self._share(updated)
-        traffic = (
-            self.traffic if self.of_matrices is None else share * self.of_matrices[1] + (1 - share) * self.traffic
-        )
+        traffic = share * self.of_matrices[1] + (1 - share) * self.traffic
         us = updated.parameters * cluster.memory_us(traffic * reduced_bytes / updated.parameters)
         if not share:
             return us

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +30,7 @@ from .matrix_rules import MatrixRule
 Blocks = Mapping[Tensor, tuple[int, ...]]  # rows of each matrix in turn, by parameter
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Place:
     """Which ranks hold the shards of a parameter."""
 
@@ -102,8 +103,12 @@ def place_of(param: Tensor, name: str) -> Place:
     """Return where a parameter's shards are.
 
     Raises:
+        ValueError: it is no real matrix, and no stack of such.
         NotImplementedError: it is sharded over several mesh dimensions, or lives elsewhere than its mesh computes.
     """
+    if param.dim() not in (2, 3) or param.is_complex():
+        got = f"{param.dtype} of shape {tuple(param.shape)}"
+        raise unexpected(name, "a real matrix, or a stack of matrices", got, "give it to another optimizer")
     if not isinstance(param, DTensor):
         return Place(None, None)
     cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
@@ -139,12 +144,11 @@ def plan_step(params: Sequence[Param], rule: MatrixRule, blocks: Blocks) -> Step
         rule: what the optimizer does.
         blocks: see :func:`step_on_shards`.
     """
-    by_place: dict[tuple[Any, ...], tuple[Place, list[int]]] = {}
+    by_place = defaultdict[Place, list[int]](list)
     for index, param in enumerate(params):
-        place = place_of(param.tensor, param.name)
-        by_place.setdefault((place.mesh, place.shard_dim), (place, []))[1].append(index)
+        by_place[place_of(param.tensor, param.name)].append(index)
     rounds, collectives = list[Round](), list[Collective]()
-    for place, held in by_place.values():
+    for place, held in by_place.items():
         items = [
             Item(index, matrix, rule.flops(params[index].group, matrix.shape))
             for index in held
@@ -159,7 +163,7 @@ def plan_step(params: Sequence[Param], rule: MatrixRule, blocks: Blocks) -> Step
             present = sum(params[index].has_grad for index in held)
             form = f"{present} with a gradient, owners {zlib.crc32(str(owners).encode()):08x}"
             collectives.append(Collective(exchange.group.name, "all-to-all", exchange.how, described, form))
-    meshes = dict.fromkeys(place.mesh for place, _ in by_place.values() if place.mesh is not None)
+    meshes = dict.fromkeys(place.mesh for place in by_place if place.mesh is not None)
     return StepPlan(tuple(rounds), Contract(tuple(collectives)), tuple(meshes))
 
 

@@ -53,11 +53,8 @@ def _lr(group: Group) -> Any:
 
 
 def _muon_begin(group: Group, shards: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[State]) -> None:
-    momenta, weight, kept = (
-        [state[0] for state in states],
-        1 - group["momentum"],
-        1 - _lr(group) * group["weight_decay"],
-    )
+    momenta, weight = [state[0] for state in states], 1 - group["momentum"]
+    kept = 1 - _lr(group) * group["weight_decay"]
     if all(shard.dtype is torch.float32 for shard in shards):
         torch._foreach_lerp_(momenta, list(grads), weight)
         torch._foreach_mul_(list(shards), kept)

@@ -33,7 +33,7 @@ def matrix_step(
     """Return how ``optimizer`` steps; raises what :func:`step_on_shards` does."""
     names = names_of(optimizer)
     for param in names:
-        _check_param(param, names[param])
+        place_of(param, names[param])
     expect("blocks", blocks, Mapping, "a mapping of parameters to the rows of their matrices")
     for param, rows in blocks.items():
         if not isinstance(param, Tensor) or param not in names:
@@ -48,13 +48,6 @@ def matrix_step(
             raise unexpected("newton_schulz", "a function or None", shown(newton_schulz), error=TypeError)
         rule = replace(rule, matrix_function=rule.with_newton_schulz(newton_schulz))
     return MatrixStep(rule, {param: tuple(rows) for param, rows in blocks.items()})
-
-
-def _check_param(param: Tensor, name: str) -> None:
-    if param.dim() not in (2, 3) or param.is_complex():
-        got = f"{param.dtype} of shape {tuple(param.shape)}"
-        raise unexpected(name, "a real matrix, or a stack of matrices", got, "give it to another optimizer")
-    place_of(param, name)
 
 
 class _Held(NamedTuple):
@@ -105,8 +98,6 @@ class MatrixStep:
         known = tuple((param, param.grad is not None, self.rule.flops(group, (1, 1))) for param, group in params)
         if self._plan is None or not _same(known, self._known):
             names = names_of(optimizer)
-            for param, _ in params:
-                _check_param(param, names[param])
             found = [Param(param, names[param], group, param.grad is not None) for param, group in params]
             self._plan, self._known = plan_step(found, self.rule, self.blocks), known
         return self._plan

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader
 
 from ..inspect import render
-from ..inspect.render.drawing import COLOURS
+from ..inspect.render.drawing import COLOURS, Box
 from ..inspect.render.figures import duration, ticks
 from .options import Option, PlannedTraining
 
@@ -18,20 +18,9 @@ GIB = 2**30
 SHADES = ("all-gather", "exposed", "copy", "reduce-scatter", "all-reduce", "compute", "muted", "rule", "ink", "panel")
 
 
-class Bar(NamedTuple):
-    """A part of a bar; the colour is one of the page's."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    colour: str
-    tip: str
-
-
 class Chart(NamedTuple):
     title: str
-    bars: list[Bar]
+    bars: list[Box]  # of parts; their kinds are colours of the page
     names: list[tuple[float, str]]  # of bars, and where
     lines: list[tuple[float, str]]  # height and label
     limit: float | None  # height
@@ -90,7 +79,7 @@ def chart(
     colour = {part: SHADES[index % len(SHADES)] for index, part in enumerate(parts)}
     top = 1.05 * max([limit or 0.0, *(sum(each.values()) for each in values.values()), 1e-9])
     scale, step = (HEIGHT - BOTTOM - TOP) / top, (WIDTH - LEFT) / max(1, len(values))
-    bars, names = list[Bar](), list[tuple[float, str]]()
+    bars, names = list[Box](), list[tuple[float, str]]()
     for index, (name, each) in enumerate(values.items()):
         x, level = LEFT + (index + 0.2) * step, 0.0
         names.append((x + 0.3 * step, name))
@@ -98,6 +87,6 @@ def chart(
             value = each.get(part, 0.0)
             level += value
             tip = f"{name} ranks\n{part}: {shown(value)}"
-            bars.append(Bar(x, HEIGHT - BOTTOM - level * scale, 0.6 * step, value * scale, colour[part], tip))
+            bars.append(Box(colour[part], x, HEIGHT - BOTTOM - level * scale, 0.6 * step, value * scale, tip))
     lines = [(HEIGHT - BOTTOM - value * scale, shown(value)) for value in ticks(top, 5)]
     return Chart(title, bars, names, lines, limit and HEIGHT - BOTTOM - limit * scale, list(colour.items()))

@@ -13,7 +13,7 @@ from ..expect import unexpected
 from ..inspect.optimizer_cost import OPTIMIZERS
 from ..passes.cost import Cluster, named
 from ..policy import MixedPrecisionPolicy
-from .options import CHECKPOINTING, Checkpointing, Layout, Option, batches, check_counts, layouts
+from .options import CHECKPOINTING, Checkpointing, Option, batches, check_counts, layouts
 from .training_plan import TrainingPlan
 from .trials import Build, Trial, ranks_to_capture, trial
 
@@ -98,8 +98,9 @@ def _options(
     for (kind, each), layout, reshards in product(
         trials.items(), layouts(ranks, first.cluster.ranks_per_node), (True, False)
     ):
+        plans = each.plans(layout, reshards)
         for batch, accumulation in batches(sequences):
-            parts = each.memory(layout, reshards, batch, accumulation > 1)
+            parts_us = {part: accumulation * us for part, us in each.parts_us(plans, batch).items()}
             option = Option(
                 ranks=ranks,
                 layout=layout,
@@ -108,22 +109,10 @@ def _options(
                 batch=batch,
                 accumulation=accumulation,
                 tokens=ranks * batch * accumulation * first.tokens,
-                parts_us=_times(each, layout, reshards, batch, accumulation, optimizer),
-                parts_bytes=parts,
+                parts_us=parts_us | {"optimizer": each.optimizer_us(layout, optimizer)},
+                parts_bytes=each.memory(layout, reshards, batch, accumulation > 1),
                 flops=batch * accumulation * first.flops,
             )
             yield option
             if option.peak_bytes > memory_bytes:
                 break
-
-
-def _times(
-    each: Trial, layout: Layout, reshards: bool, batch: int, accumulation: int, optimizer: str
-) -> dict[str, float]:
-    cost = each.cost(layout, reshards, batch)
-    return {
-        "compute": accumulation * cost.compute_us,
-        "waits for collectives": accumulation * cost.exposed_us,
-        "copies of buffers": accumulation * cost.copies_us,
-        "optimizer": each.optimizer_us(layout, optimizer),
-    }

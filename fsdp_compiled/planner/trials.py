@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, fx, nn
@@ -34,6 +34,7 @@ from .options import Checkpointing, Layout
 LARGEST_SHARDS = 5 * 2**30  # bytes: capturing writes gradients of one rank
 BATCH = 2  # sequences that are traced; what depends on the batch is in proportion
 Build = Callable[[int], tuple[Any, ...]]
+_PARTS: tuple[Part, ...] = get_args(Part)
 _OF_SHARDS: tuple[Part, ...] = ("parameters", "optimizer state", "gradients")
 _OF_BATCH: tuple[Part, ...] = ("batch and buffers", "saved activations", "logits and loss", "temporaries")
 _SAVED = ("scaled_dot_product", "flash_attention", "flex_attention", "_c10d_functional")
@@ -76,14 +77,6 @@ _WRAPPED: Mapping[Checkpointing, Callable[[nn.Module], nn.Module]] = {
     "selective": lambda block: Checkpointed(block, context_fn=save_some),
     "blocks": Checkpointed,
 }
-
-
-class Cost(NamedTuple):
-    """Of a batch: microseconds of compute, of waits for collectives, and of copies of their buffers."""
-
-    compute_us: float
-    exposed_us: float
-    copies_us: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,64 +135,48 @@ class Trial:
     reduced_bytes: int
     cluster: Cluster
 
-    def cost(self, layout: Layout, reshards: bool, batch: int) -> Cost:
-        """Return what forward and backward of a batch take: buckets are decided as they would be there."""
-        found = Cost(0.0, 0.0, 0.0)
-        for graph, plan in self._plans(layout, reshards):
+    def plans(self, layout: Layout, reshards: bool) -> list[Plan]:
+        """Return the schedule of each graph, decided as it would be there."""
+        policy = SchedulePolicy(cluster=self.cluster)
+        return [decide(graph.on(layout, self.cluster, reshards), policy) for graph in self.graphs]
+
+    def parts_us(self, plans: Sequence[Plan], batch: int) -> dict[str, float]:
+        """Return what forward and backward of a batch take by these schedules, by part."""
+        found = dict.fromkeys(("compute", "waits for collectives", "copies of buffers"), 0.0)
+        for graph, plan in zip(self.graphs, plans, strict=True):
             compute_us = tuple(batch / BATCH * us for us in graph.compute_us)
             timeline = simulate(replace(plan.load, compute_us=compute_us), plan.actions)
-            exposed = sum(timed.exposed_us for timed in timeline.operations.values())
-            total = sum(compute_us)
-            each = Cost(total, exposed, max(0.0, timeline.total_us - total - exposed))
-            found = Cost(*map(sum, zip(found, each, strict=True)))
+            total, exposed = sum(compute_us), sum(timed.exposed_us for timed in timeline.operations.values())
+            for part, us in zip(found, (total, exposed, max(0.0, timeline.total_us - total - exposed)), strict=True):
+                found[part] += us
         return found
-
-    @cached_property
-    def _plans(self) -> Callable[[Layout, bool], list[tuple[_Graph, Plan]]]:
-        policy = SchedulePolicy(cluster=self.cluster)
-
-        @cache
-        def plans(layout: Layout, reshards: bool) -> list[tuple[_Graph, Plan]]:
-            each = [(graph, graph.on(layout, self.cluster, reshards)) for graph in self.graphs]
-            return [(graph, decide(asked, policy) if asked.each else asked.alone()) for graph, asked in each]
-
-        return plans
 
     def memory(self, layout: Layout, reshards: bool, batch: int, accumulates: bool) -> dict[Part, int]:
         """Return a rank's memory at the peak of a step, by part, the largest first."""
-        parts, levels = self._levels
-        scales = torch.ones(len(parts), dtype=torch.float64, device="cpu")
         padding = self._unsharded_bytes(layout) / self._unsharded_bytes(Layout(self.shards))
-        for index, part in enumerate(parts):
-            if part in _OF_SHARDS:
-                scales[index] = padding * self.shards / layout.shards
-            elif part in _OF_BATCH:
-                scales[index] = batch / BATCH
-            else:
-                scales[index] = padding
-        scaled = levels * scales
+        scales = dict.fromkeys(_PARTS, padding) | dict.fromkeys(_OF_SHARDS, padding * self.shards / layout.shards)
+        scales |= dict.fromkeys(_OF_BATCH, batch / BATCH)
+        scaled = self._levels * torch.tensor([*scales.values()], dtype=torch.float64, device="cpu")
         if not reshards:
-            scaled[:, parts.index("unsharded parameters")] = padding * self._kept_levels
+            scaled[:, _PARTS.index("unsharded parameters")] = padding * self._kept_levels
         if accumulates:  # the sum of the batches before
-            scaled[:, parts.index("gradients")] += self.reduced_bytes * self.shards / layout.shards
+            scaled[:, _PARTS.index("gradients")] += self.reduced_bytes * self.shards / layout.shards
         at = int(scaled.sum(1).argmax())
-        found = {part: int(size) for part, size in zip(parts, scaled[at].tolist(), strict=True)}
+        found = {part: int(size) for part, size in zip(_PARTS, scaled[at].tolist(), strict=True)}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @cached_property
-    def _levels(self) -> tuple[list[Part], Tensor]:
+    def _levels(self) -> Tensor:
         """Bytes that are alive after each event, by part: ``[events, parts]``."""
-        parts = list(get_args(Part))
-        changes = torch.zeros(len(self.events), len(parts), dtype=torch.float64, device="cpu")
+        changes = torch.zeros(len(self.events), len(_PARTS), dtype=torch.float64, device="cpu")
         for index, event in enumerate(self.events):
-            changes[index, parts.index(event.what.part)] = event.sign * event.what.bytes
-        return parts, changes.cumsum(0)
+            changes[index, _PARTS.index(event.what.part)] = event.sign * event.what.bytes
+        return changes.cumsum(0)
 
     @cached_property
     def _kept_levels(self) -> Tensor:
         """Bytes of unsharded parameters after each event if forward left to backward those that it needs."""
-        is_unsharded = [event.what.part == "unsharded parameters" for event in self.events]
-        each = [pair for pair in enumerate(self.events) if is_unsharded[pair[0]]]
+        each = [(at, event) for at, event in enumerate(self.events) if event.what.part == "unsharded parameters"]
         last = {event.what.name: index for index, event in each if event.graph == "backward" and event.sign < 0}
         first = {event.what.name: index for index, event in reversed(each) if event.sign > 0}
         changes = torch.zeros(len(self.events), dtype=torch.float64, device="cpu")

@@ -3,24 +3,17 @@
 Nothing is measured at run time, so that every rank finds the same numbers; ``calibrate`` measures once, before.
 """
 
-from .cluster import Cluster, Curve, Lane, Link, Measured, Times
-from .cluster_file import as_text, named, parse
-from .detection import detect, group_places, network_bytes_per_s, share
-from .shipped import CLUSTERS
-
-__all__ = [
-    "CLUSTERS",
-    "Cluster",
-    "Curve",
-    "Lane",
-    "Link",
-    "Measured",
-    "Times",
-    "as_text",
-    "detect",
-    "group_places",
-    "named",
-    "network_bytes_per_s",
-    "parse",
-    "share",
-]
+from .cluster import Cluster as Cluster
+from .cluster import Curve as Curve
+from .cluster import Lane as Lane
+from .cluster import Link as Link
+from .cluster import Measured as Measured
+from .cluster import Times as Times
+from .cluster_file import as_text as as_text
+from .cluster_file import named as named
+from .cluster_file import parse as parse
+from .detection import detect as detect
+from .detection import group_places as group_places
+from .detection import network_bytes_per_s as network_bytes_per_s
+from .detection import share as share
+from .shipped import CLUSTERS as CLUSTERS

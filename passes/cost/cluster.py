@@ -15,15 +15,6 @@ from ...expect import expect, expect_bool, unexpected
 from ...sharding.dtensor import process_group
 from ...sharding.spec import AllGatherBucket, Group
 
-_MAY_BE_0 = (
-    "kernel_us",
-    "compute_blocked_fraction",
-    "piece_us",
-    "memory_bytes",
-    "launch_us",
-    "parameter_us",
-    "new_mib_us",
-)
 Curve = tuple[tuple[float, float], ...]  # measured: sizes, which increase, and what a second does at each
 
 
@@ -77,7 +68,7 @@ class Link:
     measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_numbers(self, may_be_0=("latency_us", "hop_us", "knee_bytes"))
+        _check_numbers(self, "latency_us", "hop_us")
         _check_fraction(self)
         expect("Link.measured", self.measured, tuple, "a tuple of Measured")
 
@@ -169,7 +160,7 @@ class Cluster:
     new_mib_us: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self, may_be_0=_MAY_BE_0)
+        _check_numbers(self, "kernel_us")
         expect_bool("Cluster.on_host", self.on_host)
         for name in ("intra", "inter"):
             expect(f"Cluster.{name}", getattr(self, name), Link, "a Link")
@@ -309,17 +300,18 @@ class Times(NamedTuple):
     unpack_us: float = 0.0  # of compute, after the first wait
 
 
-def _check_numbers(record: Link | Cluster | Measured, may_be_0: tuple[str, ...] = ()) -> None:
-    """Raise unless every field that is a number is positive and finite; those named may be 0."""
+def _check_numbers(record: Link | Cluster | Measured, *may_be_0: str) -> None:
+    """Raise unless every number is positive and finite; those named, and those that are 0 by default, may be 0."""
     for field in fields(record):
         if field.type not in ("int", "float"):
             continue
         name, value = f"{type(record).__name__}.{field.name}", getattr(record, field.name)
-        least = "0 or more" if field.name in may_be_0 else "more than 0"
+        is_0_allowed = field.name in may_be_0 or field.default == 0
+        least = "0 or more" if is_0_allowed else "more than 0"
         if field.type == "int":
             expect(name, value, int, f"an integer, {least}")
         expect(name, value, int | float, least)
-        if not (0 <= value < inf) or (value == 0 and field.name not in may_be_0):
+        if not (0 <= value < inf) or (value == 0 and not is_0_allowed):
             raise unexpected(name, least, value)
 
 

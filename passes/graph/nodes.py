@@ -18,7 +18,7 @@ from torch import fx
 from ...sharding.contract import Contract
 from ...sharding.spec import Bucket, CommSpec, ParamSpec
 from .. import kinds
-from ..cost.compute import text_of
+from ..cost.compute import text_of, work_of
 from ..kinds import Kind
 
 NAMESPACE = "fsdp_compiled"
@@ -250,17 +250,9 @@ def is_parameter(node: fx.Node) -> bool:
     return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
 
 
-_HEAVY = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.convolution", "_scaled_dot_product")
-
-
 def is_heavy(node: fx.Node) -> bool:
     """Tell whether ``node`` is compute that Inductor runs by itself, at a place of its own, or a region of it."""
-    return node.op == "call_function" and (_is_heavy(node.target) or region_of(node) is not None)
-
-
-@lru_cache(maxsize=1024)
-def _is_heavy(target: Any) -> bool:
-    return any(word in str(target) for word in _HEAVY)
+    return work_of(node) != "fused kernels" or region_of(node) is not None
 
 
 def device_of(graph: fx.Graph) -> torch.device:

@@ -116,10 +116,6 @@ class Requests:
         """Return what a schedule has to place for these buckets; tasks of equal buckets are made once."""
         return Load(self.compute_us, tuple(map(self._task_of, buckets)))
 
-    def alone(self) -> Plan:
-        """Return the schedule of compute alone, where nothing is asked for."""
-        return Plan((), self.load(()), (), 0)
-
     def compressed(self) -> tuple[Requests, list[int]]:
         """Return the same requests with one position for each run of compute that nothing begins or ends in.
 
