@@ -88,7 +88,7 @@ def _wrapped(function: type[_Identity], owner: EagerHooks, value: Any) -> Any:
         return value
     keeps_types(function)
     outputs = iter(function.apply(owner, *watched))
-    return map_tensors(lambda tensor: next(outputs) if _is_watched(tensor) else tensor, value)
+    return map_tensors(lambda tensor: next(outputs) if _is_watched(tensor) else None, value)
 
 
 def _is_watched(tensor: Tensor) -> bool:

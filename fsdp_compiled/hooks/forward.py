@@ -62,38 +62,46 @@ class PostForward:
         return output if self.dtype is None else cast_floating(output, self.dtype)
 
 
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Return ``value`` with ``change`` applied to every tensor in it, depth first.
+def map_tensors(change: Callable[[Tensor], Tensor | None], value: Any) -> Any:
+    """Return ``value``, each tensor in it replaced by what ``change`` returns, depth first; None leaves it.
 
-    Tuples, named tuples, lists, sets, dicts and dataclasses (among them Hugging Face's ModelOutput) are rebuilt;
-    any other object is left alone.
+    Tuples, named tuples, lists, sets, dicts, their subclasses and dataclasses (among them Hugging Face's ModelOutput)
+    are made anew if a tensor in them is replaced. Any other object stays the same, and a module may write to it.
     """
+    changed = _changed(change, value)
+    return value if changed is None else changed
+
+
+def _changed(change: Callable[[Tensor], Tensor | None], value: Any) -> Any:
+    """Return what takes the place of ``value``; None if nothing in it changes."""
     if isinstance(value, Tensor):
         return change(value)
     if value is None:
         return None  # whose class torch 2.11's Dynamo cannot ask for attributes, as is_dataclass does
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(change, item) for item in value))
-    if type(value) in (tuple, list, set, frozenset):
-        return type(value)(map_tensors(change, item) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return _map_fields(change, value)
+    if isinstance(value, (tuple, list, set, frozenset)):
+        pairs = [(_changed(change, item), item) for item in value]
+        if all(new is None for new, _ in pairs):
+            return None
+        items = [item if new is None else new for new, item in pairs]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    is_record = is_dataclass(value) and not isinstance(value, type)
+    if not is_record and not isinstance(value, dict):
+        return None
+    given = {f.name: getattr(value, f.name) for f in fields(value)} if is_record else value
+    found = {key: _changed(change, item) for key, item in given.items()}
+    found = {key: new for key, new in found.items() if new is not None}
+    if not found:
+        return None
     if type(value) is dict:
-        return {key: map_tensors(change, item) for key, item in value.items()}
-    if isinstance(value, dict):
-        changed = copy.copy(value)
-        changed.update((key, map_tensors(change, item)) for key, item in value.items())
-        return changed
-    return value
-
-
-def _map_fields(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    items = {f.name: map_tensors(change, getattr(value, f.name)) for f in fields(value)}
-    if all(f.init for f in fields(value)):
-        return replace(value, **items)
+        return {**value, **found}
+    if is_record and value.__dataclass_params__.init and all(f.init for f in fields(value)):
+        return replace(value, **found)
     changed = copy.copy(value)
-    for name, item in items.items():
-        object.__setattr__(changed, name, item)
+    if is_record:
+        for name, item in found.items():
+            object.__setattr__(changed, name, item)
+    else:
+        changed.update(found)
     return changed
 
 
@@ -101,22 +109,18 @@ def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in ``value``, in the order in which :func:`map_tensors` meets them."""
     found: list[Tensor] = []
 
-    def collect(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(collect, value)
+    map_tensors(found.append, value)
     return found
 
 
 def cast_floating(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
     """Return ``value``, its floating-point tensors in ``dtype`` and all on ``device``; None leaves that as it is."""
 
-    def change(tensor: Tensor) -> Tensor:
-        if device is not None and tensor.device != device:
-            tensor = tensor.to(device)
-        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
-            tensor = tensor.to(dtype)
-        return tensor
+    def change(tensor: Tensor) -> Tensor | None:
+        is_elsewhere = device is not None and tensor.device != device
+        is_cast = dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype
+        if not is_elsewhere and not is_cast:
+            return None
+        return tensor.to(device if is_elsewhere else tensor.device, dtype if is_cast else tensor.dtype)
 
     return map_tensors(change, value)

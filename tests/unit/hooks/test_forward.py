@@ -26,6 +26,18 @@ class Late:
         self.derived = self.value * 2
 
 
+@dataclass(init=False)
+class Given:
+    value: torch.Tensor
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        self.value = values[0]
+
+
+class Items(list):
+    pass
+
+
 def _leaf():
     return torch.ones(2)
 
@@ -38,13 +50,16 @@ def _leaf():
         OrderedDict(a=_leaf(), b=(_leaf(),)),
         Record(_leaf()),
         Late(_leaf()),
+        Given([_leaf()]),
+        torch.max(torch.ones(2, 2), 1),
+        Items([_leaf()]),
     ],
 )
 def test_containers_keep_their_type_and_cast_their_tensors(value):
     changed = cast_floating(value, torch.bfloat16)
     assert type(changed) is type(value)
-    assert {tensor.dtype for tensor in tensors_in(changed)} == {torch.bfloat16}
-    assert {tensor.dtype for tensor in tensors_in(value)} == {torch.float32}
+    assert {tensor.dtype for tensor in tensors_in(changed)} - {torch.int64} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in tensors_in(value)} - {torch.int64} == {torch.float32}
     assert len(tensors_in(changed)) == len(tensors_in(value))
 
 
@@ -52,6 +67,12 @@ def test_what_is_left_alone():
     marker = object()
     integers, text, other = cast_floating((torch.ones(2, dtype=torch.int64), "text", marker), torch.bfloat16)
     assert (integers.dtype, text, other) == (torch.int64, "text", marker)
+
+
+@pytest.mark.parametrize("value", [[], [_leaf()], {"a": _leaf()}, Record(_leaf()), Given([_leaf()]), Items()])
+def test_a_container_in_which_nothing_changes_is_itself(value):
+    assert cast_floating(value, torch.float32) is value
+    assert cast_floating([value, _leaf().double()], torch.float32)[0] is value
 
 
 def test_hugging_face_outputs_are_cast():
@@ -67,6 +88,17 @@ def test_the_order_of_finding_is_the_order_of_changing():
     value = {"a": tensors[0], "b": Pair(tensors[1], [tensors[2]])}
     changed = map_tensors(lambda t: t + 1, value)
     assert [t.item() for t in tensors_in(changed)] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("value", [Record(_leaf()), Pair(_leaf(), [_leaf()]), {"a": (_leaf(),)}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dynamo_traces_what_changes_and_what_does_not(value, dtype):
+    @torch.compile(backend="eager", fullgraph=True)
+    def call(x):
+        changed = cast_floating(value, dtype)
+        return [tensor * x for tensor in tensors_in(changed)]
+
+    assert {tensor.dtype for tensor in call(torch.ones((), dtype=dtype))} == {dtype}
 
 
 @pytest.mark.parametrize("other", [None, "text", 3, True])
