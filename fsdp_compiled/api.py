@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, passes, sharding
 from .expect import expect, shown, unexpected
+from .hooks.step import TrainingState
 from .init.arguments import check_device, check_options, checked_modules, checked_reshard
 from .init.parameters import ShardPlacementFn, checked_placements, managed_parameters
 from .init.shard import shard
@@ -160,8 +161,13 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def _call_with_hooks(module: FSDPModule, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     state = unit_state(module)
-    args, kwargs = state.pre_forward.hook(module, args, kwargs)  # type: ignore[arg-type]
-    return state.post_forward.hook(module, args, method(*args, **kwargs))  # type: ignore[arg-type]
+    try:
+        args, kwargs = state.pre_forward.hook(module, args, kwargs)  # type: ignore[arg-type]
+        return state.post_forward.hook(module, args, method(*args, **kwargs))  # type: ignore[arg-type]
+    except BaseException:
+        if state.is_root or state.outermost.unit.training_state is not TrainingState.FORWARD:
+            state.reset_iteration(drop_accumulated=False)
+        raise
 
 
 def options(schedule: SchedulePolicy | None = None, passes: Sequence[Pass] = ()) -> dict[str, Any]:

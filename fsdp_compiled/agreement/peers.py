@@ -171,7 +171,10 @@ def backward_task() -> int:
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have the autograd engine call ``callback`` if the running backward ends well, which nothing public does."""
+    """Have the autograd engine call ``callback`` if the running backward ends well, which nothing public does.
+
+    It holds ``callback`` until the backward ends, well or not.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(torch.compiler.disable(callback))
 
 

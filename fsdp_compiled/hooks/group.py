@@ -107,6 +107,12 @@ class FSDPParamGroup:
         for all_gather in self._all_gathers:
             all_gather.launch(outputs)
 
+    def drop_stale(self) -> None:
+        """Reshard what was unsharded before the program wrote to a shard, as an optimizer does without a backward."""
+        is_left = self.params[0].state is not ShardedState.SHARDED and not self.params[0].is_held
+        if is_left and self._sent != self._versions():
+            self.reshard()
+
     def _must_launch_again(self) -> bool:
         """Tell whether an all-gather under way is lost, or the program has written to a shard since its launch."""
         return any(all_gather.is_lost for all_gather in self._all_gathers) or self._sent != self._versions()
@@ -159,6 +165,7 @@ class FSDPParamGroup:
         for param in self.params if self.is_unsharded else ():
             if (changed := param.unsharded.take_change()) is not None:
                 param.storage.follow(changed, param.placement.mesh_info.shard_rank)
+                self._sent = self._versions()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
@@ -193,7 +200,7 @@ class FSDPParamGroup:
         ready = {param: grad for param in self.params if (grad := self._total_gradient(param)) is not None}
         if not ready:
             return
-        is_partial = not self.unit.config.all_reduce_grads
+        is_partial = not self.unit.config.all_reduce_grads and self.params[0].spec.reduction.replicas.world > 1
         make = _partial_bucket if is_partial else _complete_bucket
         bucket, contract = self._bucket(make, [param.spec for param in ready])
         agree(contract)

@@ -117,8 +117,7 @@ class FSDPStateContext:
         if self._ends_with_backward:
             self.finish_reductions(self.states)
         else:
-            for group in (group for state in self.states for group in state.groups):
-                group.wait_on_host()
+            self._wait_on_host()
         for state in self.states:
             state.end_step()
         self.step.end_backward(self.states)
@@ -161,6 +160,17 @@ class FSDPStateContext:
             elif state.has_gradients:
                 self.comm.start_reduce(state)
 
+    def _wait_on_host(self) -> None:
+        for group in (group for state in self.states for group in state.groups):
+            group.wait_on_host()
+
+    def end_reductions_under_way(self) -> None:
+        """Accumulate gradients that are being reduced, if any, or drop those of a step that an exception cut off."""
+        if self.comm.reducing:
+            self.recover()
+            self.comm.finish_reduce()
+            self._wait_on_host()
+
     def finish_reductions(self, states: Sequence[UnitState]) -> None:
         """Reduce over replicas what ``states`` have reduced over shards only, wait for all, accumulate gradients."""
         self.comm.finish_reduce()
@@ -177,10 +187,11 @@ class FSDPStateContext:
     def reset(self, drop_accumulated: bool) -> None:
         """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
         self.step.begin_reset()
-        for state in (*self.comm.reducing, *self.states):
+        for state in self.states:
             for group in state.groups:
                 group.drop_reduce()
-        self.comm.reducing.clear()
+        others = [state for state in self.comm.reducing if state not in self.states]  # of models that share it
+        self.comm.reducing = deque(others)
         for state in self.states:
             state.reset(drop_accumulated)
         self.step = Step()

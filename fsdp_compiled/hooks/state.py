@@ -98,6 +98,8 @@ class FSDPState(TorchNames):
 
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
+        if self._context is not None:
+            self._context.end_reductions_under_way()
         self._groups: list[FSDPParamGroup] = group_params(self.params, self.unit)
         if self._context is not None:
             self._context.tree.forget_params()
@@ -183,6 +185,8 @@ class FSDPState(TorchNames):
         self.unit.begin_forward(self.modules)
         if self.is_root and not context.step.in_backward:
             self.follow_tree().begin_forward()
+        for group in self.groups:
+            group.drop_stale()
         self.unshard()
         self.unit.hold(True)
         for state in self.forward_prefetch:
@@ -242,6 +246,8 @@ class FSDPState(TorchNames):
     def pre_backward(self) -> None:
         """All-gather the unit again when the first output gradient arrives."""
         context = self._lazy_init()
+        if context.step.backward_has_died:  # this is one through another graph
+            context.reset(drop_accumulated=False)
         context.begin_backward()
         context.step.call_in_backward(context.states)
         if self.unit.begin_backward():

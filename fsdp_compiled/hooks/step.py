@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from threading import get_ident
 from typing import Protocol
+from weakref import ReferenceType, ref
 
 import torch
 from torch import nn
@@ -136,6 +138,7 @@ class Step:
     in_call: bool = False  # the outermost module is called, or an eager backward runs: leaves copy requires_grad
     is_checked: bool = False  # the parameters were checked since the last backward; traced calls do not check them
     in_backward: bool = False  # until the callback that the autograd engine calls when this backward ends
+    at_end: ReferenceType[Callable[[], None]] | None = None  # that callback, which the engine holds until then
     calls_in_backward: bool = False  # this backward has set in_call, and its end unsets it
     is_resetting: bool = False  # a reset is under way, or was when an exception came
     finalizing: object | None = None  # the handle of a finalization that was started and not waited for
@@ -220,9 +223,15 @@ class Step:
             if self.backward_thread != get_ident() and root.device.type == "cpu":
                 raise _second_thread(root)
         else:
-            at_end_of_backward(at_end)
-            self.in_backward, self.backward_thread = True, get_ident()
+            callback = partial(at_end)  # the engine's alone
+            at_end_of_backward(callback)
+            self.in_backward, self.backward_thread, self.at_end = True, get_ident(), ref(callback)
             root.note("backward")
+
+    @property
+    def backward_has_died(self) -> bool:
+        """Whether an exception has ended the last backward: the engine has dropped what it would have called."""
+        return self.in_backward and self.at_end is not None and self.at_end() is None
 
     def call_in_backward(self, states: Iterable[UnitState]) -> None:
         """Let leaves be as forward had them, as a recomputation of compiled code must find them."""

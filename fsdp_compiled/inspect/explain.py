@@ -123,7 +123,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield "set_custom_all_gather or set_custom_reduce_scatter: the user's own communication, an opaque node"
     if config.reduce_hook:
         yield "set_all_reduce_hook: the user's function sees reduced gradients"
-    if config.reduce_grads and not config.all_reduce_grads:
+    if config.reduce_grads and not config.all_reduce_grads and info.replicate_world > 1:
         yield "set_requires_all_reduce(False): gradients stay reduced over the shards only, until it is on again"
     if not config.reduce_grads:
         yield "set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again"

@@ -115,7 +115,8 @@ class Gradients:
         if config is not self._config:
             self._name, self._config = spec.param.name, config
             unsharded = self.is_differentiable and not config.reduce_grads
-            self._is_partial = self.is_differentiable and config.reduce_grads and not config.all_reduce_grads
+            stops_early = not config.all_reduce_grads and spec.reduction.replicas.world > 1
+            self._is_partial = self.is_differentiable and config.reduce_grads and stops_early
             own = self.leaf if self._is_of_another_dtype and not unsharded else None
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
             self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else own

@@ -266,6 +266,58 @@ def test_models_that_share_what_is_under_way():
         assert model._get_fsdp_state()._context.post_optim_event is None
 
 
+@on_ranks(2)
+def test_an_exception_in_a_model_leaves_what_others_have_under_way():
+    from fsdp_compiled import share_comm_ctx
+
+    models, micros = [MLP(), MLP()], list(batches(2, 8, 10))
+    for model in models:
+        shard(model, "eager")
+    share_comm_ctx(models)
+    trained, failing = models
+    for micro in micros:
+        trained.set_is_last_backward(micro is micros[-1])
+        square_loss(trained, my_part(micro)).backward()
+        with pytest.raises(RuntimeError, match="must match"):
+            failing(torch.ones(4, 9))
+    alone = MLP()
+    for micro in micros:
+        square_loss(alone, micro).backward()
+    assert_close(full_grads(trained), full_grads(alone))
+
+
+@pytest.mark.parametrize("what", ["load", "convert"])
+@on_ranks(2)
+def test_a_state_that_is_loaded_while_gradients_are_being_reduced(what):
+    first, second = batches(2, 8, 10)
+    model, alone = MLP(), MLP()
+    shard(model, "eager")
+    for micro in (first, second):
+        model.set_is_last_backward(micro is second)
+        square_loss(model, my_part(micro)).backward()
+        square_loss(alone, micro).backward()
+        if micro is first:
+            if what == "load":
+                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+            else:
+                model.to(torch.float32)
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@eager_and_full
+@on_ranks(2)
+def test_without_replicas_all_reduce_makes_no_difference(mode):
+    model, data = MLP(), batches(1, 8, 10)[0]
+    call = shard(model, mode)
+    model.set_requires_all_reduce(False)
+    assert_close(_grads(model, call, data), _alone(data))
+    model.set_requires_all_reduce(True)
+    model.zero_grad()
+    model.synchronize_gradients()
+    assert all(param.grad is None for param in model.parameters())
+    assert_close(_grads(model, call, data), _alone(data))
+
+
 class _Event:
     def wait(self):
         pass
