@@ -21,7 +21,7 @@ from .hooks.unreduced import Unreduced, unreduced_gradients, zero_gradients
 from .regions.block import COMPILED_IN_PLACE
 from .regions.choose import set_default_regions
 from .tracing.dynamo import with_code_of_its_own
-from .tracing.sharded_module import MixinOrder
+from .tracing.sharded_module import MixinOrder, new_of_user_class
 
 
 def unit_state(module: Any) -> FSDPState:
@@ -62,10 +62,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
     # Dynamo refuses a module that Transformers has marked as managed by FSDP without this, which FSDP2 sets, too.
     _fsdp_use_orig_params = True
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Code such as nn.Sequential.__getitem__ makes type(self)(...): that is a plain module again.
-        return cls._fsdp_user_class(*args, **kwargs)  # type: ignore[attr-defined]
-
+    __new__ = new_of_user_class
     __deepcopy__ = copied_units
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..expect import unexpected
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import copied_module, rebase
 from .optimizers import watch_optimizers
@@ -19,9 +20,14 @@ def copied_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of a module given to ``fully_shard``, with the units below it.
 
     Whatever the original's state, it is sharded and between two steps. Gradients, the parameters' own hooks and
-    torch.compile's results are not copied; what was set on units is. Raises as :func:`copied_module`.
+    torch.compile's results are not copied; what was set on units is. Raises as :func:`copied_module`, and
+    RuntimeError in :func:`unsharded`, which would be of the copy for good.
     """
     states = [state for state in states_below([module]) if id(state) not in memo]
+    for state in states:
+        if not state.unit.config.trains:
+            got = f"{state.unit.config.name} in unsharded()"
+            raise unexpected("copy.deepcopy", "a model between two steps", got, "leave the block first", RuntimeError)
     for state in states:  # all of them first: what is copied next refers to any of them
         memo[id(state)], memo[id(state.unit)] = copy(state), UnitInStep(state.unit.config)
         for param in state.params:

@@ -224,11 +224,16 @@ def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, .
     prefix, *_ = mixins[0].__name__.split("Module")
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
-    body |= {"__module__": user_cls.__module__, "__reduce_ex__": _refuse_pickle}
+    body |= {"__module__": user_cls.__module__, "__reduce_ex__": _refuse_pickle, "__new__": new_of_user_class}
     for mixin in mixins:
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
+
+
+def new_of_user_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a module of the user's class, for code such as ``nn.Sequential``'s that calls ``type(self)(...)``."""
+    return cls._fsdp_user_class(*args, **kwargs)
 
 
 def copied_module(module: Any, memo: dict[int, Any]) -> Any:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
-from fsdp_compiled import FSDPModule, fully_shard, register_fsdp_forward_method
+from fsdp_compiled import FSDPModule, fully_shard, register_fsdp_forward_method, unsharded
 from fsdp_compiled.hooks.state import states_below
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
@@ -250,3 +250,16 @@ def test_a_copy_of_a_compiled_model_is_not_compiled(how):
     assert type(copied) is type(model) and copied._compiled_call_impl is None
     assert_trains_like_one_process(copied, copied, copy.deepcopy(alone))
     assert_trains_like_one_process(model, call, alone)
+
+
+@on_ranks(2)
+def test_a_copy_within_unsharded_is_refused():
+    alone, model = MLP(), MLP()
+    shard(model, "eager")
+    with (
+        unsharded(model),
+        pytest.raises(RuntimeError, match=r"copy.deepcopy: expected a model between two steps.*MLP"),
+    ):
+        copy.deepcopy(model)
+    copied = copy.deepcopy(model)
+    assert_trains_like_one_process(copied, copied, alone)

@@ -65,6 +65,15 @@ def test_nothing_of_torchs_implementation_runs(fake_group, compiled):
     assert not found
 
 
+def test_the_class_of_a_module_makes_modules_of_the_users_class(fake_group):
+    model = _model()
+    for module in (model[0], model[1][0]):
+        made = type(module)(4, 4)
+        assert type(made) is nn.Linear
+        made.to(torch.float64).load_state_dict(made.state_dict())
+    assert type(type(model)(nn.GELU())) is nn.Sequential
+
+
 def test_torchs_functions_find_our_units(fake_group):
     model, other = _model(), _model()
     for module in (model, model[1]):
