@@ -7,15 +7,17 @@ import re
 import sys
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.agreement import peers
+from fsdp_compiled.agreement import peers, tripwire
 from fsdp_compiled.errors import RankFailureError, RankMismatchError
+from fsdp_compiled.testing.processes import Setting
 from tests.faults.steps import WIDTH, Model
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, pool
 from tests.support.training import shard
 
 MODES = ("eager", "full", "regions")
@@ -34,6 +36,10 @@ class _Training:
 
     def backward(self, number):
         self.calls[number](torch.ones(2, WIDTH)).square().mean().backward()
+
+    def evaluate(self, number):
+        with torch.no_grad():
+            self.calls[number](torch.ones(2, WIDTH))
 
     def update(self, number):
         self.optimizers[number].step()
@@ -146,6 +152,42 @@ def test_a_collective_that_times_out_names_what_each_rank_ran_last(mode):
     told = r"\. What ran last: rank 0: all-gather of blocks.0.*, number (\d+) on .*; rank 1: .*, number (\d+) "
     ours, theirs = map(int, re.search(told, said).groups())
     assert ours == theirs + 1, said
+
+
+# ---- a process group after another ----
+
+
+def _part_at_the_end(rank):
+    training = _Training("eager", layers=1)  # an evaluation is one collective
+    for _ in range(PARTS_IN):
+        training.backward(0)
+        training.update(0)
+        for _ in range(3):
+            training.evaluate(0)
+    time.sleep(0.1)  # of windows that are reported together not each is compared
+    if rank == 0:
+        training.update(0)
+    training.evaluate(0)
+    time.sleep(0.1 * (2 - rank))  # rank 0 ends the window that differs, while the other waits in the last collective
+    training.evaluate(0)
+    differing, end = tripwire._reporter(os.getpid()).differing, time.monotonic() + 10
+    while not differing:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert differing[0]._settled.wait(10)  # all have heard of it
+
+
+def _train(rank):
+    training = _Training("eager", layers=1)
+    for _ in range(PARTS_IN):
+        training.backward(0)
+        training.update(0)
+
+
+def test_what_differed_in_one_process_group_is_not_raised_in_the_next():
+    setting = Setting(group_timeout=timedelta(seconds=30))
+    pool().run(2, _part_at_the_end, setting)
+    pool().run(2, _train, setting)
 
 
 # ---- a forked child ----
