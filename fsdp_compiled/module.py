@@ -206,10 +206,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
         All-gathers and reduce-scatters of one NCCL communicator run one after the other. It raises ValueError where
         parameters are only replicated.
         """
-        for state in _states(self, recurse, enable=enable):
-            for param in state.params:
-                if param.placement.mesh_info.shard_mesh_dim is None:
-                    raise unexpected(param.name, "a sharded parameter", "one that is only replicated")
+        states = _states(self, recurse, enable=enable)
+        for param in (param for state in states for param in state.params):
+            if param.placement.mesh_info.shard_mesh_dim is None:
+                raise unexpected(param.name, "a sharded parameter", "one that is only replicated")
+        for state in states:
             state.unit.configure(separate_reduce_group=enable)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]

@@ -157,6 +157,17 @@ def test_a_stream_for_a_hook_where_gradients_are_reduced_over_replicas(roles):
     model.set_all_reduce_hook(print)
 
 
+def test_a_separate_group_where_a_unit_below_is_only_replicated():
+    model, mesh = Model(), init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+    fully_shard(model.layers[0], mesh=mesh)
+    fully_shard(model.layers[1], mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="a"))
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match=r"1\.weight: expected a sharded parameter, got one that is only replicated"):
+        model.set_separate_reduce_scatter_group()
+    units = (model, *model.layers)
+    assert not any(fully_shard.state(unit).unit.config.separate_reduce_group for unit in units)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
