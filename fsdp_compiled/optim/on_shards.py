@@ -46,7 +46,7 @@ def step_on_shards(
     Plain parameters are stepped as they are; a group may hold both.
 
     No tensor is copied, and none is kept between steps. A copied or unpickled optimizer steps on DTensors again until
-    it is given to this function. ``torch.compile`` does not compile the step.
+    it is given to this function. A second call changes nothing. ``torch.compile`` does not compile the step.
 
     ``torch.optim.Muon`` needs complete matrices. Momentum is updated on shards; each matrix then travels in bf16 to
     one rank, its owner, which runs torch's Newton-Schulz, and its update travels back in bf16. fp32 parameters get
@@ -69,19 +69,19 @@ def step_on_shards(
     Raises:
         TypeError: an argument is of another type.
         ValueError: the optimizer is not elementwise or not known to be, it is differentiable, or its ``step`` was
-            replaced; or ``blocks`` do not fit. Each later ``step`` raises it, and changes nothing, for a DTensor that
-            is ``Partial`` or has no dimension, and for a gradient or state that is not sharded like its parameter.
+            replaced; ``blocks`` do not fit; or a second call has ``blocks`` or ``newton_schulz``. Each later ``step``
+            raises it, and changes nothing, for a DTensor that is ``Partial`` or has no dimension, and for a gradient
+            or state that is not sharded like its parameter.
         NotImplementedError: matrices that are sharded over several mesh dimensions (tensor parallelism), or that are
             offloaded to the CPU.
     """
     expect("optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     expect_bool("elementwise", elementwise)
+    rule = RULES.get(type(optimizer))
+    if rule is None:
+        _refuse_matrices(optimizer, blocks=blocks, newton_schulz=newton_schulz)
     if isinstance(optimizer, StepsOnShards):
         return optimizer
-    rule = RULES.get(type(optimizer))
-    if rule is None and (blocks is not None or newton_schulz is not None):
-        what = "blocks" if blocks is not None else "newton_schulz"
-        raise unexpected(what, "None", "a value", f"{type(optimizer).__name__} has no matrices")
     _check_class(optimizer, elementwise or rule is not None)
     check_params(optimizer)
     matrices = None if rule is None else matrix_step(optimizer, rule, blocks or {}, newton_schulz)
@@ -90,6 +90,16 @@ def step_on_shards(
     optimizer.__class__ = _on_shards(cls)
     vars(optimizer)["_matrices"] = matrices
     return optimizer
+
+
+def _refuse_matrices(optimizer: Optimizer, **arguments: object) -> None:
+    """Raise ValueError for an argument about matrices: the class has none, or the optimizer was given before."""
+    for name, value in arguments.items():
+        if value is not None and isinstance(optimizer, StepsOnShards):
+            expected = "None for an optimizer that steps on shards already"
+            raise unexpected(name, expected, "a value", "pass it to the first call")
+        if value is not None:
+            raise unexpected(name, "None", "a value", f"{type(optimizer).__name__} has no matrices")
 
 
 def _check_class(optimizer: Optimizer, is_known: bool) -> None:

@@ -69,6 +69,19 @@ def test_returns_the_optimizer_and_may_be_called_again():
     assert issubclass(cls, optim.AdamW) and cls.__name__ == "AdamW" and cls is not optim.AdamW
 
 
+@pytest.mark.parametrize("argument", ["blocks", "newton_schulz"])
+def test_refuses_arguments_about_matrices_in_a_second_call(argument):
+    optimizer = step_on_shards(optim.Muon([_param(2, 3)]))
+    value = {"blocks": {nn.Parameter(torch.ones(2, 2)): (99,)}, "newton_schulz": lambda matrix, *_: matrix}[argument]
+    with _raises(
+        ValueError,
+        f"{argument}: expected None for an optimizer that steps on shards already, got a value; "
+        "pass it to the first call",
+    ):
+        step_on_shards(optimizer, **{argument: value})
+    assert step_on_shards(optimizer) is optimizer
+
+
 def test_refuses_what_is_no_optimizer():
     with _raises(
         TypeError,
