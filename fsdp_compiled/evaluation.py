@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .expect import expect, unexpected
 from .hooks.state import FSDPState, states_of
 from .hooks.step import TrainingState
+from .param.param import FSDPParam
 
 
 class unsharded(ContextDecorator, AbstractContextManager[None]):
@@ -111,16 +112,18 @@ def _without_writes(states: Sequence[FSDPState]) -> Iterator[None]:
     """Raise RuntimeError at the end if an unsharded parameter was written to."""
     before = _versions(states)
     yield
-    for name, version in _versions(states).items():
-        if version != before.get(name, version):
+    for param, version in _versions(states).items():
+        if version != before.get(param, version):
             expected, got = "parameters that stay as they are", "a change of the unsharded one, which is lost"
-            raise unexpected(f"{name} in unsharded()", expected, got, "change it outside the block", RuntimeError)
+            raise unexpected(
+                f"{param.name} in unsharded()", expected, got, "change it outside the block", RuntimeError
+            )
 
 
-def _versions(states: Sequence[FSDPState]) -> dict[str, int]:
+def _versions(states: Sequence[FSDPState]) -> dict[FSDPParam, int]:
     """Return how often each unsharded parameter was written to, where autograd counts that."""
     params = (param for state in states for param in state.params)
-    return {param.name: version for param in params if (version := param.unsharded.version) is not None}
+    return {param: version for param in params if (version := param.unsharded.version) is not None}
 
 
 @contextmanager

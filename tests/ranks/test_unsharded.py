@@ -176,6 +176,14 @@ def test_what_is_written_to_unsharded_parameters_is_not_lost_in_silence(mode, is
         assert not call(x).any() and _is_sharded(model)
 
 
+@pytest.mark.parametrize("number", [0, 1])
+@on_ranks(2)
+def test_what_is_written_where_several_outermost_units_have_parameters_of_one_name(number):
+    layers = nn.ModuleList(fully_shard(nn.Linear(4, 4)) for _ in range(2))
+    with pytest.raises(RuntimeError, match="weight in unsharded\\(\\): expected parameters"), unsharded(layers):
+        layers[number].weight.add_(1)
+
+
 @on_ranks(2)
 def test_within_a_compiled_function():
     alone, model = MLP(), MLP()
