@@ -46,6 +46,8 @@ def plain_tensors(optimizer: Optimizer) -> Iterator[None]:
                 _show_state(values, shown["state"].setdefault(owners[key], {}), owners[key])
             else:
                 shown["state"][key] = values
+        for key in [key for key in shown["state"] if leaves.get(key, key) not in optimizer.state]:
+            del shown["state"][key]  # as the step did
         for group, params in zip(optimizer.param_groups, shown_params, strict=True):
             group["params"] = params
         vars(optimizer).update(shown)

@@ -272,6 +272,26 @@ def test_plain_parameters_beside_dtensors():
     assert list(optimizer.state) == [param, plain]
 
 
+class _Restarts(Lion):
+    """Deletes all state of a parameter at the end of every second step."""
+
+    def step(self, closure=None):
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            if self.state[param]["steps"] == 2:
+                del self.state[param]
+
+
+def test_state_that_a_step_deletes():
+    sharded, plain = _param(2, 3), nn.Parameter(torch.ones(2))
+    plain.grad = torch.ones(2)
+    optimizer = step_on_shards(_Restarts([sharded, plain]), elementwise=True)
+    optimizer.state["mine"] = {"kept": True}
+    for step in range(4):
+        optimizer.step()
+        assert optimizer.state.keys() == ({"mine"} if step % 2 else {"mine", sharded, plain})
+
+
 def test_gradients_of_another_dtype():
     param = nn.Parameter(_dtensor(2, 3, dtype=torch.bfloat16))
     param.grad_dtype = torch.float32
