@@ -34,8 +34,9 @@ class unsharded(ContextDecorator, AbstractContextManager[None]):
     Raises:
         TypeError: ``model`` is no module, or ``max_bytes`` no integer.
         ValueError: no unit lies in ``model``, or ``max_bytes`` is negative.
-        RuntimeError: a forward, a backward or another such block has not ended; inside, a forward with gradients or
-            an optimizer's step; at the end, an unsharded parameter was written to, which is lost.
+        RuntimeError: a forward, a backward or another such block has not ended; inside, a forward with gradients, an
+            optimizer's step or ``set_reshard_after_forward``; at the end, an unsharded parameter was written to,
+            which is lost.
     """
 
     def __init__(self, model: nn.Module, *, max_bytes: int | None = None) -> None:

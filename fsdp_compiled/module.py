@@ -114,7 +114,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free (True) or keep (False) unsharded parameters after forward; a change recompiles a compiled model."""
-        for state in _states(self, recurse, reshard_after_forward=reshard_after_forward):
+        states = _states(self, recurse, reshard_after_forward=reshard_after_forward)
+        if not all(state.unit.config.trains for state in states):
+            expected, got = "a model outside unsharded()", "one inside, whose end would undo it"
+            raise unexpected("set_reshard_after_forward", expected, got, "call it outside the block", RuntimeError)
+        for state in states:
             state.unit.configure(
                 reshard_after_forward=reshard_after_forward, reshards_by_default=False, post_forward_size=0
             )

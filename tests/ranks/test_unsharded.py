@@ -157,6 +157,20 @@ def test_no_optimizer_steps_inside(on_shards):
     assert not torch.equal(model.state_dict()["blocks.0.0.weight"].to_local(), before)
 
 
+@on_ranks(2)
+def test_what_would_be_undone_at_the_end_is_refused():
+    model = MLP()
+    shard(model, "eager")
+    message = "set_reshard_after_forward: expected a model outside unsharded\\(\\), got one inside"
+    for module in (model, model.blocks[0]):
+        with unsharded(model), pytest.raises(RuntimeError, match=message):
+            module.set_reshard_after_forward(False)
+    model.set_reshard_after_forward(False)
+    with unsharded(model):
+        pass
+    assert not fully_shard.state(model.blocks[0]).unit.config.reshard_after_forward
+
+
 @eager_and_full
 @pytest.mark.parametrize("is_inference", [True, False])
 @on_ranks(2)
