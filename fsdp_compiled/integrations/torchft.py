@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from ..collectives.reference import copy_each
+from ..param.param import FSDPParam
 from ..sharding.dtensor import dtensor_like, local_of
 from ..tracing.dynamo import module_inside
 from ..weights.items import check_streamed, sharded_tensors
@@ -44,14 +45,24 @@ class ReplicatedOptimizer(torchft.Optimizer):
     def __init__(self, manager: torchft.Manager, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         super().__init__(manager, optimizer)
         # Found once: torchft's thread asks for the state while forward registers unsharded parameters.
-        self._found = sharded_tensors(module_inside(model), check_streamed(model, None))
+        inside = module_inside(model)
+        self._found = sharded_tensors(inside, check_streamed(model, None))
+        # By module and name, since forward may assign another tensor to a buffer.
+        self._places = {id(buffer): (m, name) for m in inside.modules() for name, buffer in m._buffers.items()}
         self._is_averaged = False
         manager.register_state_dict_fn("fsdp_compiled", self._load, self._state)
 
     @property
     def _tensors(self) -> list[tuple[str, Tensor]]:
         """Parameters and persistent buffers, sharded; in the same order on all groups."""
-        return [(name, tensor if param is None else param.sharded_param) for name, tensor, param in self._found]
+        return [(name, self._current(tensor, param)) for name, tensor, param in self._found]
+
+    def _current(self, found: Tensor, param: FSDPParam | None) -> Tensor:
+        """Return what is in the place of a tensor that was found at the beginning."""
+        if param is not None:
+            return param.sharded_param
+        module, name = self._places.get(id(found), (None, ""))
+        return found if module is None else module.get_buffer(name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._is_averaged = False
