@@ -190,7 +190,7 @@ def save_pretrained(
 
     Args:
         model: as :func:`fsdp_compiled.stream_parameters` takes it, and ``dtype`` and ``merge_adapters``.
-        folder: made if it is not there.
+        folder: made if it is not there. An older save there is replaced.
         max_file_bytes: of one file's tensors; a larger tensor has a file of its own.
 
     Raises:
@@ -223,7 +223,7 @@ def save_pretrained(
 
 
 def _finish(model: nn.Module, folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Give the files their names, and write the index and the configurations."""
+    """Give the files their names, write the index and the configurations, and delete other files of an older save."""
     count, names = len(files), [SINGLE]
     if count > 1:
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
@@ -232,6 +232,10 @@ def _finish(model: nn.Module, folder: Path, files: list[list[str]], total_bytes:
     if count > 1:
         weight_map = {tensor: name for name, tensors in zip(names, files, strict=True) for tensor in tensors}
         (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}))
+    listed = {*names, INDEX} if count > 1 else {SINGLE}
+    for old in (folder / SINGLE, folder / INDEX, *folder.glob("model-?????-of-?????.safetensors")):
+        if old.name not in listed:
+            old.unlink(missing_ok=True)
     base = base_of(model)
     for name in ("config", "generation_config"):
         if hasattr(config := getattr(base, name, None), "save_pretrained"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,6 +114,24 @@ def test_files_that_from_pretrained_reads(tmp_path, max_file_bytes):
     other = load_pretrained(huggingface.build("llama", sharded=True), tmp_path / "saved")
     for name, tensor in stream_parameters(other):
         assert torch.equal(tensor, want[name].float())
+
+
+@on_ranks(2)
+def test_a_save_replaces_an_older_one_of_another_number_of_files(tmp_path):
+    model = huggingface.build("llama", sharded=True)
+    for value, max_file_bytes in enumerate((12_000, 24_000, 10**9, 12_000)):
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(value)
+        save_pretrained(model, tmp_path, max_file_bytes=max_file_bytes)
+        read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        other = load_pretrained(huggingface.build("llama", sharded=True), tmp_path)
+        tensors = [*read.parameters(), *(tensor for _, tensor in stream_parameters(other))]
+        assert all((tensor == value).all() for tensor in tensors)
+        index = tmp_path / "model.safetensors.index.json"
+        listed = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
+        assert {path.name for path in tmp_path.glob("*.safetensors")} == set(listed)
+        dist.barrier()
 
 
 @on_ranks(2)
