@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..api import fully_shard, register_fsdp_forward_method
+from ..errors import RankFailureError, RankMismatchError
 from ..expect import unexpected
 from ..sharding.dtensor import local_of, local_part
 from ..weights import stream_parameters
@@ -194,7 +196,8 @@ def save_pretrained(
         max_file_bytes: of one file's tensors; a larger tensor has a file of its own.
 
     Raises:
-        See :func:`fsdp_compiled.stream_parameters`.
+        RankFailureError: rank 0 could not write, and raises its own error.
+        Others: see :func:`fsdp_compiled.stream_parameters`.
     """
     from safetensors.torch import save_file
 
@@ -207,19 +210,44 @@ def save_pretrained(
         save_file(taken, folder / f"{len(files)}.incomplete", metadata={"format": "pt"})
         taken.clear()
 
-    for name, tensor in stream_parameters(model, dtype=dtype, ranks=[0], merge_adapters=merge_adapters):
-        if taken and taken_bytes + tensor.nbytes > max_file_bytes:
+    stream = stream_parameters(model, dtype=dtype, ranks=[0], merge_adapters=merge_adapters)
+    with _ended_by_rank_0(), closing(stream):  # type: ignore[type-var]
+        for name, tensor in stream:
+            if taken and taken_bytes + tensor.nbytes > max_file_bytes:
+                write()
+                taken_bytes = 0
+            taken_bytes += tensor.nbytes
+            total_bytes += tensor.nbytes
+            taken[name] = tensor.to("cpu", copy=tensor.device.type == "cpu").contiguous()
+            del tensor
+        if taken:
             write()
-            taken_bytes = 0
-        taken_bytes += tensor.nbytes
-        total_bytes += tensor.nbytes
-        taken[name] = tensor.to("cpu", copy=tensor.device.type == "cpu").contiguous()
-        del tensor
-    if taken:
-        write()
-        _finish(model, folder, files, total_bytes)
+            _finish(model, folder, files, total_bytes)
+
+
+@contextmanager
+def _ended_by_rank_0() -> Iterator[None]:
+    """Wait at the end for rank 0, whose files others may read at once; RankFailureError if it has failed."""
+    try:
+        yield
+    except RankFailureError:  # a rank is gone, and the others would wait for it
+        raise
+    except Exception as error:
+        heard = _hear_rank_0(f"{type(error).__name__}: {error}")
+        if heard and isinstance(error, RankMismatchError):  # rank 0 stopped in the middle
+            raise RankFailureError(heard) from error
+        raise
+    if heard := _hear_rank_0(""):
+        raise RankFailureError(heard)
+
+
+def _hear_rank_0(text: str) -> str:
+    """Send the text of rank 0's error, "" for none, to the others; return there what to raise, "" for nothing."""
+    texts = [text]
     if dist.is_initialized():
-        dist.barrier()  # others may read the files at once
+        dist.broadcast_object_list(texts, src=0)
+    heard = dist.is_initialized() and dist.get_rank() > 0 and texts[0]
+    return f"save_pretrained: rank 0, which writes the files, raised {heard}" if heard else ""
 
 
 def _finish(model: nn.Module, folder: Path, files: list[list[str]], total_bytes: int) -> None:

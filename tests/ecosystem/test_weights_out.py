@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +17,9 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_compiled import fully_shard, stream_parameters
+from fsdp_compiled import RankFailureError, fully_shard, stream_parameters
 from fsdp_compiled.integrations.transformers import load_pretrained, save_pretrained, shard_pretrained
+from fsdp_compiled.weights import complete
 from tests.support import huggingface
 from tests.support.ranks import on_ranks
 from tests.support.training import compiled, my_part
@@ -132,6 +135,25 @@ def test_a_save_replaces_an_older_one_of_another_number_of_files(tmp_path):
         listed = json.loads(index.read_text())["weight_map"].values() if index.exists() else ["model.safetensors"]
         assert {path.name for path in tmp_path.glob("*.safetensors")} == set(listed)
         dist.barrier()
+
+
+@pytest.mark.parametrize("max_file_bytes", [10**9, 4000])  # it fails after the stream, and in its middle
+@on_ranks(2, timeout_s=20)
+def test_all_ranks_raise_at_once_where_the_first_cannot_write(tmp_path, max_file_bytes):
+    model, is_writer = huggingface.build("llama", sharded=True), dist.get_rank() == 0
+    if is_writer:
+        (tmp_path / "taken").touch()
+    dist.barrier()
+    error, text = FileExistsError, "File exists"
+    if not is_writer:
+        error, text = RankFailureError, "rank 0, which writes the files, raised FileExistsError: .* File exists"
+    begun = time.monotonic()
+    with pytest.raises(error, match=text), mock.patch.object(complete, "BUCKET_BYTES", {True: 4000}):
+        save_pretrained(model, tmp_path / "taken", max_file_bytes=max_file_bytes)
+    assert time.monotonic() - begun < 10
+    _train(model, model)
+    save_pretrained(model, tmp_path / "free")
+    assert (tmp_path / "free" / "model.safetensors").is_file()
 
 
 @on_ranks(2)
