@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -17,31 +18,46 @@ def merged_items(model: nn.Module) -> list[Item]:
 
     Raises:
         ValueError: ``model`` has no adapters.
-        NotImplementedError: an active adapter is another than LoRA of a linear layer or embedding in floating point.
+        NotImplementedError: an active adapter is another than LoRA of a linear layer or embedding in floating point;
+            or adapters change a tied weight under some of its names.
     """
     base = base_of(model)
-    adapted = {name: each for name, each in base.named_modules() if hasattr(each, "base_layer")}
-    replaced = {name: each for name, each in base.named_modules() if hasattr(each, "modules_to_save")}
+    modules = dict(base.named_modules(remove_duplicate=False))
+    adapted = {name: each for name, each in modules.items() if hasattr(each, "base_layer")}
+    replaced = {name: each for name, each in modules.items() if hasattr(each, "modules_to_save")}
     if not adapted and not replaced:
         raise unexpected("merge_adapters", "a model with adapters of PEFT", user_class(model).__name__)
-    for name, each in base.named_modules():
+    for name, each in modules.items():
         if hasattr(each, "parameter_name") or (hasattr(each, "original_module") and name not in replaced):
             raise _refused(name, f"a {user_class(each).__name__}")  # LoRA of a parameter, or of some tokens
     items = list[Item]()
     for names, tensor in names_of_tensors(base):
-        owner = next((each for each in (*adapted, *replaced) if names[0].startswith(f"{each}.")), None)
-        if owner is None:
-            items.append(Item(names[0], (tensor,)))
-            continue
-        layer: Any = adapted.get(owner, replaced.get(owner))
-        kept = "base_layer." if owner in adapted else _chosen_of(layer)
-        attribute = names[0].removeprefix(f"{owner}.")
-        if attribute.startswith(kept):  # the rest is adapters
-            attribute = attribute.removeprefix(kept)
-            name = f"{owner}.{attribute}"
-            is_merged = owner in adapted and attribute == "weight"
-            items.append(_merged(name, tensor, layer) if is_merged else Item(name, (tensor,)))
+        found = [_item(name, tensor, adapted, replaced) for name in names]
+        if len({each and tuple(map(id, each.sources)) for each in found}) > 1:
+            expected, got = "the same adapters for all names of a tied weight", "others for each"
+            do = "untie the weight before it is adapted"
+            raise unexpected(f"merge_adapters: {', '.join(names)}", expected, got, do, NotImplementedError)
+        if found[0] is not None:
+            items.append(found[0])
     return items
+
+
+def _item(
+    name: str, tensor: Tensor, adapted: Mapping[str, nn.Module], replaced: Mapping[str, nn.Module]
+) -> Item | None:
+    """Return what becomes of a tensor of the model under one of its names; None for what belongs to adapters."""
+    owner = next((each for each in (*adapted, *replaced) if name.startswith(f"{each}.")), None)
+    if owner is None:
+        return Item(name, (tensor,))
+    layer: Any = adapted.get(owner, replaced.get(owner))
+    kept = "base_layer." if owner in adapted else _chosen_of(layer)
+    attribute = name.removeprefix(f"{owner}.")
+    if not attribute.startswith(kept):
+        return None
+    attribute = attribute.removeprefix(kept)
+    name = f"{owner}.{attribute}"
+    is_merged = owner in adapted and attribute == "weight"
+    return _merged(name, tensor, layer) if is_merged else Item(name, (tensor,))
 
 
 def _refused(name: str, got: str) -> Exception:

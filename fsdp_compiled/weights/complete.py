@@ -64,8 +64,9 @@ def stream_parameters(
         TypeError: an argument of another type.
         ValueError: no unit lies in ``model``, ``bucket_bytes`` is not positive, ``dtype`` not floating-point, a rank
             does not exist, or there are no adapters to merge.
-        NotImplementedError: an adapter to merge is another than LoRA of a linear layer or embedding; while iterating,
-            a tensor subclass cannot be gathered, such as torchao's int8 weights.
+        NotImplementedError: an adapter to merge is another than LoRA of a linear layer or embedding, or changes a
+            tied weight under some of its names; while iterating, a tensor subclass cannot be gathered, such as
+            torchao's int8 weights.
         RankMismatchError: while iterating, ranks stream different tensors, or another one has stopped in the middle.
     """
     expect("bucket_bytes", bucket_bytes, int | None, "an integer or None")

@@ -170,6 +170,37 @@ def test_a_tied_model_with_adapters_is_saved_merged(tmp_path):
         torch.testing.assert_close(huggingface.loss(read, tokens), huggingface.loss(model, tokens))
 
 
+@pytest.mark.parametrize(
+    "kind, names",
+    [
+        ({"target_modules": ["lm_head"]}, "model.embed_tokens.weight, lm_head.base_layer.weight"),
+        ({"modules_to_save": ["embed_tokens"]}, "model.embed_tokens.original_module.weight, lm_head.weight"),
+    ],
+)
+@on_ranks(2)
+def test_adapters_of_one_of_two_tied_layers(kind, names):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**huggingface.DECODER, tie_word_embeddings=True)
+    lora = LoraConfig(r=3, init_lora_weights=False, **{"target_modules": ["q_proj"]} | kind)
+    model = get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    fully_shard(model)
+    with pytest.raises(NotImplementedError, match=f"merge_adapters: {names}: expected the same adapters for all"):
+        stream_parameters(model, merge_adapters=True)
+    if "modules_to_save" not in kind:
+        with model.disable_adapter():
+            assert "model.embed_tokens.weight" in dict(stream_parameters(model, merge_adapters=True))
+
+
+@on_ranks(2)
+def test_an_adapted_layer_that_is_used_under_two_names():
+    model = torch.nn.ModuleDict({"first": torch.nn.Linear(4, 4)})
+    model["second"] = model["first"]
+    model = get_peft_model(model, LoraConfig(r=2, init_lora_weights=False, target_modules=["first"]))
+    model.base_model.model["second"] = model.base_model.model["first"]
+    fully_shard(model)
+    assert list(dict(stream_parameters(model, merge_adapters=True))) == ["first.weight", "first.bias"]
+
+
 @on_ranks(3)
 def test_an_engine_in_another_process_group():
     """Ranks 0 and 1 train; rank 2 is the engine, to which rank 0 sends each tensor."""
