@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
+from copy import copy
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ..api import fully_shard, register_fsdp_forward_method
 from ..errors import RankFailureError, RankMismatchError
 from ..expect import unexpected
 from ..sharding.dtensor import local_of, local_part
+from ..tracing.sharded_module import user_class
 from ..weights import stream_parameters
 from ..weights.items import base_of, names_of_tensors
 
@@ -188,7 +190,7 @@ def save_pretrained(
     """Write a sharded model as safetensors files, which ``from_pretrained`` and :func:`load_pretrained` read.
 
     Call it on all ranks; rank 0 writes, and holds the tensors of one file in its host's memory. If the model has a
-    ``config`` and a ``generation_config``, they are written too.
+    ``config`` and a ``generation_config``, they are written too, with the dtype of the files.
 
     Args:
         model: as :func:`fsdp_compiled.stream_parameters` takes it, and ``dtype`` and ``merge_adapters``.
@@ -222,7 +224,8 @@ def save_pretrained(
             del tensor
         if taken:
             write()
-            _finish(model, folder, files, total_bytes)
+            _finish(folder, files, total_bytes)
+            _write_configs(model, folder, dtype)
 
 
 @contextmanager
@@ -250,8 +253,8 @@ def _hear_rank_0(text: str) -> str:
     return f"save_pretrained: rank 0, which writes the files, raised {heard}" if heard else ""
 
 
-def _finish(model: nn.Module, folder: Path, files: list[list[str]], total_bytes: int) -> None:
-    """Give the files their names, write the index and the configurations, and delete other files of an older save."""
+def _finish(folder: Path, files: list[list[str]], total_bytes: int) -> None:
+    """Give the files their names, write the index, and delete other files of an older save."""
     count, names = len(files), [SINGLE]
     if count > 1:
         names = [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
@@ -264,7 +267,17 @@ def _finish(model: nn.Module, folder: Path, files: list[list[str]], total_bytes:
     for old in (folder / SINGLE, folder / INDEX, *folder.glob("model-?????-of-?????.safetensors")):
         if old.name not in listed:
             old.unlink(missing_ok=True)
+
+
+def _write_configs(model: nn.Module, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write the model's configurations, with the dtype of what was written and the model's class, as HF does."""
     base = base_of(model)
-    for name in ("config", "generation_config"):
-        if hasattr(config := getattr(base, name, None), "save_pretrained"):
-            config.save_pretrained(folder)  # type: ignore[union-attr]
+    config: Any = getattr(base, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy(config)
+        own = (param.dtype for param in base.parameters() if param.is_floating_point())
+        config.dtype, config.architectures = dtype or next(own, None), [user_class(base).__name__]
+        config.save_pretrained(folder)
+    config = getattr(base, "generation_config", None)
+    if hasattr(config, "save_pretrained"):
+        config.save_pretrained(folder)

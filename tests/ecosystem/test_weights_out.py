@@ -157,6 +157,22 @@ def test_all_ranks_raise_at_once_where_the_first_cannot_write(tmp_path, max_file
 
 
 @on_ranks(2)
+def test_the_configuration_tells_what_was_written(tmp_path):
+    model = huggingface.build("llama")
+    model.config.dtype = torch.bfloat16  # as from_pretrained leaves it, before the model is trained in another dtype
+    shard_pretrained(model)
+    for dtype, want in ((None, torch.float32), (torch.float16, torch.float16)):
+        folder = tmp_path / str(want)
+        save_pretrained(torch.compile(model), folder, dtype=dtype)
+        read = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert type(read) is transformers.LlamaForCausalLM and read.config.architectures == ["LlamaForCausalLM"]
+        assert read.dtype == want
+        for name, tensor in stream_parameters(model, dtype=dtype):
+            assert torch.equal(read.state_dict()[name], tensor), name
+    assert model.config.dtype == torch.bfloat16 and model.config.architectures is None
+
+
+@on_ranks(2)
 def test_a_tied_model_with_adapters_is_saved_merged(tmp_path):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**huggingface.DECODER, tie_word_embeddings=True)
