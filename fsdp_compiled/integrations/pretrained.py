@@ -19,7 +19,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..api import fully_shard, register_fsdp_forward_method
 from ..errors import RankFailureError, RankMismatchError
 from ..expect import unexpected
+from ..init.arguments import checked_modules
 from ..sharding.dtensor import local_of, local_part
+from ..tracing.dynamo import module_inside
 from ..tracing.sharded_module import user_class
 from ..weights import stream_parameters
 from ..weights.items import base_of, names_of_tensors
@@ -47,7 +49,8 @@ def shard_pretrained(
     Raises:
         ValueError: an entry of ``plan`` matches no module or has another style; or the model has neither a plan nor
             blocks with known classes.
-        Others: see :func:`fully_shard`.
+        Others: see :func:`fully_shard`. After an entry that names a module that cannot be sharded, such as an
+            ``nn.ModuleList``, the model is as it was.
     """
     for entry, style in (plan or {}).items():
         if style not in RESHARD:
@@ -55,7 +58,10 @@ def shard_pretrained(
         if not any(_matches(entry, name) for name, _ in model.named_modules()):
             raise unexpected(f"plan[{entry!r}]", f"the name of a module of {type(model).__name__}", "none")
     chosen = _own_plan(model) if plan is None else plan
-    for module, reshard in list(_planned(model, chosen)) or _blocks(model):
+    planned = list(_planned(model, chosen)) or _blocks(model)
+    for module in (model, *(module for module, _ in planned)):
+        checked_modules(module)  # raises before any is sharded
+    for module, reshard in planned:
         fully_shard(module, **{"reshard_after_forward": reshard, **fully_shard_kwargs})
     fully_shard(model, **fully_shard_kwargs)
     if callable(getattr(model, "generate", None)):
@@ -94,14 +100,15 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     """Load safetensors files, as the Hub has them, into a sharded model; each rank reads only its shards.
 
     Args:
-        model: sharded, on a device or, as ``torch.device("meta")`` made it, without memory. Then non-persistent
-            buffers, such as those of rotary embeddings, are computed by the model's own ``_init_weights``.
+        model: sharded, which may be compiled, on a device or, as ``torch.device("meta")`` made it, without memory.
+            Then non-persistent buffers, such as those of rotary embeddings, are computed by the model's own
+            ``_init_weights``.
         folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names. A PEFT
             model can also read ``adapter_model.safetensors``, which has what it trains; the rest stays as it is.
         device: where a model on the meta device goes; None for the CPU or the accelerator of its mesh.
 
     Returns:
-        ``model`` itself.
+        ``model`` itself. Where names or shapes do not fit, it is left as it was.
 
     Raises:
         FileNotFoundError: neither file is there.
@@ -111,22 +118,32 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     """
     from safetensors import safe_open
 
-    active: Any = getattr(model, "active_adapter", None)  # of a PEFT model
+    inner = module_inside(model)
+    active: Any = getattr(inner, "active_adapter", None)  # of a PEFT model
     adapter = active if isinstance(active, str) and (Path(folder) / ADAPTER).is_file() else None
     files = _files(Path(folder), SINGLE if adapter is None else ADAPTER)
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        if adapter is not None:
-            raise ValueError(f"{folder}: has adapters alone, and the model is on meta; load what they adapt before")
-        _materialize(model, device)
+    is_meta = any(tensor.is_meta for tensor in (*inner.parameters(), *inner.buffers()))
+    if is_meta and adapter is not None:
+        raise ValueError(f"{folder}: has adapters alone, and the model is on meta; load what they adapt before")
     opened = cache(partial(safe_open, framework="pt"))
-    with torch.no_grad():
-        for names, tensor in names_of_tensors(model) if adapter is None else _adapted(model, adapter):
+
+    def stored() -> Iterator[tuple[Tensor, Any]]:
+        for names, tensor in names_of_tensors(inner) if adapter is None else _adapted(inner, adapter):
             name = next((each for each in names if each in files), None)
             if name is None:
                 do = "load it by from_pretrained, save it by save_pretrained, and load that"
                 do = f"if the checkpoint has other names than the model, {do}"
                 raise unexpected(names[0], f"it in {folder}", "none", do, KeyError)
-            _read(name, tensor, opened(str(files[name])).get_slice(name))
+            part = opened(str(files[name])).get_slice(name)
+            _check_fits(name, tensor, part)
+            yield tensor, part
+
+    list(stored())  # raises before anything is changed
+    if is_meta:
+        _materialize(inner, device)
+    with torch.no_grad():
+        for tensor, part in stored():
+            _read(tensor, part)
     return model
 
 
@@ -166,15 +183,18 @@ def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
         initializers[0](module)  # type: ignore[operator]
 
 
-def _read(name: str, tensor: Tensor, stored: Any) -> None:
-    """Copy this rank's part of what is stored in a file."""
+def _check_fits(name: str, tensor: Tensor, stored: Any) -> None:
     shape = tuple(stored.get_shape())
     if shape != tuple(tensor.shape):
         raise ValueError(f"{name}: expected shape {tuple(tensor.shape)} as the model has it, the file has {shape}")
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(stored[:] if shape else stored[...])
-    elif not all(type(each) in (Shard, Replicate) for each in tensor.placements):
+    if isinstance(tensor, DTensor) and not all(type(each) in (Shard, Replicate) for each in tensor.placements):
         raise unexpected(name, "Shard and Replicate only", tensor.placements, "load by DCP", NotImplementedError)
+
+
+def _read(tensor: Tensor, stored: Any) -> None:
+    """Copy this rank's part of what is stored in a file."""
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(stored[:] if stored.get_shape() else stored[...])
     elif local_of(tensor).numel():
         local_of(tensor).copy_(stored[local_part(tensor)])
 

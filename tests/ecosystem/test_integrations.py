@@ -18,7 +18,7 @@ import transformers
 from safetensors import safe_open
 
 from fsdp_compiled import FSDPModule, fully_shard
-from fsdp_compiled.integrations.pretrained import load_pretrained, shard_pretrained
+from fsdp_compiled.integrations.pretrained import load_pretrained, save_pretrained, shard_pretrained
 from fsdp_compiled.integrations.transformers import ShardedTrainer
 from tests.ecosystem.test_trainer import STEPS, InOrder, Tokens, _arguments, _losses
 from tests.ecosystem.training import (
@@ -61,6 +61,10 @@ def test_plans_that_name_nothing(fake_group):
         shard_pretrained(huggingface.build("llama"), plan={"model.blocks.*": "free_full_weight"})
     with pytest.raises(ValueError, match=r"plan\['lm_head'\]: expected one of .* got 'keep'"):
         shard_pretrained(huggingface.build("llama"), plan={"lm_head": "keep"})
+    model = huggingface.build("llama")
+    with pytest.raises(ValueError, match="ModuleList: expected a module with a forward"):
+        shard_pretrained(model, plan={"model.layers.*": "free_full_weight", "model.layers": "free_full_weight"})
+    assert not _units(model)
     with pytest.raises(ValueError, match="Linear: expected a model with an fsdp_plan or _no_split_modules"):
         shard_pretrained(nn.Linear(2, 2))
 
@@ -115,6 +119,7 @@ def test_a_meta_model_reads_only_its_shards(name, tmp_path):
 def test_files_that_do_not_fit(tmp_path):
     folder = tmp_path / "saved"
     model = shard_pretrained(huggingface.build("llama"))
+    before = full_params(model)
     with pytest.raises(FileNotFoundError, match="expected model.safetensors or"):
         load_pretrained(model, folder)
     torch.distributed.barrier()
@@ -127,6 +132,20 @@ def test_files_that_do_not_fit(tmp_path):
     torch.distributed.barrier()
     with pytest.raises(ValueError, match=r"mlp.gate_proj.weight: expected shape \(48, 32\).*the file has \(64, 32\)"):
         load_pretrained(model, folder)
+    assert_close(full_params(model), before, rtol=0)  # also those that fit
+
+
+@on_ranks(2)
+def test_a_compiled_model_reads_what_it_has_written(tmp_path):
+    model = shard_pretrained(huggingface.build("llama"))
+    want = full_params(model)
+    save_pretrained(torch.compile(model), tmp_path)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    compiled = torch.compile(model)
+    assert load_pretrained(compiled, tmp_path) is compiled
+    assert_close(full_params(model), want, rtol=0)
 
 
 @each_mode
