@@ -24,7 +24,7 @@ from ..sharding.dtensor import local_of, local_part
 from ..tracing.dynamo import module_inside
 from ..tracing.sharded_module import user_class
 from ..weights import stream_parameters
-from ..weights.items import base_of, names_of_tensors
+from ..weights.items import base_of, each_once, names_of_tensors
 
 RESHARD = {"free_full_weight": None, "keep_full_weight": False}  # the styles of ``_fsdp_plan``
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -104,7 +104,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
             Then non-persistent buffers, such as those of rotary embeddings, are computed by the model's own
             ``_init_weights``.
         folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names. A PEFT
-            model can also read ``adapter_model.safetensors``, which has what it trains; the rest stays as it is.
+            model can also read ``adapter_model.safetensors``, which has its active adapter; the rest stays as it is.
         device: where a model on the meta device goes; None for the CPU or the accelerator of its mesh.
 
     Returns:
@@ -114,7 +114,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         FileNotFoundError: neither file is there.
         KeyError: the files lack a parameter or persistent buffer of the model.
         ValueError: one has another shape there; or adapters alone are to fill a model on meta.
-        NotImplementedError: a parameter is placed on its mesh in another way than by ``Shard`` and ``Replicate``.
+        NotImplementedError: a parameter is placed on its mesh in another way than by ``Shard`` and ``Replicate``; or
+            PEFT saves other tensors of the adapter than its parameters, as for prompts.
     """
     from safetensors import safe_open
 
@@ -161,11 +162,17 @@ def _files(folder: Path, single: str) -> dict[str, Path]:
 
 
 def _adapted(model: nn.Module, adapter: str) -> Iterable[tuple[list[str], Tensor]]:
-    """Yield each trainable parameter with its name in PEFT's files, where that of the adapter is left out."""
-    for name, param in model.named_parameters():
-        if param.requires_grad:
-            parts = [part for part in name.split(".") if part not in (adapter, "modules_to_save")]
-            yield [".".join(parts)], param
+    """Return the adapter's tensors, trained or frozen, and what else is trained, with their names in PEFT's files."""
+    from peft import get_peft_model_state_dict
+
+    tensors = model.state_dict(keep_vars=True)
+    found = get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False)
+    ids = set(map(id, found.values()))
+    if not ids or not ids.issubset(map(id, tensors.values())):
+        expected, got = "an adapter whose parameters PEFT saves as they are", "others" if ids else "none"
+        raise unexpected(adapter, expected, got, "load it by PEFT before the model is sharded", NotImplementedError)
+    rest = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
+    return each_once(found | {name: tensor for name, tensor in rest.items() if id(tensor) not in ids})
 
 
 def _materialize(model: nn.Module, device: torch.device | str | None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,8 +35,13 @@ def cast_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
 
 def names_of_tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
     """Yield each parameter and persistent buffer once, with all of its names in the state dict."""
+    return each_once(model.state_dict(keep_vars=True))
+
+
+def each_once(state_dict: Mapping[str, Any]) -> Iterable[tuple[list[str], Tensor]]:
+    """Yield each tensor of a state dict once, with all of its names there."""
     found: dict[int, tuple[list[str], Tensor]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
+    for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor):
             found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return found.values()

@@ -14,7 +14,7 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled import RankFailureError, fully_shard, stream_parameters
@@ -215,6 +215,47 @@ def test_an_adapted_layer_that_is_used_under_two_names():
     model.base_model.model["second"] = model.base_model.model["first"]
     fully_shard(model)
     assert list(dict(stream_parameters(model, merge_adapters=True))) == ["first.weight", "first.bias"]
+
+
+@pytest.mark.parametrize(
+    "more, name",
+    [
+        ({"inference_mode": True}, "default"),
+        ({"use_dora": True}, "default"),
+        ({"bias": "all", "modules_to_save": ["lm_head"]}, "0"),
+        ({"target_modules": ["embed_tokens", "q_proj"], "inference_mode": True}, "0"),
+    ],
+)
+@on_ranks(2)
+def test_adapters_that_peft_has_saved(more, name, tmp_path):
+    def build(seed):
+        torch.manual_seed(seed)
+        lora = LoraConfig(**{"r": 3, "init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]} | more)
+        return get_peft_model(huggingface.MODELS["llama"](), lora, adapter_name=name)
+
+    saved, model, by_peft = build(0), build(1), build(1)
+    folder = tmp_path / f"of rank {dist.get_rank()}"
+    saved.save_pretrained(folder, save_embedding_layers=False)
+    folder = folder if name == "default" else folder / name
+    before = {each: param.detach().clone() for each, param in model.named_parameters()}
+    set_peft_model_state_dict(by_peft, load_peft_weights(folder), adapter_name=name)
+    want = dict(by_peft.named_parameters())
+    assert any(not torch.equal(param, before[each]) for each, param in want.items())
+    shard_pretrained(model)
+    load_pretrained(model, folder)
+    for each, param in stream_parameters(model):
+        assert torch.equal(param, want[each]), each
+
+
+@on_ranks(2)
+def test_adapters_that_are_not_saved_as_they_are(tmp_path):
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = get_peft_model(huggingface.build("llama"), prompt)
+    folder = tmp_path / f"of rank {dist.get_rank()}"
+    model.save_pretrained(folder)
+    shard_pretrained(model)
+    with pytest.raises(NotImplementedError, match="default: expected an adapter whose parameters PEFT saves as they"):
+        load_pretrained(model, folder)
 
 
 @on_ranks(3)
