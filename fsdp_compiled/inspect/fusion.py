@@ -51,7 +51,8 @@ def kernels_of(graph: fx.Graph, touched: Mapping[fx.Node, Set[Hashable]]) -> dic
         graph: with launches and waits.
         touched: the nodes that have memory of their own, with this memory and what they read.
     """
-    runs = groupby(graph.nodes, key=lambda node: nodes.is_launch(node) or nodes.is_wait(node))
+    # A list: groupby asks once more at the end, where a graph's own iterator begins anew.
+    runs = groupby(list(graph.nodes), key=lambda node: nodes.is_launch(node) or nodes.is_wait(node))
     kernels = (kernel for is_collective, run in runs if not is_collective for kernel in _fused(list(run), touched))
     return {member: kernel for kernel in kernels for member in kernel.members}
 
