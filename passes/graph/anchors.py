@@ -117,7 +117,7 @@ def _with_derived(graph: fx.Graph, known: _Weights) -> _Weights:
     """Add to values of parameters what is computed from them alone, such as a transposed or a cast one."""
     found = dict(known)
     for node in graph.nodes:
-        sources = [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), _SIZES)]
+        sources = _operands_of(node)
         if node.op != "call_function" or not sources or node in found or not found.keys() >= set(sources):
             continue
         is_random = torch.Tag.nondeterministic_seeded in getattr(call_of(node).target, "tags", ())
@@ -125,6 +125,11 @@ def _with_derived(graph: fx.Graph, known: _Weights) -> _Weights:
             weights = [found[source] for source in sources]
             found[node] = Weight(sum(each.numel for each in weights), max(each.width for each in weights))
     return found
+
+
+def _operands_of(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes that a node computes with, without sizes, which are nodes only where they vary."""
+    return [each for each in node.all_input_nodes if not isinstance(each.meta.get("val"), _SIZES)]
 
 
 def _makers(gradients: _Weights) -> _Weights:
@@ -137,8 +142,9 @@ def _makers(gradients: _Weights) -> _Weights:
             if node.op != "call_function" or node in makers:
                 continue
             region = nodes.region_of(nodes.source_of(node) if nodes.is_getitem(node) else node)
-            if region is None and (packet_of(node) is torch.ops.aten.add or len(node.all_input_nodes) == 1):
-                stack += node.all_input_nodes
+            sources = _operands_of(node)
+            if region is None and (packet_of(node) is torch.ops.aten.add or len(sources) == 1):
+                stack += sources
             else:
                 makers[node] = weight
     return makers

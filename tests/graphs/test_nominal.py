@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,49 @@ def test_one_row_starts_what_eight_rows_start(monkeypatch, world, width, out):
         for (kind, of_one), (_, of_eight) in zip(one, eight, strict=True):
             assert [contracts(of_one, each) for each in POLICIES] == [contracts(of_eight, each) for each in POLICIES]
             times = [AnchoredCompute(graph, travels, 8192).time(EVEN) for graph in (of_one, of_eight)]
+            assert times[0] == times[1], kind
+
+
+class Placed(nn.Module):
+    """A place of its own for each of a fixed number of tokens; only batches vary."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.place, self.map = nn.Parameter(torch.rand(16, width)), nn.Linear(width, width)
+
+    def forward(self, x):
+        return torch.sin(self.map(x + self.place))
+
+
+class Stacked(nn.Module):
+    def __init__(self, kind: Callable[[int], nn.Module], width: int = 24) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(kind(width) for _ in range(2))
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x).square().mean()
+
+
+OTHERS: dict[str, Any] = {
+    "placed": (lambda: Stacked(Placed), lambda batch, length: (torch.randn(batch * length, 16, 24),)),
+}
+
+
+@pytest.mark.usefixtures("ranks_64")
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_size_that_varies_starts_and_costs_what_a_fixed_one_does(monkeypatch, name):
+    monkeypatch.setitem(MODELS, name, OTHERS[name])
+    many, *others = (
+        traced(Rank(name, 64, dynamic, (Batch(2, length),)))
+        for dynamic, length in [(False, 1000), (True, 1000), (False, 3)]
+    )
+    for other in others:
+        for (kind, one), (_, two) in zip(many, other, strict=True):
+            assert [contracts(one, each) for each in POLICIES] == [contracts(two, each) for each in POLICIES], kind
+            times = [AnchoredCompute(graph, travels, 8192).time(EVEN) for graph in (one, two)]
             assert times[0] == times[1], kind
 
 
