@@ -12,9 +12,19 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..sharding.spec import CommSpec
 from .cost import Cluster
+from .cost.compute import packet_of
 from .graph import emit, nodes
-from .graph.anchors import mark_parameters
+from .graph.anchors import PARAMETER, mark_parameters
 from .schedule_policy import DEFAULT, SchedulePolicy
+
+aten = torch.ops.aten
+
+
+# What makes a smaller tensor: the partitioner computes it again in backward, unless what it is computed from is more
+# than four times as large. *Source:* should_ban_recomputation in torch/_functorch/partitioners.py of torch 2.13.0.
+_REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.argmax, aten.any, aten.prod}
+_LOOKUPS = {aten.index, aten.gather, aten.index_select}
+_PARTS = {aten.slice, aten.select}
 
 
 class Candidate(NamedTuple):
@@ -78,6 +88,7 @@ class Reshard:
             _tag(node, keep)
             if not keep and nodes.spec_of(node).post_forward.world > 1:
                 _keep_over_smaller_group(node)
+        _decide_by_operator(graph)
 
 
 def _drop_gradient_marks(graph: fx.Graph) -> None:
@@ -99,6 +110,26 @@ def _recompute_from_all_gathers(unsharded: fx.Node) -> None:
         if node.op == "call_function" and not nodes.is_unshard(node):
             _tag(node, keep=False)
             stack += node.all_input_nodes
+
+
+def _decide_by_operator(graph: fx.Graph) -> None:
+    """Tag what the partitioner would save or not by its size: ranks with batches of other lengths must agree.
+
+    What is summed up, or taken from a parameter by numbers, is saved; a part of a parameter follows its all-gather.
+    """
+    behind = set[fx.Node]()  # what backward computes
+    for node in graph.nodes:
+        if (node.op == "placeholder" and "tangents" in str(node.target)) or not behind.isdisjoint(
+            node.all_input_nodes
+        ):
+            behind.add(node)
+        elif node.op == "call_function" and "recompute" not in node.meta:
+            operator, is_parameter = packet_of(node), PARAMETER in node.meta
+            is_row = operator in _LOOKUPS and PARAMETER in nodes.source_of(node).meta
+            if is_parameter and operator in _PARTS:
+                _tag(node, keep=False)
+            elif not is_parameter and (is_row or operator in _REDUCTIONS):
+                _tag(node, keep=True)
 
 
 def _keep_over_smaller_group(node: fx.Node) -> None:

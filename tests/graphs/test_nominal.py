@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fsdp_compiled import SchedulePolicy
 from fsdp_compiled.inspect import capture
@@ -150,6 +150,52 @@ class Placed(nn.Module):
         return torch.sin(self.map(x + self.place))
 
 
+class Looked(nn.Module):
+    """Rows of a table by number, as many as there are tokens, and the first of another one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.rows, self.first = nn.Parameter(torch.rand(2048, width)), nn.Parameter(torch.rand(2048, width))
+        self.map = nn.Linear(width, width)
+
+    def forward(self, x):
+        length = x.shape[1]
+        x = torch.sin(x * self.rows[torch.arange(length) % 2048] + x[..., :1])
+        return torch.sin(self.map(x * self.first[:length]))
+
+
+class Pooled(nn.Module):
+    """Sums over a length."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(width)), nn.Parameter(torch.rand(width))
+        self.map = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.sin(self.map(torch.cos((x * self.scale + self.shift).sum(1, keepdim=True))))
+
+
+@torch.library.custom_op("fsdp_compiled_tests::flash_attn", mutates_args=())
+def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Stands for attention of other libraries, which takes [batch, length, heads, features]."""
+    return q + k + v
+
+
+flash_attn.register_fake(lambda q, k, v: torch.empty_like(q))
+flash_attn.register_autograd(lambda ctx, grad: (flash_attn(grad, grad, grad), grad, grad))
+
+
+class Attending(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, -1)).unbind(2)
+        return x + self.out(flash_attn(q, k, v).flatten(2))
+
+
 class Stacked(nn.Module):
     def __init__(self, kind: Callable[[int], nn.Module], width: int = 24) -> None:
         super().__init__()
@@ -164,6 +210,9 @@ class Stacked(nn.Module):
 
 OTHERS: dict[str, Any] = {
     "placed": (lambda: Stacked(Placed), lambda batch, length: (torch.randn(batch * length, 16, 24),)),
+    "looked": (lambda: Stacked(Looked), lambda batch, length: (torch.randn(batch, length, 24),)),
+    "pooled": (lambda: Stacked(Pooled), lambda batch, length: (torch.randn(batch, length, 24),)),
+    "attending": (lambda: Stacked(Attending), lambda batch, length: (torch.randn(batch, length, 24),)),
 }
 
 
