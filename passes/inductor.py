@@ -71,13 +71,20 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         machine = cost.detect(accelerator or torch.device("cpu"))
         try:
             theirs = [run for run in self.passes if not _is_ours(run)]
-            sources = [run.uuid() if hasattr(run, "uuid") else inspect.getsource(type(run)) for run in theirs]
+            sources = [run.uuid() if hasattr(run, "uuid") else _sources_of(type(run)) for run in theirs]
         except (OSError, TypeError):
             return None
         if None in sources:
             return None
         library = f"{source_hash(Path(__file__).parent)}:{self.core}"
         return f"{library}:{sources}:{self.passes!r}:{machine!r}:{cost.group_places()}"
+
+
+def _sources_of(cls: type) -> list[str]:
+    """Return the text of each file that a class and those that it inherits from come from; OSError, TypeError."""
+    classes = (each for each in cls.__mro__ if each is cls or each.__module__ != "builtins")
+    files = dict.fromkeys(str(inspect.getsourcefile(each)) for each in classes)
+    return [Path(file).read_text() for file in files]
 
 
 def _is_ours(run: Pass) -> bool:

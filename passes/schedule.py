@@ -60,6 +60,10 @@ class Schedule:
                 "CUDA graphs (mode='reduce-overhead' or 'max-autotune') cannot hold collectives that other streams "
                 "run; compile with mode='max-autotune-no-cudagraphs' or the default"
             )
+        if config.cpp_wrapper:
+            raise NotImplementedError(
+                "cpp_wrapper (an option of Inductor) cannot call collectives, which Python does; compile without it"
+            )
         cluster = self.policy.cluster_for(nodes.device_of(graph))
         compute = AnchoredCompute(graph, asked.__contains__, self.policy.tokens)
         emit(decide(_requests_of(asked, compute, cluster), self.policy), list(asked), compute, cluster)

@@ -83,9 +83,10 @@ def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
 
 
 def _needs_no_packing(grad: Tensor, bucket: ReductionBucket) -> bool:
-    """Tell whether a gradient alone is its reduce-scatter input: not cast, divided, padded or permuted."""
+    """Tell whether a gradient alone is its reduce-scatter input: not cast, divided, padded, permuted or conjugate."""
     layout, spec = bucket.layouts[0], bucket.spec
     is_plain = bucket.inputs_persist and grad.dtype == spec.dtype and spec.scaling.pre_divide == 1.0
+    is_plain &= not grad.is_conj() and not grad.is_neg()
     return is_plain and spec.shards.world > 1 and layout.dim == 0 and layout.is_even  # its output is a new tensor
 
 

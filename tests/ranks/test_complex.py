@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp_compiled import MixedPrecisionPolicy
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -17,6 +17,7 @@ from tests.support.training import (
     assert_close,
     assert_trains_like_one_process,
     batches,
+    call_of,
     full_grads,
     my_part,
     shard,
@@ -123,4 +124,26 @@ def test_clipping_complex_gradients():
     want = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
     got = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1).full_tensor()
     torch.testing.assert_close(got, want)
+    assert_close(full_grads(model), full_grads(alone))
+
+
+class Conjugated(nn.Module):
+    """Its gradient is a view: the conjugate of another tensor."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.view_as_real(x * self.weight.conj()).sum()
+
+
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_a_gradient_that_is_a_conjugate_view(mode):
+    alone, model = Conjugated(), fully_shard(Conjugated())
+    x = torch.randn(2, 4, 4, dtype=torch.complex64)
+    (alone(x).mean() / 2).backward()
+    call_of(model, mode)(x[dist.get_rank()]).backward()
     assert_close(full_grads(model), full_grads(alone))

@@ -22,6 +22,7 @@ from tests.support.training import (
     assert_close,
     assert_trains_like_one_process,
     batches,
+    compiled,
     full_grads,
     full_params,
     my_part,
@@ -435,6 +436,13 @@ def test_cuda_graphs_are_refused():
     unsharded = b.unshard(b.input("primals_1", 2, device="cuda"), spec((4,), "w", world=2))
     with config.patch("triton.cudagraphs", True), pytest.raises(NotImplementedError, match="CUDA graphs .* cannot"):
         b.text(unsharded)
+
+
+@on_ranks(2)
+def test_wrappers_in_cpp_are_refused():
+    call = compiled(shard(MLP(), "eager"), inductor=True)
+    with config.patch("cpp_wrapper", True), pytest.raises(Exception, match="cpp_wrapper .* cannot call collectives"):
+        call(torch.ones(2, 10))
 
 
 @on_ranks(2)

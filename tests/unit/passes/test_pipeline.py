@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,6 +95,34 @@ def test_the_uuid_covers_passes_and_their_fields():
     assert Pipeline(passes.joint(default)).uuid() != Pipeline(passes.post_grad(default)).uuid()
     assert Pipeline(passes.joint(default)).uuid() == Pipeline(passes.joint(SchedulePolicy())).uuid()
     assert Pipeline(passes.post_grad(default)).uuid() != Pipeline(passes.post_grad(units)).uuid()
+
+
+PASSES = """
+def helper(graph): return {0}
+
+class Common:
+    def __call__(self, graph): return {0}
+
+class Inherits(Common):
+    pass
+
+class Calls:
+    def __call__(self, graph): helper(graph)
+"""
+
+
+@pytest.mark.parametrize("name", ["Inherits", "Calls"])
+def test_the_uuid_covers_what_a_users_pass_inherits_and_what_its_file_has(tmp_path, monkeypatch, name):
+    found = []
+    for version in (1, 2):
+        (tmp_path / f"version{version}").mkdir()
+        path = tmp_path / f"version{version}" / "users_pass.py"
+        path.write_text(PASSES.format(version))
+        monkeypatch.syspath_prepend(path.parent)
+        monkeypatch.delitem(sys.modules, "users_pass", raising=False)
+        monkeypatch.setattr(f"users_pass.{name}.__repr__", lambda self: "always this")
+        found.append(Pipeline((getattr(sys.modules["users_pass"], name)(),)).uuid())
+    assert None not in found and found[0] != found[1]
 
 
 def _uuid_with_a_group_of(*ranks):
