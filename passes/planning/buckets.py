@@ -36,6 +36,8 @@ def decide(requests: Requests, policy: SchedulePolicy) -> Plan:
     Raises:
         ValueError: ``policy.in_flight_bytes`` is less than what some node of the graph needs at once.
     """
+    if not requests.each:
+        return Plan((), requests.load(()), (), 0)
     small, positions = requests.compressed()
     auto, prefetch = policy.in_flight_bytes == "auto", None if policy.prefetch == "auto" else policy.prefetch
     search = _Search(small, auto_bound(small) if auto else policy.in_flight_bytes, prefetch)  # type: ignore[arg-type]

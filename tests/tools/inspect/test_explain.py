@@ -185,6 +185,15 @@ def test_mistakes():
 
 
 @pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_gradients_that_stay_reduced_over_the_shards(replicas):
+    mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(8, 8), mesh=mesh)
+    model.set_requires_all_reduce(False)
+    note = "set_requires_all_reduce(False): gradients stay reduced over the shards only"
+    assert (note in " ".join(str(explain(model)).split())) == (replicas > 1)
+
+
 def test_options_that_change_what_travels():
     from fsdp_compiled import CPUOffloadPolicy
 
@@ -199,7 +208,6 @@ def test_options_that_change_what_travels():
     fully_shard(model, offload_policy=offload)
     model[0].set_gradient_divide_factor(3)
     model[0].set_all_reduce_hook(lambda grad: None)
-    model[1].set_requires_all_reduce(False)
     model[1].set_keep_unsharded_storage(True)
     text = str(explain(model))
     for note in (
@@ -210,6 +218,5 @@ def test_options_that_change_what_travels():
         "set_all_reduce_hook: the user's function sees reduced gradients",
         "set_keep_unsharded_storage: a reshard leaves the memory of uncompiled units allocated",
         "param_dtype_override_fn: not cast to torch.bfloat16: 1 parameter, bias",
-        "set_requires_all_reduce(False): gradients stay reduced over the shards only",
     ):
         assert note in " ".join(text.split()), note

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import FSDPError, fully_shard
@@ -16,10 +17,12 @@ from fsdp_compiled.param.placement import ShardedState
 pytestmark = pytest.mark.usefixtures("fake_group")
 
 
-def sharded(hidden: int = 7) -> tuple[nn.Module, FSDPParam]:
-    """Return a module whose weight of shape [hidden, 4] is sharded over 4 ranks, and its parameter."""
+def sharded(hidden: int = 7, replicas: int = 1) -> tuple[nn.Module, FSDPParam]:
+    """Return a module whose weight of shape [hidden, 4] is sharded over 4 ranks or fewer, and its parameter."""
     module = nn.Linear(4, hidden, bias=False)
-    fully_shard(module)
+    fully_shard(
+        module, mesh=init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("replicate", "shard"))
+    )
     (param,) = module._get_fsdp_state().params
     return module, param
 
@@ -66,7 +69,7 @@ def test_memory_of_a_lost_all_gather_is_left_to_it():
 
 
 def test_one_attribute_tells_a_traced_read_all():
-    _, param = sharded()
+    _, param = sharded(replicas=2)
     unit = param.unit
 
     def read():
@@ -78,7 +81,7 @@ def test_one_attribute_tells_a_traced_read_all():
     unit.configure(reduce_grads=False)
     assert read() == (None, param.spec_text) and param.gradients.unsharded_leaf.shape == (7, 4)
     unit.configure(reduce_grads=True, all_reduce_grads=False)
-    assert read() == (None, param.spec_text) and param.gradients.shard_leaf.shape == (2, 4)
+    assert read() == (None, param.spec_text) and param.gradients.shard_leaf.shape == (4, 4)
     unit.hold(True)
     assert read() == (HELD, HELD) and param.is_held
     unit.hold(False)
