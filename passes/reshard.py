@@ -70,6 +70,7 @@ class Reshard:
         w = unshard(s)           ->  p = take_shard(unshard(s)); w = unshard(p), over the smaller group if there is
                                      one: p is saved, backward all-gathers w again, and Normalize drops the
                                      second all-gather of forward
+        sum(x), w[numbers]       ->  MUST_SAVE, and w[:length] MUST_RECOMPUTE, whatever their sizes are
 
     ``keep_unsharded_bytes`` of the policy turn some of the first kind into the second. An untagged custom operator
     would be saved, so without this pass every parameter would stay unsharded.
@@ -119,16 +120,15 @@ def _decide_by_operator(graph: fx.Graph) -> None:
     """
     behind = set[fx.Node]()  # what backward computes
     for node in graph.nodes:
-        if (node.op == "placeholder" and "tangents" in str(node.target)) or not behind.isdisjoint(
-            node.all_input_nodes
-        ):
+        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
+        if is_tangent or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
         elif node.op == "call_function" and "recompute" not in node.meta:
             operator, is_parameter = packet_of(node), PARAMETER in node.meta
-            is_row = operator in _LOOKUPS and PARAMETER in nodes.source_of(node).meta
+            is_lookup = operator in _LOOKUPS and PARAMETER in nodes.source_of(node).meta
             if is_parameter and operator in _PARTS:
                 _tag(node, keep=False)
-            elif not is_parameter and (is_row or operator in _REDUCTIONS):
+            elif not is_parameter and (is_lookup or operator in _REDUCTIONS):
                 _tag(node, keep=True)
 
 

@@ -164,7 +164,7 @@ class FSDPStateContext:
         for group in (group for state in self.states for group in state.groups):
             group.wait_on_host()
 
-    def end_reductions_under_way(self) -> None:
+    def complete_reductions(self) -> None:
         """Accumulate gradients that are being reduced, if any, or drop those of a step that an exception cut off."""
         if self.comm.reducing:
             self.recover()

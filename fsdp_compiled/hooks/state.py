@@ -99,7 +99,7 @@ class FSDPState(TorchNames):
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
         if self._context is not None:
-            self._context.end_reductions_under_way()
+            self._context.complete_reductions()
         self._groups: list[FSDPParamGroup] = group_params(self.params, self.unit)
         if self._context is not None:
             self._context.tree.forget_params()

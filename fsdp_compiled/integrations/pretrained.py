@@ -114,8 +114,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         FileNotFoundError: neither file is there.
         KeyError: the files lack a parameter or persistent buffer of the model.
         ValueError: one has another shape there; or adapters alone are to fill a model on meta.
-        NotImplementedError: a parameter is placed on its mesh in another way than by ``Shard`` and ``Replicate``; or
-            PEFT saves other tensors of the adapter than its parameters, as for prompts.
+        NotImplementedError: a parameter has other placements than ``Shard`` and ``Replicate``; or PEFT saves
+            other tensors of the adapter than its parameters, as for prompts.
     """
     from safetensors import safe_open
 

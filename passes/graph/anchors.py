@@ -160,7 +160,7 @@ def _anchors(graph: fx.Graph, read: _Weights, made: _Weights) -> Iterator[tuple[
             yield node, (operands, {nodes.index_of(i): made[i] for i in nodes.getitems_of(node) if i in made})
             continue
         weights = [read[source] for source in node.all_input_nodes if source in read]
-        if weights or node in made or _is_attention(node):
+        if weights or node in made or _is_torchs_attention(node):
             # of the matrix, and not of the bias that it adds, though a matrix of [k, 1] has no more elements
             product = max(weights, key=lambda each: (each.numel, -each.width), default=made.get(node, Weight(0, 0)))
             yield node, product
@@ -188,7 +188,7 @@ def _product_us(node: fx.Node, weight: Weight, cluster: Cluster, tokens: int) ->
     """
     itemsize = min((tensor.element_size() for tensor in tensors_of(node)), default=4)
     traffic, flops = 2 * tokens * weight.width, 0.0
-    if _is_attention(node):
+    if _is_torchs_attention(node):
         width = _width_of_attention(node)
         factor = _BACKWARD_OF_ATTENTION if is_backward(node) else 1.0
         flops = factor * needed_of(node) * 4 * tokens * min(tokens, SEQUENCE) * width
@@ -207,7 +207,7 @@ def _products(node: fx.Node) -> int:
     return sum(map(bool, mask[:2])) if isinstance(mask, (list, tuple)) else 1
 
 
-def _is_attention(node: fx.Node) -> bool:
+def _is_torchs_attention(node: fx.Node) -> bool:
     """Tell whether a node is an attention of torch's own: which dimension is a length, only those tell."""
     target = call_of(node).target
     return is_attention(node) and getattr(target, "namespace", "aten") in ("aten", "higher_order")
