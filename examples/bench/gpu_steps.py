@@ -31,13 +31,14 @@ import simulated_group
 import torch
 import torch.distributed as dist
 from bench_gpu import initialize, ours_eager, seconds_each
-from published import ROWS, Row, estimate_uncompiled, made
+from operators import Eager, counted
+from published import ROWS, Row, made
 from simulated_group import SimulatedGroup
 from torch import nn
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, step_on_shards
-from fsdp_compiled.inspect import capture
+from fsdp_compiled.inspect import OPTIMIZERS, capture
 from fsdp_compiled.passes import CLUSTERS
 
 GIB = 2**30
@@ -175,12 +176,14 @@ def estimated(row: Row, regions: bool = True) -> dict[str, Any]:
     """Return what the step takes by estimate, a compiled one with regions or without."""
     cluster = CLUSTERS[row.cluster]
     if not row.is_compiled:
-        found = estimate_uncompiled(row, cluster)
-        with torch.device("meta"):
-            numel = sum(param.numel() for param in made(row).parameters())
-        packing_s = cluster.memory_us((2 + 4) * numel) / 1e6  # gradients, from bf16 to fp32
-        found["parts_s"]["packing"] = packing_s
-        return found | {"estimated_step_s": found["estimated_step_s"] + packing_s}
+        eager = Eager(cluster)
+        numel = counted(partial(made, row), row.batch, row.seq, eager)
+        optimizer_us = cluster.memory_us(OPTIMIZERS["adamw"].traffic * 4 * numel / row.gpus)
+        packing_us = cluster.memory_us((2 + 4) * numel)  # gradients, from bf16 to fp32
+        parts = {
+            part: us / 1e6 for part, us in {**eager.us, "optimizer": optimizer_us, "packing": packing_us}.items()
+        }
+        return {"estimated_step_s": sum(parts.values()), "parts_s": parts}
     dist.init_process_group("fake", rank=0, world_size=row.gpus)
     model = sharded(row, "meta").to_empty(device="cpu")
     compiled(model, regions)  # captures use this setting

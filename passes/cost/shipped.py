@@ -15,8 +15,8 @@ _NVLINK_USABLE = 370 / 450  # of its line rate, after protocol. *Source:* NVIDIA
 # 100 GB/s for the eight 100 Gb/s cards of an A100 node, NVIDIA/nccl issue 495.
 _CARD_USABLE, _A100_CARD_USABLE = 46 / 50, 75 / 100
 
-# Of what products and attention reach alone, what is left within steps. *Source:* fitted to all of the published
-# steps that examples/bench/published.py lists, together.
+# Of what products and attention reach alone, what is left within steps. *Source:* fitted to the first eleven of the
+# published steps that examples/bench/published.py lists, together.
 _PRODUCTS_IN_STEPS, _ATTENTION_IN_STEPS = 0.85, 0.6
 # Of the peak, what matrix products of the shapes of language models reach within steps. *Source:* H100 and H200:
 # 0.691 to 0.717 in steps of five models on an H200 at its limit of 700 W, torch 2.11 (examples/bench/gpu_steps.py).
