@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -50,11 +51,11 @@ def decide_kept(candidates: Iterable[Candidate], budget_bytes: int) -> set[Hasha
 
 def kept_by(policy: SchedulePolicy, specs: Mapping[Hashable, CommSpec], cluster: Cluster) -> set[Hashable]:
     """Return the keys of the parameters that ``policy`` keeps in a graph that reads all of ``specs``."""
-    candidates = []
+    candidates, lane = [], cache(cluster.lane)
     for key, spec in specs.items() if policy.kept_bytes else ():
         group, size = spec.all_gather.group, spec.all_gather_bytes
         if group.world > 1 and policy.may_keep(spec):
-            candidates.append(Candidate(key, size, cluster.lane(group).link.collective_us(size, group.world)))
+            candidates.append(Candidate(key, size, lane(group).link.collective_us(size, group.world)))
     return decide_kept(candidates, policy.kept_bytes)
 
 

@@ -14,6 +14,7 @@ from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..param.unit import UnitConfig
 from ..passes import cost
+from ..sharding.dtensor import note_groups
 from ..torch_fsdp.registry import note_unit
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import own, rebase
@@ -39,6 +40,8 @@ def shard(
         if tensor is not None and tensor.device.type != "meta" and tensor.device != device:
             tensor.data = tensor.data.to(device)
     size = 0 if isinstance(reshard, bool | None) else reshard
+    for mesh in {placement.mesh_info.mesh for placement in (default, *placements)}:
+        note_groups(mesh)
     # A number of the unit would make the guards of the second model of a class differ from those of the first.
     unit = UnitInStep(UnitConfig(type(modules[0]).__name__, bool(reshard), reshard is None, size))
     params = [

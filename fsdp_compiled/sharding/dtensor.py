@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..expect import expect, unexpected
 from .local_types import LocalTypes, local_types
-from .mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from .mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, note_siblings
 
 _WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this process
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
@@ -51,6 +51,14 @@ def first_rank(mesh: DeviceMesh) -> int:
     """Return the rank at the mesh's origin, also where a FakeTensorMode makes all tensors fake."""
     with _disable_current_modes():
         return int(mesh.mesh.flatten()[0])
+
+
+def note_groups(mesh: DeviceMesh) -> None:
+    """Note the ranks of all groups along each dimension of a mesh, of which this rank is in one."""
+    with _disable_current_modes():
+        for dim, size in enumerate(mesh.shape):
+            if size > 1:
+                note_siblings(mesh.get_group(dim), mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist())
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,8 @@ from .spec import Group
 # Groups of all or some ranks of another process group, by that and their size. Units share them, because each
 # communicator costs memory and time to create.
 _more_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+# The ranks of each group along a mesh dimension, by the one of them that this rank is in.
+_siblings: WeakKeyDictionary[dist.ProcessGroup, set[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,27 @@ class DataParallelMeshInfo:
             first = self.shard_rank // size * size
             ranks = dist.get_process_group_ranks(shard_group)[first : first + size]
             made[size] = dist.new_group(ranks, use_local_synchronization=True)
+        cuts = [slice(first, first + size) for first in range(0, self.shard_world, size)]
+        note_siblings(made[size], (each[cut] for each in siblings_of(shard_group) for cut in cuts))
         return Group(made[size].group_name, size)
 
     def _group(self, mesh_dim: int | None) -> Group:
         if mesh_dim is None or self.mesh.size(mesh_dim) == 1:
             return Group()
         return Group(self.mesh.get_group(mesh_dim).group_name, self.mesh.size(mesh_dim))
+
+
+def note_siblings(group: dist.ProcessGroup, ranks: Iterable[Sequence[int]]) -> None:
+    """Note the ranks of the groups along the same mesh dimension as ``group``, for :func:`siblings_of`."""
+    _siblings.setdefault(group, set()).update(map(tuple, ranks))
+
+
+def siblings_of(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    """Return the ranks of ``group``, and of the groups along the same dimension of each mesh that was sharded over.
+
+    Replicas of a parameter are in different ones of them; all of them get the same list.
+    """
+    return sorted({tuple(dist.get_process_group_ranks(group)), *_siblings.get(group, ())})
 
 
 def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:

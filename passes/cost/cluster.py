@@ -9,12 +9,12 @@ from dataclasses import dataclass, fields, replace
 from math import inf, log
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from ...expect import expect, expect_bool, unexpected
 from ...sharding.dtensor import process_group
+from ...sharding.mesh import siblings_of
 from ...sharding.spec import AllGatherBucket, Group
 
+_USUAL_BYTES = 2**24  # of a collective, by which links are compared
 Curve = tuple[tuple[float, float], ...]  # measured: sizes, which increase, and what a second does at each
 
 
@@ -169,12 +169,15 @@ class Cluster:
         _check_curves(self, may_be_empty=True)
 
     def link(self, group: str, world: int) -> Link:
-        """Return the link that a process group runs over, see :meth:`link_of`."""
+        """Return the slowest link, see :meth:`link_of`, of a process group and those along the same mesh dimension.
+
+        Ranks of all of them estimate alike, and decide alike on what their replicas reduce together.
+        """
         try:  # what this looks at, compile-cache keys hold: see group_places
-            ranks = dist.get_process_group_ranks(process_group(group))
+            siblings = siblings_of(process_group(group))
         except (LookupError, RuntimeError, ValueError):
-            ranks = list(range(world))
-        return self.link_of(ranks)
+            siblings = [tuple(range(world))]
+        return max(map(self.link_of, siblings), key=lambda link: link.collective_us(_USUAL_BYTES, world))
 
     def link_of(self, ranks: Sequence[int]) -> Link:
         """Return the link that a group of these ranks runs over.

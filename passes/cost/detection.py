@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...expect import unexpected
 from ...sharding.dtensor import first_rank, store_of
+from ...sharding.mesh import siblings_of
 from ..torch_internals import groups
 from .cluster import Cluster
 from .cluster_file import as_text, named, parse
@@ -78,14 +79,14 @@ def _key(device: torch.device, first: int) -> str:
     return f"fsdp_compiled/cluster/{device.type}/{first}"
 
 
-def group_places() -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return name and ranks of each process group, which compile-cache keys must hold.
+def group_places() -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
+    """Return the name of each process group with its ranks and those of its siblings, which compile-cache keys hold.
 
     They are all that :meth:`Cluster.link` looks at. Groups of the first ranks, such as all ranks, are left out: there
     the world, which specs hold, tells as much, and a group for something else then leaves the keys as they are.
     """
-    ranks_of = {str(name): dist.get_process_group_ranks(group) for group, name in groups().items()}
-    return tuple(sorted((name, tuple(ranks)) for name, ranks in ranks_of.items() if max(ranks) >= len(ranks)))
+    found = ((str(name), tuple(siblings_of(group))) for group, name in groups().items())
+    return tuple(sorted((name, ranks) for name, ranks in found if ranks != (tuple(range(len(ranks[0]))),)))
 
 
 def _found(device: torch.device) -> Cluster:

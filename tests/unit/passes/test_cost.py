@@ -12,6 +12,7 @@ import torch.distributed as dist
 from fsdp_compiled.collectives.all_gather import all_gather_bucket
 from fsdp_compiled.passes import CLUSTERS, Cluster, Link, SchedulePolicy, cost
 from fsdp_compiled.passes.cost import Lane, Measured
+from fsdp_compiled.sharding.dtensor import data_parallel_mesh, note_groups
 from fsdp_compiled.sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec
 
 LINK = Link(latency_us=10.0, hop_us=2.0, bytes_per_s=1e9, reduce_factor=1.5, knee_bytes=10_000)
@@ -86,6 +87,26 @@ def test_the_link_follows_the_groups_ranks():
         mesh = dist.init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         assert TOY.link(mesh.get_group("shard").group_name, 4) is TOY.intra
         assert TOY.link(mesh.get_group("replicate").group_name, 2) == TOY.inter  # of one rank in each node
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_group_is_taken_for_the_slowest_along_its_mesh_dimension(rank):
+    """Only the group of ranks 4 to 7 lies on two machines of 6 ranks, and that of 4 and 5 on two of 5."""
+    dist.init_process_group("fake", rank=rank, world_size=12)
+    try:
+        mesh = dist.init_device_mesh("cpu", (3, 4), mesh_dim_names=("replicate", "shard"))
+        note_groups(mesh)
+        shards = mesh.get_group("shard").group_name
+        assert replace(TOY, ranks_per_node=6).link(shards, 4) == replace(TOY.link_of(range(2, 6)), bytes_per_s=2e8)
+        assert replace(TOY, ranks_per_node=4).link(shards, 4) is TOY.intra
+        smaller = data_parallel_mesh(mesh).another_group(2).name
+        assert replace(TOY, ranks_per_node=5).link(smaller, 2) == TOY.inter
+        assert replace(TOY, ranks_per_node=6).link(smaller, 2) is TOY.intra
+        places = dict(cost.group_places())
+        assert places[shards] == tuple(tuple(range(first, first + 4)) for first in (0, 4, 8))
+        assert places[smaller] == tuple((first, first + 1) for first in range(0, 12, 2))
     finally:
         dist.destroy_process_group()
 
