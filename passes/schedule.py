@@ -46,11 +46,11 @@ class Schedule:
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
-        asked: dict[fx.Node, Bucket] = {}
+        asked, written = dict[fx.Node, Bucket](), nodes.written_of(graph)
         for node in nodes.opaque_nodes_of(graph):
             bucket = nodes.asked_of(node)
             if bucket.spec.local_steps(bucket.params[0]) is not None:
-                do_locally(node)
+                do_locally(node, written)
             else:
                 asked[node] = bucket
         if not asked:
@@ -72,6 +72,7 @@ class Schedule:
 def _requests_of(asked: Mapping[fx.Node, Bucket], compute: AnchoredCompute, cluster: Cluster) -> Requests:
     """Return what opaque nodes ask for, given the bucket of each alone; a request's index is its node's."""
     lane = cache(cluster.lane)
+    written = nodes.written_of(next(iter(asked)).graph)
     number = defaultdict[Hashable, int](count().__next__)  # of a key, which is faster to compare
 
     def request(index: int, node: fx.Node, alone: Bucket) -> Request:
@@ -90,7 +91,7 @@ def _requests_of(asked: Mapping[fx.Node, Bucket], compute: AnchoredCompute, clus
             made=None if kind.is_ahead else ready - 1,
             kept_bytes=size if kind.is_ahead and _is_returned(node) else 0,
             device=_computes_on(node),
-            inputs_persist=nodes.is_parameter(source),
+            inputs_persist=nodes.is_parameter(source) and nodes.memory_of(source) not in written,
             key=number[kind.opaque, alone.spec.key(param)],
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -82,15 +82,27 @@ def expand(node: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def do_locally(node: fx.Node) -> None:
+def do_locally(node: fx.Node, written: Mapping[Hashable, fx.Node]) -> None:
     """Replace an opaque node for which nothing travels by the steps that are left to do."""
-    alone, result = nodes.asked_of(node), nodes.source_of(node)
+    alone, result = nodes.asked_of(node), _as_written(nodes.source_of(node), written, node)
     for step in alone.spec.local_steps(alone.params[0]) or ():
         if isinstance(step, torch.dtype):
             result = insert_cast(node, result, step)
         elif step != 1.0:
             result = insert(node, torch.ops.aten.div.Tensor, result, step)
     replace_by([node], [result])
+
+
+def _as_written(source: fx.Node, written: Mapping[Hashable, fx.Node], before: fx.Node) -> fx.Node:
+    """Return what reads an input through the one that the graph writes to, if that lies in the same memory.
+
+    Inductor keeps reads of an input before writes to it, but does not know that another input lies there.
+    """
+    through = written.get(nodes.memory_of(source)) if source.op == "placeholder" else None
+    if through is None or nodes.value_of(through).shape == (value := nodes.value_of(source)).shape:
+        return through or source
+    place = list(value.shape), list(value.stride()), value.storage_offset()  # padded; what is written is not
+    return insert(before, torch.ops.aten.as_strided.default, through, *place, value=value)
 
 
 def replace_by(old: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
@@ -113,9 +125,11 @@ def emit(plan: Plan, opaque: Sequence[fx.Node], compute: AnchoredCompute, cluste
         node.meta[POSITION] = position
     (output,) = graph.find_nodes(op="output")
     operations: dict[tuple[int, int], list[fx.Node]] = {}  # launch, wait, and what is taken from it
+    written = nodes.written_of(graph)
     for number, requests in enumerate(plan.buckets):
         asked, bucket = [opaque[request.index] for request in requests], requests[0].kind.make(requests, cluster)
-        results, values = [nodes.source_of(node) for node in asked], [nodes.value_of(node) for node in asked]
+        results = [_as_written(nodes.source_of(node), written, output) for node in asked]
+        values = [nodes.value_of(node) for node in asked]
         for index, name in enumerate(bucket.stages):
             given = values if name == bucket.stages[-1] else None  # a handle for the next stage
             launch, _, *taken = operations[number, index] = _insert_stage(output, name, results, bucket, given)
@@ -151,12 +165,13 @@ def _insert_stage(
 class _Order:
     """Nodes put one behind the other: compute as it stood, collectives where a plan has them.
 
-    What a node reads comes before it: also a wait, and whatever prepares a launch.
+    What a node reads comes before it: also a wait, and whatever prepares a launch. Writes to inputs come last, since
+    nodes that read an input want what it had before.
     """
 
     def __init__(self, compute: AnchoredCompute, waiting: Sequence[list[fx.Node]]) -> None:
         self._positions = compute.position
-        self._compute = deque(compute.nodes)  # that is not placed
+        self._compute = deque(node for node in compute.nodes if not nodes.is_write(node))  # that is not placed
         self._placed: dict[fx.Node, None] = {}  # in order
         self._waiting = {node: together for together in waiting for node in together}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -248,6 +248,23 @@ def is_parameter(node: fx.Node) -> bool:
     What forward has computed for backward, which may be freed or overwritten there, has other names.
     """
     return node.op == "placeholder" and re.match(r"primals|arg\d", str(node.target)) is not None
+
+
+def is_write(node: fx.Node) -> bool:
+    """Tell whether ``node`` writes to an input of the graph; AOTAutograd has the graph do so at its end."""
+    return node.target is torch.ops.aten.copy_.default and source_of(node).op == "placeholder"
+
+
+def written_of(graph: fx.Graph) -> dict[Hashable, fx.Node]:
+    """Return the inputs that a graph writes to, by :func:`memory_of` each."""
+    copies = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    return {memory_of(source_of(node)): source_of(node) for node in copies if is_write(node)}
+
+
+def memory_of(node: fx.Node) -> Hashable:
+    """Return what inputs have in common that begin at the same memory: a shard, and the DTensor that lies in it."""
+    value = value_of(node)
+    return value.untyped_storage()._cdata, value.storage_offset()
 
 
 def is_heavy(node: fx.Node) -> bool:

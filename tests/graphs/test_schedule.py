@@ -242,6 +242,20 @@ def test_users_of_an_early_reduction_move_behind_its_bucket():
     assert sum(map(nodes.is_launch, b.graph.nodes)) == 1
 
 
+def test_a_parameter_is_all_gathered_before_the_graph_writes_to_its_shard():
+    """And copied for that: the graph may write before the wait."""
+    aten, b = torch.ops.aten, Builder(Schedule(SchedulePolicy(bucket="none", prefetch=0)))
+    shards = [b.input(f"primals_{name}", 2) for name in "wv"]
+    used, returned = (b.unshard(shard, spec((8,), shard.name)) for shard in shards)
+    halved = b.call(aten.mul.Tensor, shards[1], 0.5)
+    result = b.call(neg, used)
+    written = b.call(aten.copy_.default, shards[1], halved)
+    b.text(result, returned)
+    launches = {nodes.bucket_of(node).params[0].name: node for node in nodes.launches_of(b.graph)}
+    assert launches["primals_v"] < written
+    assert [nodes.bucket_of(launches[each.name]).inputs_persist for each in shards] == [True, False]
+
+
 def test_lowering_twice_changes_nothing():
     b = Builder(Schedule(UNIT))
     b.text(b.unshard(b.input("s1", 2, 3), spec((8, 3), "w1")))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, options
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     assert_close,
@@ -187,3 +187,36 @@ def test_the_graph_breaks_between_what_is_written_and_what_is_read():
     with pytest.raises(RuntimeError, match=r"blocks.1.weight: expected not to be written to in .* before it is read"):
         call(batches(1, 8, 10)[0])
     assert_trains_like_one_process(model, compiled(model, fullgraph=False), alone)
+
+
+class Returning(nn.Module):
+    """Also returns a weight. Some ranks have smaller shards than others, or empty ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.other = nn.Sequential(nn.Linear(10, 13), nn.Linear(13, 1)), nn.Linear(10, 13)
+
+    def forward(self, x):
+        return self.blocks(x), self.other.weight
+
+
+@pytest.mark.parametrize("policy", [SchedulePolicy(), SchedulePolicy(bucket="none", prefetch=0)])
+@on_ranks(2)
+def test_a_graph_reads_parameters_before_it_writes_to_them(policy):
+    """Inductor would write early to what nothing reads, and has a shard and its DTensor as two inputs."""
+    model, alone, (data,) = Returning(), Returning(), batches(1, 8, 10)
+    shard(model, "eager", reshard_after_forward=True)
+
+    @torch.compile(options=options(policy))
+    def step(x):
+        results = model(x)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+        return results
+
+    for result, expected in zip(step(data), alone(data), strict=True):
+        torch.testing.assert_close(result.detach(), expected.detach())
+    halved = {name: param.detach() / 2 for name, param in alone.named_parameters()}
+    torch.testing.assert_close(full_params(model), halved, rtol=0, atol=0)
