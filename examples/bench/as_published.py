@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_compiled.testing.llama import Attention, Config, Llama
 
 # Bytes that FSDP's own kernels read and write for each unsharded parameter, in a forward and its backward. FSDP2
-# copies all-gathered parameters out, twice, and gradients in, as fp32; FSDP1 concatenates, converts and divides these.
+# copies all-gathered parameters out, twice, and gradients in, as fp32; FSDP1 concatenates, converts and divides them.
 SHARDING_BYTES = {"llama": 2 * (2 + 2) + (2 + 4), "mpt": (2 + 2) + (2 + 4) + (4 + 4)}
 CLIPPING = 3  # how often clipping by norm reads or writes a gradient's shard
 # Of the peak bandwidth, what LayerNorm's five reads and writes of an array, forward and backward, reached. *Source:*
