@@ -166,6 +166,8 @@ def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor
         return model(*args, **kwargs)
 
     grads = {param: param.grad for param in model.parameters()}
+    each = [param.gradients for state in states_of(model) for param in state.params]
+    unreduced = {sums: sums.take() for of_one in each for sums in (of_one.unsharded, of_one.partial)}
     model.zero_grad()
     try:
         with torch.random.fork_rng():
@@ -178,6 +180,10 @@ def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor
     finally:
         for param, grad in grads.items():
             param.grad = grad
+        for sums, earlier in unreduced.items():
+            sums.take()
+            if earlier is not None:
+                sums.add(earlier)
 
 
 def _held(

@@ -190,6 +190,21 @@ def test_capture_leaves_gradients_and_random_state_alone():
 
 
 @pytest.mark.usefixtures("fake_group", "no_code")
+@pytest.mark.parametrize("syncs", [False, True])
+def test_capture_leaves_gradients_alone_that_are_not_reduced_yet(syncs):
+    model, x = Layers(1), torch.randn(4, 16)
+    shard(model, "eager")
+    model.set_requires_gradient_sync(False)
+    model(x).sum().backward()
+    before = {param: unsharded.clone() for param, (unsharded, _) in model.get_pending_gradients().items()}
+    model.set_requires_gradient_sync(syncs)
+    capture(model, x)
+    after = model.get_pending_gradients()
+    assert len(before) == 4 and after.keys() == before.keys()
+    assert all(torch.equal(after[param][0], grad) for param, grad in before.items())
+
+
+@pytest.mark.usefixtures("fake_group", "no_code")
 def test_keeping_parameters_saves_their_second_gather():
     model = Layers(4)
     shard(model, "eager", reshard_after_forward=True, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
