@@ -68,6 +68,13 @@ class Checkpointed(nn.Module):
         super().__init__()
         self.block, self.how = block, how
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the block's own attribute, which models read: ``layer.attention_type``."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.block, name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(self.block, *args, use_reentrant=False, **self.how, **kwargs)
 

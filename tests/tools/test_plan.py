@@ -41,6 +41,24 @@ class WithoutLoss(Llama):
         return super().forward(tokens)
 
 
+class Blocks(nn.Module):
+    """Blocks of which the model reads an attribute, with a large buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+        self.register_buffer("mask", torch.ones(512, 512))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.relu(block(x) / block.in_features**0.5)
+        return (x * self.mask[0, 0]).sum()
+
+
+def build_blocks(batch):
+    return Blocks(), (torch.zeros(batch, 64),)
+
+
 def build_without_loss(batch):
     return WithoutLoss(CONFIG), (torch.zeros(batch, CONFIG.max_seq, dtype=torch.int64),)
 
@@ -128,6 +146,11 @@ def test_checkpointing_takes_time_and_saves_memory(planned):
     saved = [each.parts_bytes["saved activations"] for each in (none, some, blocks)]
     assert saved == sorted(saved, reverse=True) and saved[2] < saved[0]
     assert none.flops == blocks.flops  # what is computed again is not needed
+
+
+def test_blocks_of_which_the_model_reads_an_attribute():
+    planned = plan(build_blocks, ranks=(8,), tokens_per_step=8)
+    assert {each.checkpointing for each in planned.options[8]} == {"none", "selective", "blocks"}
 
 
 def test_flops_are_those_of_the_products(planned):
