@@ -172,6 +172,8 @@ def test_one_rank_communicates_nothing(planned):
     for part in ("waits for collectives", "copies of buffers"):
         assert alone.parts_us[part] == pytest.approx(0.0, abs=1e-6)
     assert alone.tokens == planned.tokens_per_step
+    assert alone.parts_bytes["parameters"] == 4 * planned.parameters
+    assert alone.parts_bytes["optimizer state"] >= 2 * 4 * planned.parameters
 
 
 def test_what_fits_and_what_is_missing(planned):
