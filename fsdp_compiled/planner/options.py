@@ -60,7 +60,7 @@ class Option:
         batch: sequences of a rank at a time.
         accumulation: such batches in a step.
         tokens: of all ranks in a step.
-        parts_us: what a step takes: compute, waits for collectives, copies of their buffers, the optimizer.
+        parts_us: what a step takes: compute, waits for collectives, copies of their buffers, the optimizer, the host.
         parts_bytes: of a rank's memory at its peak.
         flops: that a rank's step needs, without what is computed again.
     """

@@ -101,6 +101,9 @@ def _options(
         plans = each.plans(layout, reshards)
         for batch, accumulation in batches(sequences):
             parts_us = {part: accumulation * us for part, us in each.parts_us(plans, batch).items()}
+            parts_us["optimizer"] = each.optimizer_us(layout, optimizer)
+            if host_us := each.host_us(sum(parts_us.values()), accumulation):
+                parts_us["host"] = host_us
             option = Option(
                 ranks=ranks,
                 layout=layout,
@@ -109,7 +112,7 @@ def _options(
                 batch=batch,
                 accumulation=accumulation,
                 tokens=ranks * batch * accumulation * first.tokens,
-                parts_us=parts_us | {"optimizer": each.optimizer_us(layout, optimizer)},
+                parts_us=parts_us,
                 parts_bytes=each.memory(layout, reshards, batch, accumulation > 1),
                 flops=batch * accumulation * first.flops,
             )

@@ -129,6 +129,8 @@ class Trial:
         tokens: of a sequence.
         flops: of a sequence, forward and backward.
         reduced_bytes: of all gradients that backward leaves on one of these ranks.
+        buffer_bytes: of the model's buffers, as many for any batch.
+        launches: kernels that forward and backward launch.
     """
 
     model: str
@@ -140,6 +142,8 @@ class Trial:
     graphs: tuple[_Graph, ...]
     events: tuple[Event, ...]
     reduced_bytes: int
+    buffer_bytes: int
+    launches: int
     cluster: Cluster
 
     def plans(self, layout: Layout, reshards: bool) -> list[Plan]:
@@ -164,6 +168,7 @@ class Trial:
         scales = dict.fromkeys(_PARTS, padding) | dict.fromkeys(_OF_SHARDS, padding * self.shards / layout.shards)
         scales |= dict.fromkeys(_OF_BATCH, batch / BATCH)
         scaled = self._levels * torch.tensor([*scales.values()], dtype=torch.float64, device="cpu")
+        scaled[:, _PARTS.index("batch and buffers")] += (1 - batch / BATCH) * self.buffer_bytes
         if not reshards:
             scaled[:, _PARTS.index("unsharded parameters")] = padding * self._kept_levels
         if accumulates:  # the sum of the batches before
@@ -203,6 +208,11 @@ class Trial:
             return sum(r.param.layout(layout.shards).padded_bytes(r.spec.dtype) for r in ahead)
 
         return total
+
+    def host_us(self, device_us: float, accumulation: int) -> float:
+        """Return by how much the host makes a step longer that takes the device so long."""
+        counts = accumulation * self.launches, accumulation * self.updated.parameters
+        return self.cluster.step_us(device_us, *counts) - device_us
 
     def optimizer_us(self, layout: Layout, optimizer: str) -> float:
         reduced = self.reduced_bytes * self.shards / layout.shards
@@ -257,6 +267,8 @@ def trial(
         ),
         events=tuple(events),
         reduced_bytes=reduced_bytes(events),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        launches=sum(len(each.kernels) for _, each in read),
         cluster=cluster,
     )
 

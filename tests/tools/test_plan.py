@@ -83,7 +83,7 @@ def option(planned, ranks, shards, batch, reshards=True, checkpointing="none"):
     return found
 
 
-def captured(ranks, shards, batch, reshards=True, optimizer="adamw"):
+def captured(ranks, shards, batch, reshards=True, optimizer="adamw", cluster=CLUSTER):
     """Capture the model on these ranks."""
     dist.init_process_group("fake", rank=0, world_size=ranks)
     names, sizes = ("replicate", "shard"), (ranks // shards, shards)
@@ -97,7 +97,7 @@ def captured(ranks, shards, batch, reshards=True, optimizer="adamw"):
     fully_shard(model, mesh=mesh, mp_policy=policy, **given)
     fsdp_compiled.compile(model, regions="auto")
     try:
-        schedule = SchedulePolicy(cluster=CLUSTER)
+        schedule = SchedulePolicy(cluster=cluster)
         return capture(model, *inputs, schedule=schedule, code=False, optimizer=optimizer)
     finally:
         dist.destroy_process_group()
@@ -118,6 +118,14 @@ def test_an_option_costs_what_a_capture_on_its_ranks_says(planned, ranks, shards
     gradients = there.memory.reduced_bytes if once > 1 else 0
     held = sum(found.parts_bytes.values()) - gradients
     assert held == pytest.approx(there.peak_bytes, rel=0.05)
+
+
+def test_the_host_takes_what_a_capture_says():
+    slow = replace(CLUSTER, launch_us=50.0, parameter_us=100.0)
+    tokens = 8 * 2 * CONFIG.max_seq
+    found = option(plan(build, cluster=slow, ranks=(8,), tokens_per_step=tokens), 8, 8, 2)
+    parts = captured(8, 8, 2, cluster=slow).step_parts_us
+    assert found.parts_us["host"] == pytest.approx(parts["host"], rel=0.02) and parts["host"] > 0
 
 
 def test_muon_takes_what_a_capture_on_its_ranks_says():
@@ -151,6 +159,12 @@ def test_checkpointing_takes_time_and_saves_memory(planned):
 def test_blocks_of_which_the_model_reads_an_attribute():
     planned = plan(build_blocks, ranks=(8,), tokens_per_step=8)
     assert {each.checkpointing for each in planned.options[8]} == {"none", "selective", "blocks"}
+
+
+def test_buffers_are_as_large_for_any_batch():
+    planned = plan(build_blocks, ranks=(8,), tokens_per_step=8 * 4)
+    sizes = {each.batch: each.parts_bytes["batch and buffers"] for each in planned.options[8]}
+    assert sizes == {batch: 4 * 512 * 512 + 4 * 64 * batch for batch in (1, 2, 4)}
 
 
 def test_flops_are_those_of_the_products(planned):
