@@ -44,8 +44,8 @@ def plan(
             with torch's default device "meta". What modules hold in a ModuleList is a block, and sharded by itself.
         cluster: a name, a cluster file, or a record.
         ranks: numbers of ranks, each by itself.
-        tokens_per_step: of all ranks; more where one sequence for each rank is more. Where no input is an integer, a
-            sample counts as one token.
+        tokens_per_step: of all ranks; as near as equal numbers of sequences for each rank come, at least one each.
+            Where no input is an integer, a sample counts as one token.
         optimizer: as of ``capture``.
         mp_policy: of every unit.
         memory_bytes: of each rank; None takes the cluster's.
@@ -94,7 +94,7 @@ def _options(
 ) -> Iterator[Option]:
     """Yield what can be tried: of each mesh and kind of checkpointing all batches that fit, and one that does not."""
     first = trials["none"]
-    sequences = max(1, tokens_per_step // (ranks * first.tokens))
+    sequences = max(1, round(tokens_per_step / (ranks * first.tokens)))
     for (kind, each), layout, reshards in product(
         trials.items(), layouts(ranks, first.cluster.ranks_per_node), (True, False)
     ):

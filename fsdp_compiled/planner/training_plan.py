@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ..inspect.render.figures import duration, size
+from ..inspect.render.figures import counted, duration, size
 from .options import Option, PlannedTraining, describe
 from .page import Section, html
 
@@ -40,8 +40,9 @@ class TrainingPlan(PlannedTraining):
 
     def _section(self, ranks: int) -> Section:
         notes, tokens = list[str](), min(option.tokens for option in self.options[ranks])
-        if tokens > 1.01 * self.tokens_per_step:
-            notes.append(f"one sequence for each rank makes {tokens:,} tokens a step")
+        if abs(tokens / self.tokens_per_step - 1) > 0.01:
+            each = tokens // (ranks * self.tokens_per_sequence)
+            notes.append(f"{counted(each, 'sequence')} of each rank: {tokens:,} tokens a step")
         best = self.best(ranks)
         notes.append(f"what would help most: {self.advice(ranks)}" if best else self.advice(ranks))
         shown = best or [self.smallest(ranks)]

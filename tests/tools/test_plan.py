@@ -175,6 +175,13 @@ def test_flops_are_those_of_the_products(planned):
     assert option(planned, 8, 8, 8).flops == pytest.approx(products + attention, rel=0.01)
 
 
+@pytest.mark.parametrize(("asked", "got", "note"), [(1.9, 2, "2 sequences"), (1.4, 1, "1 sequence"), (0.1, 1, "1 seq")])
+def test_a_step_has_about_as_many_tokens_as_were_asked_for(asked, got, note):
+    planned = plan(build_blocks, ranks=(10,), tokens_per_step=int(asked * 10))
+    assert min(each.tokens for each in planned.options[10]) == got * 10
+    assert f"10 ranks: {note}" in str(planned)
+
+
 def test_what_is_tried():
     assert layouts(8, 8) == [Layout(8)]
     assert layouts(512, 8) == [Layout(512), Layout(8, 64), Layout(64, 8)]
