@@ -26,6 +26,7 @@ from ..passes.schedule_policy import DEFAULT
 from ..policy import SchedulePolicy
 from ..regions.block import without_failing_regions
 from ..regions.choose import set_default_regions
+from ..sharding.dtensor import local_of
 from ..tracing.dynamo import counters, with_code_of_its_own
 from ..tracing.sharded_module import user_class
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
@@ -159,7 +160,9 @@ def _policy_for(gpu: Gpu | None, policy: SchedulePolicy, states: Sequence[FSDPSt
     return replace(policy, cluster=policy.cluster or gpu.name)
 
 
-def _run_once(model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor], *args: Any, **kwargs: Any) -> None:
+def _run_once(
+    model: nn.Module, backend: _Recorder, loss: Callable[[Any], Tensor], /, *args: Any, **kwargs: Any
+) -> None:
     """Compile and run forward and backward; gradients and the random state are as before afterwards."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -195,9 +198,9 @@ def _held(
     params = [param for state in states for param in state.params]
     padded = {each.sharded_param: each.storage.layout.shard_numel * each.leaf.dtype.itemsize for each in params}
     padded |= {each.sharded_param: 0 for each in params if each.placement.offload is not None}  # on the host
-    sizes = {param: padded.get(param, param.nbytes) for param in model.parameters()}
+    sizes = {param: padded.get(param, local_of(param).nbytes) for param in model.parameters()}
     trained = sum(size for param, size in sizes.items() if param.requires_grad)
-    others = sum({id(each): each.nbytes for each in (*model.buffers(), *batch)}.values())
+    others = sum({id(each): local_of(each).nbytes for each in (*model.buffers(), *batch)}.values())
     found: dict[Part, int] = {"parameters": sum(sizes.values()), "batch and buffers": others}
     found["optimizer state"] = OPTIMIZERS[kind].state_bytes(trained, updated)
     return [Allocation(part, part, size) for part, size in found.items()]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from memory import Case, measured_peak
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_compiled
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
@@ -36,6 +38,26 @@ def test_what_a_rank_holds_is_counted_exactly():
     assert memory.parts["saved activations"] == 64 * 16 * 4
     assert sum(memory.parts.values()) == memory.peak.bytes == max(level.bytes for level in memory.curve)
     assert memory.curve[-1].bytes >= 2 * 4 * shard  # parameters, state and gradients remain
+
+
+class Experts(nn.Module):
+    """A parameter that expert parallelism alone shards, and a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Linear(16, 16, bias=False)
+        self.experts = nn.Parameter(distribute_tensor(torch.ones(64, 16), init_device_mesh("cpu", (4,)), [Shard(0)]))
+
+    def forward(self, x):
+        return self.matrix(x) @ self.experts.to_local().T
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_parameter_that_only_other_parallelism_shards_counts_as_its_part():
+    model = Experts()
+    fully_shard(model, ignored_params={model.experts})
+    parts = capture(model, torch.ones(64, 16), code=False).memory.parts
+    assert parts["parameters"] == (16 * 16 + 64 * 16) * 4 // 4
 
 
 @pytest.mark.usefixtures("fake_group")
