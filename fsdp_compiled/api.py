@@ -159,7 +159,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     module.__dict__[method_name] = partial(_call_with_hooks, module, method)  # deepcopy would not copy a closure
 
 
-def _call_with_hooks(module: FSDPModule, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_with_hooks(module: FSDPModule, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     state = unit_state(module)
     try:
         args, kwargs = state.pre_forward.hook(module, args, kwargs)  # type: ignore[arg-type]

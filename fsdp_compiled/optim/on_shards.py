@@ -139,7 +139,7 @@ def _on_shards(cls: type) -> type:
 
     @torch.compiler.disable(reason="a step on shards replaces the optimizer's tensors")  # type: ignore[untyped-decorator]
     @wraps(hooked)
-    def run(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def run(optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
         vars(optimizer)["_opt_called"] = True  # for learning rate schedulers
         return step(optimizer, *args, **kwargs)
 
@@ -150,7 +150,7 @@ def _on_shards(cls: type) -> type:
     return type(cls.__name__, (StepsOnShards, cls), {"step": hooked_step, **names})
 
 
-def _step_elements(step: Callable[..., Any], optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+def _step_elements(step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
     """Run the class's own step on plain tensors."""
 
     def on_dtensors(closure: Callable[[], Any]) -> Any:

@@ -261,7 +261,7 @@ _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Freevar has no
 
 
 @skipped  # or Dynamo would trace it and what it calls as one
-def without_failing_regions(model: nn.Module, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run; where torch cannot compile a region, compile its block as a part of the graph, and warn or log.
 
     An error that has nothing to do with regions leaves them as they are.

@@ -21,7 +21,7 @@ AUTO_COUNT = 4
 
 
 @skipped  # or Dynamo would trace it and what it calls as one
-def with_regions(model: nn.Module, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def with_regions(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run a call of an outermost unit; its first one under ``torch.compile`` makes regions if nobody has chosen any.
 
     Where torch cannot compile a region, its block is compiled as a part of the graph.

@@ -231,7 +231,7 @@ def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, .
     return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
 
 
-def new_of_user_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
+def new_of_user_class(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Make a module of the user's class, for code such as ``nn.Sequential``'s that calls ``type(self)(...)``."""
     return cls._fsdp_user_class(*args, **kwargs)
 
