@@ -201,7 +201,7 @@ def _plan(args: argparse.Namespace) -> int:
             memory_bytes=args.memory,
             progress=_say,
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         if not str(error).startswith(("plan: ", "build: ", "memory_bytes: ", "optimizer: ")):
             raise  # of the user's code
         raise UsageError(str(error)) from error
@@ -353,6 +353,6 @@ def _file(text: str) -> Path:
 
 def _new_file(text: str) -> Path:
     path = Path(text)
-    if not path.parent.is_dir():
+    if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
     return path

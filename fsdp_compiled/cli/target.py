@@ -18,6 +18,9 @@ from torch import nn
 from ..hooks.state import states_below
 from ..tracing.dynamo import module_inside
 
+# What capture takes by keyword itself.
+_OF_CAPTURE = {"model", "loss", "schedule", "code", "device", "passes", "optimizer", "clip_gradients"}
+
 
 class UsageError(Exception):
     """A mistake in the command or in what BUILD returns; it is reported in one line, without a traceback."""
@@ -85,7 +88,7 @@ def build(target: str, function: Callable[[], Any]) -> tuple[nn.Module, Sequence
         raise UsageError(f"{target}: expected a tuple of inputs as the second result, got {_named(args)}; write (x,)")
     if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
         raise UsageError(f"{target}: expected a dict of keyword inputs as the third result, got {_named(kwargs)}")
-    if taken := {"loss", "schedule", "code"} & set(kwargs):
+    if taken := _OF_CAPTURE & set(kwargs):
         raise UsageError(f"{target}: the input {min(taken)!r} cannot be given by keyword here; give it by position")
     model = module_inside(model)
     if not states_below([model]):

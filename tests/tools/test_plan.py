@@ -175,7 +175,9 @@ def test_flops_are_those_of_the_products(planned):
     assert option(planned, 8, 8, 8).flops == pytest.approx(products + attention, rel=0.01)
 
 
-@pytest.mark.parametrize(("asked", "got", "note"), [(1.9, 2, "2 sequences"), (1.4, 1, "1 sequence"), (0.1, 1, "1 seq")])
+@pytest.mark.parametrize(
+    ("asked", "got", "note"), [(1.9, 2, "2 sequences"), (1.4, 1, "1 sequence"), (0.1, 1, "1 seq")]
+)
 def test_a_step_has_about_as_many_tokens_as_were_asked_for(asked, got, note):
     planned = plan(build_blocks, ranks=(10,), tokens_per_step=int(asked * 10))
     assert min(each.tokens for each in planned.options[10]) == got * 10
@@ -265,3 +267,9 @@ def test_the_command_line(tmp_path, capsys):
     assert "nothing fits" in capsys.readouterr().out
     assert main(["plan", f"{__name__}:build_without_loss", "--ranks", "8"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("fsdp-compiled plan: error: build: expected a model")
+    dist.init_process_group("fake", rank=0, world_size=2)  # as a module may when it is imported
+    try:
+        assert main(words) == 2
+    finally:
+        dist.destroy_process_group()
+    assert capsys.readouterr().err.startswith("fsdp-compiled plan: error: plan: starts a simulated process group")

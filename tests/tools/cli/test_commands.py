@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import fsdp_compiled.inspect
 from fsdp_compiled import SchedulePolicy, cli
 from fsdp_compiled.cli import doctor
 from fsdp_compiled.cli.commands import SUFFIXES, byte_size
+from fsdp_compiled.cli.target import _OF_CAPTURE
 from fsdp_compiled.passes.cost import CLUSTERS
 
 ROOT = Path(__file__).parents[3]
@@ -46,6 +48,7 @@ def no_module(): return "model", ()
 def bare_input(): return build()[0], torch.ones(2, 8)
 def bad_keywords(): return *build(), 3
 def named_loss(): return *build(), {"loss": 1}
+def named_passes(): return *build(), {"passes": 1}
 def no_units(): return nn.Linear(8, 8), (torch.ones(2, 8),)
 
 number = 3
@@ -183,6 +186,7 @@ MISTAKES = {
     "program.py:bare_input": "expected a tuple of inputs as the second result, got a Tensor; write (x,)",
     "program.py:bad_keywords": "expected a dict of keyword inputs as the third result, got a int",
     "program.py:named_loss": "the input 'loss' cannot be given by keyword here",
+    "program.py:named_passes": "the input 'passes' cannot be given by keyword here",
     "program.py:no_units": "expected a sharded model, got a Linear without any unit; call fully_shard on its layers",
     "program.py:build --bucket big": "--bucket: expected 'auto' or 'unit' or 'none' or a number of bytes such as",
     "program.py:build --bucket 0": "SchedulePolicy.bucket: expected 'auto' or 'unit' or 'none' or an integer of",
@@ -193,14 +197,21 @@ MISTAKES = {
     "program.py:build --world 0": "--world: expected at least 1, got 0",
     "program.py:build --save a.txt": "--save: expected a file that ends in .html, .json, .trace.json or .png, got",
     "program.py:build --save new/table.json": "--save: expected a file in a folder that exists, got 'new/table.json'",
+    "program.py:build --save folder.json": "--save: expected a file in a folder that exists, got 'folder.json'",
     "program.py:build --trace none.json": "No such file or directory: 'none.json'",
     "program.py:build --save full.json": "No space left on device",
 }
 
 
+def test_inputs_by_keyword_are_none_of_captures_own():
+    own = signature(fsdp_compiled.inspect.capture).parameters.keys() - {"args", "kwargs"}
+    assert own == _OF_CAPTURE
+
+
 @pytest.mark.usefixtures("program", "captures")
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_takes_one_line(capsys, words):
+    Path("folder.json").mkdir()
     assert _inspect(*words.split()) == 2
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("fsdp-compiled inspect: error: ")
