@@ -81,8 +81,9 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashab
 def _why(state: FSDPState) -> str:
     if not state.params:
         return "no parameters of its own: other units hold all of them"
-    if not state.unit.config.reshards_by_default:
-        return f"reshard_after_forward={state.unit.config.reshard_after_forward}"
+    config = state.unit.config
+    if not config.reshards_by_default:
+        return f"reshard_after_forward={config.post_forward_size or config.reshard_after_forward}"
     if state.is_root:
         return "outermost unit: kept by default, as backward begins with it; freed where no gradients are recorded"
     return "inside another unit: freed by default, so that only units in use take memory"

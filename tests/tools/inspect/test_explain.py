@@ -211,6 +211,7 @@ def test_options_that_change_what_travels():
     model[1].set_keep_unsharded_storage(True)
     text = str(explain(model))
     for note in (
+        "0: reshard_after_forward=2",
         "kept from forward sharded over 2 ranks, where backward all-gathers it",
         "shared with other units: all-gathered for each of them",
         "CPUOffloadPolicy: shards and gradients live on the CPU",
