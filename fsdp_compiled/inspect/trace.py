@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import zlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -63,8 +64,7 @@ class Trace:
     """
 
     def __init__(self, path: str | Path) -> None:
-        content = Path(path).read_bytes()
-        spans = _spans(path, gzip.decompress(content) if content.startswith(_GZIP) else content)
+        spans = _spans(path, Path(path).read_bytes())
         self._host = sorted(spans["cpu_op"] + spans["user_annotation"], key=lambda span: (span.start_us, -span.us))
         self._kernels = sorted(spans["kernel"] + spans["gpu_memcpy"] + spans["gpu_memset"])
         if not spans["cpu_op"]:
@@ -174,6 +174,7 @@ def _spans(path: str | Path, content: bytes) -> dict[str, list[Span]]:
     """Return the spans of a file by their category."""
     found = defaultdict[str, list[Span]](list)
     try:
+        content = gzip.decompress(content) if content.startswith(_GZIP) else content
         for event in json.loads(content)["traceEvents"]:
             if event.get("ph") == "X" and "dur" in event:
                 args = event.get("args", {})
@@ -181,7 +182,7 @@ def _spans(path: str | Path, content: bytes) -> dict[str, list[Span]]:
                 at = float(event["ts"]), float(event["dur"])
                 thread, number = (event.get("pid"), event.get("tid")), args.get("External id")
                 found[event.get("cat", "")].append(Span(*at, event["name"], thread, number, shapes))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error) as error:
         raise unexpected(f"{path}", "a trace by torch.profiler", f"another file: {error}") from None
     return found
 

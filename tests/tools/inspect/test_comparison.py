@@ -170,6 +170,9 @@ def test_what_is_no_trace(tmp_path):
         (tmp_path / "text.json").write_text(content)
         with pytest.raises(ValueError, match=r"text\.json: expected a trace by torch\.profiler, got another file"):
             MADE.compare(tmp_path / "text.json")
+    (tmp_path / "text.json").write_bytes(gzip.compress(b"{}" * 100)[:-9])  # as a job leaves it that was killed
+    with pytest.raises(ValueError, match=r"text\.json: expected a trace by torch\.profiler, got another file"):
+        MADE.compare(tmp_path / "text.json")
     with pytest.raises(FileNotFoundError):
         MADE.compare(tmp_path / "none.json")
 
