@@ -307,7 +307,8 @@ class GraphMemory:
         bucket, is_ahead = nodes.bucket_of(node), nodes.kind_of(node).is_ahead
         part: Part = "unsharded parameters" if is_ahead else "gradients"
         itemsizes = (param.gradient_dtype.itemsize for param in bucket.params)
-        of_shards = (each.shard_numel * size for each, size in zip(bucket.layouts, itemsizes, strict=True))
+        is_there = "copy_to_host" not in bucket.stages
+        of_shards = (is_there * each.shard_numel * size for each, size in zip(bucket.layouts, itemsizes, strict=True))
         sizes = bucket.sizes if is_ahead else of_shards
         results = [(param.name, part, size) for param, size in zip(bucket.params, sizes, strict=True)]
         self._allocate(allocating, node, results)

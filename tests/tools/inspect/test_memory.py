@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_compiled
-from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.inspect import OPTIMIZERS, capture
 from fsdp_compiled.passes.cost.matrix_cost import newton_schulz_us
 from tests.support.ranks import on_ranks
@@ -38,6 +38,14 @@ def test_what_a_rank_holds_is_counted_exactly():
     assert memory.parts["saved activations"] == 64 * 16 * 4
     assert sum(memory.parts.values()) == memory.peak.bytes == max(level.bytes for level in memory.curve)
     assert memory.curve[-1].bytes >= 2 * 4 * shard  # parameters, state and gradients remain
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_lies_on_the_host_takes_no_memory_of_the_device():
+    layer, offload = nn.Linear(16, 16, bias=False), CPUOffloadPolicy(pin_memory=False)
+    memory = capture(fully_shard(layer, offload_policy=offload), torch.ones(64, 16), code=False).memory
+    assert memory.reduced_bytes == 0
+    assert memory.curve[-1].bytes == memory.curve[0].bytes == 64 * 16 * 4  # the batch
 
 
 class Experts(nn.Module):
