@@ -16,7 +16,7 @@ from itertools import chain, pairwise, takewhile
 from torch import fx
 
 from ..passes.cost import Cluster
-from ..passes.cost.compute import node_bytes, node_us, signature_of, work_of
+from ..passes.cost.compute import collective_us, is_collective, node_bytes, node_us, signature_of, work_of
 from ..passes.graph import nodes
 from ..passes.graph.emit import PLACE, POSITION, Place
 from ..passes.kinds import Request
@@ -114,6 +114,8 @@ def _kernels_on(cluster: Cluster) -> Callable[[fx.Node], Kernel | None]:
 
     @cache
     def kernel_of(node: fx.Node) -> Kernel | None:
+        if is_collective(node):
+            return Kernel(signature_of(node), node_bytes(node), collective_us(node, cluster), "other collectives")
         if is_alone(node):
             size, us = sum(map(node_bytes, [node, *node.all_input_nodes])), node_us(node, cluster)
             return Kernel(signature_of(node), size, us, work_of(node))

@@ -270,16 +270,21 @@ class CapturedModel:
 
     @property
     def step_parts_us(self) -> dict[str, float]:
-        """What ``step_us`` is made of; compute is what neither waits nor copies buffers of collectives."""
+        """What ``step_us`` is made of; compute is what neither waits nor copies buffers of collectives.
+
+        Other collectives are those of other parallelism, for which compute waits.
+        """
         total, waits, compute = (
             sum(getattr(graph, f"{name}_us") for graph in self.graphs) for name in ("total", "exposed", "compute")
         )
         products = sum(graph.work_us("matrix products") for graph in self.graphs)
         attention = sum(graph.work_us("attention") for graph in self.graphs)
+        others = sum(graph.work_us("other collectives") for graph in self.graphs)
         return {
             "matrix products": products,
             "attention": attention,
-            "fused kernels": compute - products - attention,
+            "fused kernels": compute - products - attention - others,
+            **({"other collectives": others} if others else {}),
             "waits for collectives": waits,
             "copies of buffers": max(0.0, total - waits - compute),
             "optimizer": self.optimizer_us,

@@ -12,14 +12,16 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ...sharding.dtensor import process_group
 from .cluster import Cluster
 
-Work = Literal["matrix products", "attention", "fused kernels"]
+Work = Literal["matrix products", "attention", "other collectives", "fused kernels"]
 
 # What has no formula of its own counts as another operator that takes the same arguments first.
 COUNTED_AS: Mapping[Any, Any] = {
@@ -38,6 +40,13 @@ SCATTERS = (
     torch.ops.aten.scatter_add,
     torch.ops.aten.scatter_reduce,
 )
+# Collectives that other parallelism has put into a graph: whether they reduce, and how often they go around the ring.
+_COLLECTIVES = {
+    torch.ops._c10d_functional.all_gather_into_tensor: (False, 1),
+    torch.ops._c10d_functional.reduce_scatter_tensor: (True, 1),
+    torch.ops._c10d_functional.all_reduce: (True, 2),
+    torch.ops._c10d_functional.all_to_all_single: (False, 1),
+}
 # Higher-order operators, and where among their arguments the operator stands that they call.
 _WITH_RANDOM_STATE = {"run_and_save_rng_state": 0, "run_with_rng_state": 1, "graphsafe_run_with_rng_state": 0}
 _UNKNOWN = 8192  # a size that depends on data. *Source:* Inductor's unbacked_symint_fallback.
@@ -59,6 +68,19 @@ def node_us(node: fx.Node, cluster: Cluster) -> float:
     if is_attention(node):
         return cluster.attention_us(flops, traffic, itemsize, is_backward(node))
     return cluster.product_us(flops, traffic, itemsize)
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Tell whether a node is a collective that other parallelism has put into the graph."""
+    return packet_of(node) in _COLLECTIVES
+
+
+def collective_us(node: fx.Node, cluster: Cluster) -> float:
+    """Return the time of such a collective, for which compute waits: nothing is moved in between."""
+    reduces, passes = _COLLECTIVES[packet_of(node)]
+    ranks = dist.get_process_group_ranks(process_group(call_of(node).args[-1]))
+    size = max(map(node_bytes, [node, *node.all_input_nodes]))
+    return cluster.link_of(ranks).collective_us(size, len(ranks), reduces, passes)
 
 
 def flops_of(node: fx.Node) -> float | None:

@@ -11,6 +11,8 @@ import torch.distributed as dist
 from memory import Case
 from torch import nn
 from torch._inductor import config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, compile, fully_shard
 from fsdp_compiled.inspect import capture
@@ -228,6 +230,20 @@ def test_a_bound_that_is_too_small_for_one_parameter():
     shard(model, "eager", reshard_after_forward=True)
     with pytest.raises(Exception, match=r"SchedulePolicy.in_flight_bytes: expected at least 1088 .*, got 1000"):
         capture(model, torch.randn(4, 16), schedule=SchedulePolicy(in_flight_bytes=1000))
+
+
+@pytest.mark.usefixtures("ranks_64")
+def test_collectives_of_tensor_parallelism_take_their_time():
+    mesh, cluster = init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp", "tp")), CLUSTERS["H100"]
+    model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False), nn.ReLU())
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    captured = capture(model, torch.randn(64, 256), code=False, schedule=SchedulePolicy(cluster=cluster))
+    (reduced,) = (k for graph in captured.graphs for k in graph.kernels if k.work == "other collectives")
+    assert reduced.name == "_c10d_functional::all_reduce 64x256" and reduced.bytes == 64 * 256 * 4
+    expected_us = cluster.intra.collective_us(64 * 256 * 4, 8, reduces=True, passes=2)
+    assert captured.step_parts_us["other collectives"] == reduced.estimate_us == pytest.approx(expected_us)
+    assert sum(captured.step_parts_us.values()) == pytest.approx(captured.step_us)
 
 
 def test_bad_input():
