@@ -6,6 +6,7 @@ Every argument is checked before anything is changed.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -163,7 +164,9 @@ def _call_with_hooks(module: FSDPModule, method: Callable[..., Any], /, *args: A
     state = unit_state(module)
     try:
         args, kwargs = state.pre_forward.hook(module, args, kwargs)  # type: ignore[arg-type]
-        return state.post_forward.hook(module, args, method(*args, **kwargs))  # type: ignore[arg-type]
+        with nullcontext() if torch.compiler.is_compiling() else state.unit.method():
+            output = method(*args, **kwargs)
+        return state.post_forward.hook(module, args, output)  # type: ignore[arg-type]
     except BaseException:
         if state.is_root or state.outermost.unit.training_state is not TrainingState.FORWARD:
             state.reset_iteration(drop_accumulated=False)

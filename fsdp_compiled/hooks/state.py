@@ -197,7 +197,7 @@ class FSDPState(TorchNames):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments so that the end of the unit's backward calls :meth:`post_backward`."""
-        if not torch.is_grad_enabled() or self.unit.is_recomputing:
+        if not torch.is_grad_enabled() or self.unit.is_recomputing or self.unit.is_nested:
             return args, kwargs
         return after_backward(self, (args, kwargs))
 
@@ -206,7 +206,8 @@ class FSDPState(TorchNames):
         """End the module's forward; return its output so that its backward begins with :meth:`pre_backward`."""
         if self.unit.is_recomputing or not self.unit.hooked:
             return output
-        self._leave_forward(module)
+        if not self.unit.is_nested:
+            self._leave_forward(module)
         return before_backward(self, output) if torch.is_grad_enabled() else output
 
     @hook("post_forward")
@@ -339,7 +340,7 @@ class FSDPState(TorchNames):
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
         self.check_trains()
         context = self._lazy_init()
-        context.recover(begins_step=not context.step.in_call)
+        context.recover(begins_step=not context.step.in_call and not self.unit.is_nested)
         self.check_parameters()
         context = self._lazy_init()
         context.step.call(context.states, True)

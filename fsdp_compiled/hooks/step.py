@@ -5,7 +5,8 @@ A unit's record is what its parameters see as :class:`Unit`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -48,10 +49,25 @@ class UnitInStep(Unit):
     training_state: TrainingState = TrainingState.IDLE
     to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
+    in_method: bool = False  # a forward method of the user's is under way
 
     @property
     def is_recomputing(self) -> bool:
         return self.training_state is TrainingState.PRE_BACKWARD
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether a forward that begins or ends now is part of that of a forward method."""
+        return self.in_method and self.training_state is TrainingState.FORWARD
+
+    @contextmanager
+    def method(self) -> Iterator[None]:
+        """Let forwards within the block be nested."""
+        before, self.in_method = self.in_method, True
+        try:
+            yield
+        finally:
+            self.in_method = before
 
     def begin_forward(self, modules: Iterable[nn.Module]) -> None:
         """Begin the forward of the first of the unit's modules; that of another one changes nothing."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
@@ -95,3 +97,67 @@ def test_a_registered_forward_method_that_breaks_the_graph(register):
     register(model, "encode")
     call = compiled(lambda x: model.encode(x), fullgraph=False)
     assert_trains_like_one_process(model, call, alone, call_alone=alone.encode)
+
+
+class CallingItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(10, 10)
+        self.inner = nn.Linear(10, 10)
+        self.scale = nn.Parameter(torch.full((10,), 2.0))
+
+    def forward(self, x):
+        return self.inner(x) * self.scale
+
+    def encode(self, x):
+        return self(self.first(x) * self.scale) * self.scale
+
+
+class AroundIt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = CallingItself()
+        self.last = nn.Linear(10, 10)
+
+    def forward(self, x):
+        return self.last(self.unit.encode(self.last(x)))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("is_outermost", [True, False])
+@on_ranks(2)
+def test_a_registered_forward_method_that_calls_its_module_and_reads_parameters(is_outermost, is_compiled):
+    alone, model = (CallingItself(), CallingItself()) if is_outermost else (AroundIt(), AroundIt())
+    unit = model if is_outermost else model.unit
+    for module in dict.fromkeys((unit, model)):
+        fully_shard(module)
+    register_fsdp_forward_method(unit, "encode")
+    if is_compiled:
+        unit.compile()
+    call, call_alone = (model.encode, alone.encode) if is_outermost else (model, alone)
+    for _ in range(2):
+        with torch.no_grad():
+            torch.testing.assert_close(call(torch.ones(4, 10)), call_alone(torch.ones(4, 10)))
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+        assert_trains_like_one_process(model, call, alone, call_alone=call_alone)
+
+
+@on_ranks(2)
+def test_a_registered_forward_method_that_trains():
+    alone, model = CallingItself(), CallingItself()
+    fully_shard(model)
+    register_fsdp_forward_method(model, "encode")
+
+    def steps(module, optimizer, x):
+        for _ in range(2):
+            module(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model.steps = functools.partial(steps, model)
+    register_fsdp_forward_method(model, "steps")
+    optimizer, optimizer_alone = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
+    model.steps(optimizer, torch.ones(4, 10))
+    steps(alone, optimizer_alone, torch.ones(4, 10))
+    assert_trains_like_one_process(model, model.encode, alone, call_alone=alone.encode)
