@@ -128,11 +128,21 @@ class Gradients:
         if sharded._backward_hooks:
             local = after_user_hooks(sharded, self._name, self._storage.new_dtensor(local))
         if sharded.grad is None:
-            sharded.grad = self._storage.new_dtensor(local)
+            self._set(self._storage.new_dtensor(local))
         else:
             local_of(sharded.grad).add_(local)
         for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(sharded)
+
+    def _set(self, grad: DTensor) -> None:
+        try:
+            self._sharded.grad = grad
+        except RuntimeError as error:
+            if self._sharded.grad_dtype in (None, grad.dtype):
+                raise
+            do = "set grad_dtype before the first forward"
+            expected = f"grad_dtype to stay {grad.dtype}"
+            raise unexpected(self._name, expected, self._sharded.grad_dtype, do, RuntimeError) from error
 
     def accumulate_compiled(self) -> None:
         """Take the gradient that a compiled backward has left in the leaf, if any."""

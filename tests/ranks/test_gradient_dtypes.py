@@ -168,6 +168,24 @@ def test_set_after_sharding(mode):
     _assert_backward_leaves_means(model, call, _batches(1))
 
 
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_set_after_the_first_forward(mode):
+    model, batches = Layers().to(BF16), _batches(1)
+    call = shard(model, mode)
+    _backward(call, batches[0])
+    model.zero_grad()
+    model.blocks[1][0].weight.grad_dtype = FP32
+    error = "blocks.1.0.weight: expected grad_dtype to stay torch.bfloat16, got torch.float32; set grad_dtype before"
+    with pytest.raises(RuntimeError, match=error):
+        _backward(call, batches[0])
+    model.blocks[1][0].weight.grad_dtype = BF16
+    model.zero_grad()
+    _backward(call, batches[0])
+    for name, mean in _means(batches).items():
+        torch.testing.assert_close(full_grads(model)[name].float(), mean, rtol=1e-2, atol=1e-5)
+
+
 @row("gradient dtypes")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
