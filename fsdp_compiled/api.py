@@ -78,7 +78,7 @@ def fully_shard(
         ValueError: a container, a scripted module, one that is distributed already, itself or by a unit around it, a
             scalar, sparse or non-contiguous parameter, a mesh of the wrong shape or device, a shard dimension that is
             missing or uneven, or a list unit only partly below ``module``. The model is left as it was.
-        NotImplementedError: an option that does not exist yet.
+        NotImplementedError: an option that does not exist yet, or PEFT's LoRA of ``nn.MultiheadAttention``.
     """
     modules = checked_modules(module)
     mp_policy, offload_policy = own_record(mp_policy), own_record(offload_policy)

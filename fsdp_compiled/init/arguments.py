@@ -16,6 +16,8 @@ from ..sharding.mesh import DataParallelMeshInfo
 from ..tracing.dynamo import module_inside
 from ..tracing.sharded_module import user_class
 
+_PEFT_ATTENTION = "peft.tuners.lora.layer.MultiheadAttention"  # checked on peft 0.21.2
+
 
 def checked_modules(module: Any) -> list[nn.Module]:
     """Return the unit's modules: those given, or inside compiled ones, without modules below others of the list."""
@@ -41,6 +43,9 @@ def _check_module(module: nn.Module) -> None:
         if isinstance(below, torch.jit.ScriptModule):
             got = f"a {type(below).__name__}, whose compiled code would not see its parameters change"
             raise unexpected(name or cls, "a Python module", got, "shard the module that it was made from")
+        if f"{type(below).__module__}.{type(below).__name__}" == _PEFT_ATTENTION:
+            got, do = f"PEFT's {type(below).__name__}, which replaces them in every forward", "adapt other modules"
+            raise unexpected(name or cls, "a module that keeps its parameters", got, do, NotImplementedError)
     without_forward = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward in without_forward:
         got, do = "a container without one, whose hooks would never run", "apply fully_shard to each of its members"

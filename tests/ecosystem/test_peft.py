@@ -9,6 +9,7 @@ pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 import peft
+from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import fully_shard
 from tests.ecosystem.training import assert_equal_losses, losses_of, watch
@@ -81,3 +82,13 @@ def test_trains_like_one_process(kind, mode):
     want = {name: param for name, param in alone.named_parameters() if name in trained}
     assert trained
     assert_close(trained, want, rtol=1e-3)
+
+
+def test_attention_that_replaces_its_parameters_is_refused_before_anything_is_changed():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.TransformerEncoderLayer(8, 2, 8))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["self_attn"], r=2))
+    error = "base_model.model.1.self_attn: expected a module that keeps its parameters, got PEFT's MultiheadAttention"
+    with pytest.raises(NotImplementedError, match=error):
+        fully_shard(adapted)
+    assert not any(isinstance(param, DTensor) for param in adapted.parameters())
+    adapted(torch.ones(1, 2, 8)).sum().backward()
