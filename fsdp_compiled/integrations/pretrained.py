@@ -114,8 +114,9 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         FileNotFoundError: neither file is there.
         KeyError: the files lack a parameter or persistent buffer of the model.
         ValueError: one has another shape there; or adapters alone are to fill a model on meta.
-        NotImplementedError: a parameter has other placements than ``Shard`` and ``Replicate``; or PEFT saves
-            other tensors of the adapter than its parameters, as for prompts.
+        NotImplementedError: a parameter has other placements than ``Shard`` and ``Replicate``; PEFT saves other
+            tensors of the adapter than its parameters, as for prompts; or a model on meta has non-persistent buffers
+            and no ``_init_weights``.
     """
     from safetensors import safe_open
 
@@ -177,16 +178,17 @@ def _adapted(model: nn.Module, adapter: str) -> Iterable[tuple[list[str], Tensor
 
 def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
     """Give the model memory, and its non-persistent buffers their values."""
+    initializers = [module._init_weights for module in model.modules() if hasattr(module, "_init_weights")]
+    computed = [(name, module) for name, module in model.named_modules() if module._non_persistent_buffers_set]
+    if computed and not initializers:
+        name, module = computed[0]
+        buffers = sorted(module._non_persistent_buffers_set)
+        expected = f"a model with _init_weights, which computes the non-persistent buffers {buffers}"
+        do = "make the model on the CPU rather than on meta"
+        raise unexpected(name or user_class(module).__name__, expected, "none", do, NotImplementedError)
     meshes = (param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
     model.to_empty(device=next(meshes).device_type if device is None else device)
-    initializers = [module._init_weights for module in model.modules() if hasattr(module, "_init_weights")]
-    for name, module in model.named_modules():
-        if not (buffers := sorted(module._non_persistent_buffers_set)):
-            continue
-        if not initializers:
-            expected = f"a model with _init_weights, which computes the non-persistent buffers {buffers}"
-            do = "make the model on the CPU rather than on meta"
-            raise unexpected(name, expected, "none", do, NotImplementedError)
+    for _, module in computed:
         initializers[0](module)  # type: ignore[operator]
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("safetensors")
 
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from fsdp_compiled import FSDPModule, fully_shard
 from fsdp_compiled.integrations.pretrained import load_pretrained, save_pretrained, shard_pretrained
@@ -133,6 +134,20 @@ def test_files_that_do_not_fit(tmp_path):
     with pytest.raises(ValueError, match=r"mlp.gate_proj.weight: expected shape \(48, 32\).*the file has \(64, 32\)"):
         load_pretrained(model, folder)
     assert_close(full_params(model), before, rtol=0)  # also those that fit
+
+
+def test_a_meta_model_whose_buffers_cannot_be_computed_stays_on_meta(tmp_path, fake_group):
+    def make():
+        model = nn.Sequential(nn.Linear(4, 4), nn.Module())
+        model[1].register_buffer("angles", torch.ones(3), persistent=False)
+        return model
+
+    save_file(make().state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = fully_shard(make())
+    with pytest.raises(NotImplementedError, match=r"^1: expected a model with _init_weights, .* \['angles'\]"):
+        load_pretrained(model, tmp_path)
+    assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 @on_ranks(2)
