@@ -66,20 +66,21 @@ def map_tensors(change: Callable[[Tensor], Tensor | None], value: Any) -> Any:
     """Return ``value``, each tensor in it replaced by what ``change`` returns, depth first; None leaves it.
 
     Tuples, named tuples, lists, sets, dicts, their subclasses and dataclasses (among them Hugging Face's ModelOutput)
-    are made anew if a tensor in them is replaced. Any other object stays the same, and a module may write to it.
+    are made anew if a tensor in them is replaced; a dict or dataclass within itself stays the original.
+    Any other object stays the same, and a module may write to it.
     """
     changed = _changed(change, value)
     return value if changed is None else changed
 
 
-def _changed(change: Callable[[Tensor], Tensor | None], value: Any) -> Any:
-    """Return what takes the place of ``value``; None if nothing in it changes."""
+def _changed(change: Callable[[Tensor], Tensor | None], value: Any, around: tuple[Any, ...] = ()) -> Any:
+    """Return what takes the place of ``value``, within dataclasses and dicts ``around``; None if nothing changes."""
     if isinstance(value, Tensor):
         return change(value)
     if value is None:
         return None  # whose class torch 2.11's Dynamo cannot ask for attributes, as is_dataclass does
     if isinstance(value, (tuple, list, set, frozenset)):
-        pairs = [(_changed(change, item), item) for item in value]
+        pairs = [(_changed(change, item, around), item) for item in value]
         if all(new is None for new, _ in pairs):
             return None
         items = [item if new is None else new for new, item in pairs]
@@ -87,8 +88,10 @@ def _changed(change: Callable[[Tensor], Tensor | None], value: Any) -> Any:
     is_record = is_dataclass(value) and not isinstance(value, type)
     if not is_record and not isinstance(value, dict):
         return None
+    if any(value is each for each in around):
+        return None
     given = {f.name: getattr(value, f.name) for f in fields(value)} if is_record else value
-    found = {key: _changed(change, item) for key, item in given.items()}
+    found = {key: _changed(change, item, (*around, value)) for key, item in given.items()}
     found = {key: new for key, new in found.items() if new is not None}
     if not found:
         return None

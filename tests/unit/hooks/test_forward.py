@@ -75,6 +75,16 @@ def test_a_container_in_which_nothing_changes_is_itself(value):
     assert cast_floating([value, _leaf().double()], torch.float32)[0] is value
 
 
+def test_what_refers_to_itself():
+    record = Record(_leaf())
+    record.label = [record, {"tensor": _leaf()}]
+    assert cast_floating(record, torch.float32) is record
+    assert len(tensors_in(record)) == 2
+    changed = cast_floating(record, torch.bfloat16)
+    assert changed.value.dtype == changed.label[1]["tensor"].dtype == torch.bfloat16
+    assert changed.label[0] is record
+
+
 def test_hugging_face_outputs_are_cast():
     outputs = pytest.importorskip("transformers.modeling_outputs")
     out = outputs.CausalLMOutput(logits=_leaf())
