@@ -35,6 +35,9 @@ def copied_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     copied: nn.Module = copied_module(module, memo)
     for state in states:
         _finish(memo[id(state)], memo)
+    for state in states:
+        if state.is_root and (context := state._context) is not None and not context.ends_with_backward:
+            memo[id(state)]._lazy_init().follow_settings(context)
     return copied
 
 

@@ -81,9 +81,13 @@ class FSDPStateContext:
         return self.states
 
     @property
-    def _ends_with_backward(self) -> bool:
+    def ends_with_backward(self) -> bool:
         """Whether the next backward's end is the end of the step's."""
         return self.is_last_backward and not self.finalizes_manually
+
+    def follow_settings(self, other: FSDPStateContext) -> None:
+        """Take what the user has set on the model of ``other``."""
+        self.is_last_backward, self.finalizes_manually = other.is_last_backward, other.finalizes_manually
 
     def check_parameters(self) -> None:
         """Check that the user has put nothing in the parameters' place since the last call of the outermost unit."""
@@ -93,7 +97,7 @@ class FSDPStateContext:
 
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
-        self.step.begin_forward(ends_step=self._ends_with_backward)
+        self.step.begin_forward(ends_step=self.ends_with_backward)
         self.step.drop_ahead()
         if self.post_optim_event is not None:
             self.post_optim_event.wait()
@@ -114,7 +118,7 @@ class FSDPStateContext:
         if not self.step.is_checked:
             self.states[0].check_parameters()
         self._start_reductions(self.states)
-        if self._ends_with_backward:
+        if self.ends_with_backward:
             self.finish_reductions(self.states)
         else:
             self._wait_on_host()

@@ -219,6 +219,23 @@ def test_a_copy_keeps_what_was_set():
     assert not copied.blocks[0]._fsdp_state.unit.config.reduce_grads
 
 
+@on_ranks(2)
+def test_a_copy_keeps_when_reductions_end():
+    alone, data = MLP(), batches(1, 8, 10)[0]
+    square_loss(alone, data).backward()
+    model = nn.ModuleDict({"inner": MLP()})
+    shard(model["inner"], "eager")
+    model["inner"].set_manual_backward_finalization(True)
+    copied = copy.deepcopy(model)["inner"]
+    model["inner"].set_manual_backward_finalization(False)
+    square_loss(copied, my_part(data)).backward()
+    copied.finalize_backward()
+    assert_close(full_grads(copied), full_grads(alone))
+    copied.set_manual_backward_finalization(False)
+    copied.set_is_last_backward(False)
+    assert not copy.deepcopy(copied)._get_fsdp_state()._lazy_init().is_last_backward
+
+
 class Encoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
