@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from ..param.unit import Unit
 from ..tracing.dynamo import skipped
@@ -79,6 +80,9 @@ def _changed(change: Callable[[Tensor], Tensor | None], value: Any, around: tupl
         return change(value)
     if value is None:
         return None  # whose class torch 2.11's Dynamo cannot ask for attributes, as is_dataclass does
+    if isinstance(value, PackedSequence):  # its batch_sizes must stay on the CPU
+        changed = _changed(change, (value.data, value.sorted_indices, value.unsorted_indices))
+        return None if changed is None else PackedSequence(changed[0], value.batch_sizes, *changed[1:])
     if isinstance(value, (tuple, list, set, frozenset)):
         pairs = [(_changed(change, item, around), item) for item in value]
         if all(new is None for new, _ in pairs):

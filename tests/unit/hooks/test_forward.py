@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from fsdp_compiled.hooks.forward import cast_floating, map_tensors, tensors_in
 
@@ -73,6 +74,16 @@ def test_what_is_left_alone():
 def test_a_container_in_which_nothing_changes_is_itself(value):
     assert cast_floating(value, torch.float32) is value
     assert cast_floating([value, _leaf().double()], torch.float32)[0] is value
+
+
+def test_a_packed_sequence_keeps_its_batch_sizes_on_the_cpu():
+    packed = pack_sequence([torch.ones(2, 3), torch.ones(4, 3)], enforce_sorted=False)
+    moved = cast_floating(packed, torch.bfloat16, torch.device("meta"))
+    assert type(moved) is PackedSequence
+    assert (moved.data.dtype, moved.data.device.type) == (torch.bfloat16, "meta")
+    assert moved.sorted_indices.is_meta and moved.unsorted_indices.is_meta
+    assert moved.batch_sizes is packed.batch_sizes
+    assert cast_floating(packed, torch.float32) is packed
 
 
 def test_what_refers_to_itself():
