@@ -123,6 +123,9 @@ class StepsOnShards:
 
     _matrices: MatrixStep | None
 
+    def __init_subclass__(cls, **_: object) -> None:
+        """Leave out that of the optimizer's class, which may want arguments or register classes."""
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy is of the class that the user knows, which can be pickled by name.
         reduced: Any = super().__reduce_ex__(protocol)

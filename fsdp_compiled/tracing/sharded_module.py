@@ -228,7 +228,14 @@ def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, .
     for mixin in mixins:
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
-    return type(f"{prefix}{user_cls.__name__}", (*mixins, user_cls), body)
+    return type(f"{prefix}{user_cls.__name__}", (*mixins, _Unannounced, user_cls), body)
+
+
+class _Unannounced:
+    """Base of each subclass made here: the user's ``__init_subclass__`` may want arguments, or register classes."""
+
+    def __init_subclass__(cls, **_: object) -> None:
+        pass
 
 
 def new_of_user_class(cls: Any, /, *args: Any, **kwargs: Any) -> Any:

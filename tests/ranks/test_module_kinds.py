@@ -158,6 +158,47 @@ def test_classes_with_a_call_of_their_own(mode):
     assert_trains_like_replicas(model, shard(model, mode), alone, batches(3, 4, 6))
 
 
+class Registered(nn.Module):
+    """Subclasses are listed by a name that each must give."""
+
+    classes: dict[str, type] = {}
+
+    def __init_subclass__(cls, *, kind: str) -> None:
+        super().__init_subclass__()
+        assert kind not in Registered.classes
+        Registered.classes[kind] = cls
+
+
+class Scaled(Registered, kind="scaled"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class OfRegistered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Scaled(), nn.Sequential(Scaled(), nn.Linear(6, 6))])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@each_mode
+@on_ranks(2)
+def test_classes_that_want_arguments_of_their_subclasses(mode):
+    alone, model = OfRegistered(), OfRegistered()
+    call = shard(model, mode)
+    assert Registered.classes["scaled"] is Scaled
+    assert_trains_like_replicas(model, call, alone, batches(3, 4, 6))
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind) -> None:
         super().__init__()

@@ -42,6 +42,16 @@ class Lion(optim.Optimizer):
                 param.sub_(state["momentum"].sign().to(param.dtype), alpha=group["lr"])
 
 
+class Registered(optim.SGD):
+    def __init_subclass__(cls, *, kind: str) -> None:
+        super().__init_subclass__()
+        cls.kind = kind
+
+
+class Named(Registered, kind="named"):
+    pass
+
+
 def _dtensor(*shape, placement=None, dtype=torch.float32):
     mesh = init_device_mesh("cpu", (4,))
     return DTensor.from_local(torch.randn(shape, dtype=dtype), mesh, [placement or Shard(0)])
@@ -58,6 +68,13 @@ def _raises(error, message):
 
 
 # ---- what may be wrapped ----
+
+
+def test_a_class_that_wants_arguments_of_its_subclasses():
+    optimizer = step_on_shards(Named([_param(4, 2)], lr=0.1), elementwise=True)
+    optimizer.step()
+    assert optimizer.kind == "named"
+    assert type(copy.deepcopy(optimizer)) is Named
 
 
 def test_returns_the_optimizer_and_may_be_called_again():
