@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from . import collectives, passes, sharding
+from .agreement.peers import is_failure
 from .expect import expect, shown, unexpected
 from .hooks.step import TrainingState
 from .init.arguments import check_device, check_options, checked_modules, checked_reshard
@@ -167,8 +168,9 @@ def _call_with_hooks(module: FSDPModule, method: Callable[..., Any], /, *args: A
         with nullcontext() if torch.compiler.is_compiling() else state.unit.method():
             output = method(*args, **kwargs)
         return state.post_forward.hook(module, args, output)  # type: ignore[arg-type]
-    except BaseException:
-        if state.is_root or state.outermost.unit.training_state is not TrainingState.FORWARD:
+    except BaseException as error:
+        is_in_forward = state.outermost.unit.training_state is TrainingState.FORWARD
+        if is_failure(error) and (state.is_root or not is_in_forward):
             state.reset_iteration(drop_accumulated=False)
         raise
 

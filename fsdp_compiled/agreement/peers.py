@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
+from torch.utils.checkpoint import _StopRecomputationError  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 from ..errors import RankFailureError
 from ..sharding.dtensor import store_of as store_of
@@ -123,6 +124,11 @@ def beats(rank: int) -> int:
 def _report_uncaught(before: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: Any) -> None:
     report_failure(error)  # before the interpreter prints it
     before(kind, error, trace)
+
+
+def is_failure(error: BaseException) -> bool:
+    """Tell whether the step cannot go on; a checkpoint ends a recomputation that has all it needs by an error."""
+    return not isinstance(error, _StopRecomputationError)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

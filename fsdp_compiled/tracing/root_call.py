@@ -64,8 +64,9 @@ class TracedCall:
             return self._fsdp_state.run(self, self._fsdp_call, *args, **kwargs)
         except BaseException as error:
             torch.set_grad_enabled(grad_mode)  # an interrupt of torch's own code may have left another
-            peers.report_failure(error)
-            self._fsdp_state.reset_iteration(drop_accumulated=False)
+            if peers.is_failure(error):
+                peers.report_failure(error)
+                self._fsdp_state.reset_iteration(drop_accumulated=False)
             raise
         finally:
             self._fsdp_state.end_call()

@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute, register_fsdp_forward_method
 from tests.support.graphs import record, sequence
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
@@ -188,3 +188,43 @@ def test_activation_checkpointing(mode):
     alone, model = _Checkpointed(), _Checkpointed()
     call = shard(model, mode)
     assert_trains_like_one_process(model, call, alone)
+
+
+class _WithHead(Model):
+    """What the outermost unit computes last keeps something for backward, so a recomputation ends in its call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.head(super().forward(x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_a_call_of_the_outermost_unit_is_recomputed(mode):
+    alone, model = _WithHead(), _WithHead()
+    recomputed = partial(checkpoint, shard(model, mode), use_reentrant=False)
+    assert_trains_like_replicas(model, recomputed, alone, batches(3, 4, 6))
+
+
+class _Encoders(Model):
+    """Blocks and the model run methods of their own."""
+
+    def encode(self, x):
+        for block in self.blocks:
+            x = x + checkpoint(block.forward, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("of", ["blocks", "model"])
+@on_ranks(2)
+def test_a_registered_forward_method_is_recomputed(of):
+    alone, model = _Encoders(), _Encoders()
+    shard(model, "eager")
+    register_fsdp_forward_method(model, "encode")
+    for block in model.blocks:
+        register_fsdp_forward_method(block, "forward")
+    encode = model.encode if of == "blocks" else partial(checkpoint, model.encode, use_reentrant=False)
+    assert_trains_like_replicas(model, encode, alone, batches(3, 4, 6), call_alone=alone.encode)
