@@ -27,6 +27,8 @@ _REDUCTIONS = {aten.sum, aten.mean, aten.amax, aten.amin, aten.argmax, aten.any,
 _LOOKUPS = {aten.index, aten.gather, aten.index_select}
 _PARTS = {aten.slice, aten.select}
 
+_RECOMPUTED = {CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE}
+
 
 class Candidate(NamedTuple):
     """A parameter that backward would all-gather again: what keeping it takes, and the time that it saves."""
@@ -75,11 +77,15 @@ class Reshard:
 
     ``keep_unsharded_bytes`` of the policy turn some of the first kind into the second. An untagged custom operator
     would be saved, so without this pass every parameter would stay unsharded.
+
+    Raises NotImplementedError for a region within a checkpoint that draws random numbers: computed again, it would
+    draw others. The partitioner keeps the random state of operators of the graph itself alone.
     """
 
     policy: SchedulePolicy = DEFAULT
 
     def __call__(self, graph: fx.Graph) -> None:
+        _check_regions(graph)
         _drop_gradient_marks(graph)
         mark_parameters(graph)  # for estimates of backward, which reads what is kept as it reads activations
         unshards = nodes.calls_of(graph, "unshard")
@@ -91,6 +97,25 @@ class Reshard:
             if not keep and nodes.spec_of(node).post_forward.world > 1:
                 _keep_over_smaller_group(node)
         _decide_by_operator(graph)
+
+
+def _check_regions(graph: fx.Graph) -> None:
+    for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        if call.meta.get("recompute") in _RECOMPUTED:
+            modules = (each for each in nodes.region_module_of(call).modules() if isinstance(each, fx.GraphModule))
+            for node in (node for module in modules for node in module.graph.nodes if _is_random(node)):
+                raise NotImplementedError(
+                    f"regions: expected a block within a checkpoint to draw no random numbers, got {node.target}, of "
+                    'which backward would draw others than forward; compile it with regions="off"'
+                )
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Tell whether an operator draws random numbers; attention does where it drops out."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    given = node.normalized_arguments(torch.nn.Module(), normalize_to_only_use_kwargs=True)  # with defaults
+    return given is None or given.kwargs.get("dropout_p") != 0.0
 
 
 def _drop_gradient_marks(graph: fx.Graph) -> None:

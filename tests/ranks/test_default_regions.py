@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor import config
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled
 from fsdp_compiled.passes import Protect
@@ -120,6 +121,25 @@ def plain(model, fullgraph=True, name="inductor", code=False, **options):
     torch._dynamo.reset()
     recorder = Recorder(compiler_name=name, config=options, code=code)
     return torch.compile(model, backend=recorder, fullgraph=fullgraph), recorder
+
+
+class Dropping(Block):
+    """Its gradients say which elements backward took for dropped."""
+
+    def forward(self, x):
+        return nn.functional.dropout(x.sin() * self.up.weight.sum(), 0.5)
+
+
+class Attending(Block):
+    def forward(self, x):
+        return super().forward(nn.functional.scaled_dot_product_attention(x[None], x[None], x[None])[0])
+
+
+class Recomputed(Stack):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x * self.scale
 
 
 @contextmanager
@@ -367,6 +387,25 @@ def test_a_block_that_torch_cannot_make_a_region_of_is_a_part_of_the_graph_in_si
     logger.setLevel(logging.NOTSET)
     said = [text for text in heard.texts if "as a part of the graph, because torch" in text]
     assert len(said) == (made(model) == 0)
+
+
+@on_ranks(2)
+def test_what_is_drawn_within_a_checkpoint_is_drawn_again():
+    model = sharded(Recomputed(Dropping))
+    call, _ = plain(model, code=True)
+    x = torch.ones(4, 10, requires_grad=True)
+    with in_silence():
+        output = call(x)
+    output.sum().backward()
+    torch.testing.assert_close(x.grad == 0, output == 0)  # an element that one block drops is dropped for good
+
+
+@on_ranks(2)
+def test_attention_within_a_checkpoint_that_drops_nothing_leaves_the_regions():
+    alone, model = Recomputed(Attending), sharded(Recomputed(Attending))
+    call, recorder = plain(model)
+    assert_trains_like_replicas(model, call, alone, batches(3, 8, 10))
+    assert regions_called(recorder) >= 3
 
 
 @on_ranks(2)
