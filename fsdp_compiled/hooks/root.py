@@ -151,11 +151,7 @@ class FSDPStateContext:
         try:
             for state in states:
                 state.unit.configure(reduce_grads=True, all_reduce_grads=True)
-            # Of other units nothing is left on any rank, for which this one would have to take part with zeros.
-            due = [each for each in states if each.unit.is_due or any(group.has_gradients for group in each.groups)]
-            self._start_reductions(due)
-            for state in due:
-                state.unit.note_reduction()
+            self._start_reductions(states)
             self.finish_reductions(states)
         finally:
             for state, reduce_grads, all_reduce_grads in settings:

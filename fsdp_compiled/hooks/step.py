@@ -49,7 +49,6 @@ class UnitInStep(Unit):
     training_state: TrainingState = TrainingState.IDLE
     to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
-    is_due: bool = False  # the last backward may have left unreduced gradients of the unit, on this or another rank
     in_method: bool = False  # a forward method of the user's is under way
 
     @property
@@ -105,10 +104,6 @@ class UnitInStep(Unit):
         self.training_state = TrainingState.IDLE
         self.to_run.clear()
         self.has_compiled_gradients = False
-        self.is_due = not (self.config.reduce_grads and self.config.all_reduce_grads)
-
-    def note_reduction(self) -> None:
-        self.is_due = False
 
     def reset(self) -> None:
         """Return to between two steps, after an exception that may have cut off any other change."""

@@ -78,28 +78,6 @@ def test_reducing_without_another_backward(mode):
     assert_close(full_grads(model), _alone(*micros))
 
 
-@eager_and_full
-@on_ranks(2)
-def test_unused_parameters_get_zeros_only_after_a_backward_without_sync(mode):
-    model = MLP()
-    model.register_module("unused", fully_shard(nn.Linear(3, 3)))
-    call = shard(model, mode)
-    model.set_reduce_scatter_unused_params(True)
-    for _ in range(2):
-        model.synchronize_gradients()
-        assert all(param.grad is None for param in model.parameters())
-        model.set_requires_gradient_sync(False)
-        square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
-        model.blocks[0].synchronize_gradients()
-        model.synchronize_gradients()
-        grads = full_grads(model)
-        assert torch.equal(grads.pop("unused.weight"), torch.zeros(3, 3))
-        assert torch.equal(grads.pop("unused.bias"), torch.zeros(3))
-        assert_close(grads, _alone(batches(1, 8, 10)[0]))
-        model.set_requires_gradient_sync(True)
-        model.zero_grad()
-
-
 @row("accumulation")
 @each_with_regions
 @on_ranks(2)
