@@ -92,7 +92,8 @@ def _changed(change: Callable[[Tensor], Tensor | None], value: Any, around: tupl
     is_record = is_dataclass(value) and not isinstance(value, type)
     if not is_record and not isinstance(value, dict):
         return None
-    if any(value is each for each in around):
+    # In a graph no such thing comes, and torch 2.11 cannot trace the comparison.
+    if not torch.compiler.is_compiling() and any(value is each for each in around):
         return None
     given = {f.name: getattr(value, f.name) for f in fields(value)} if is_record else value
     found = {key: _changed(change, item, (*around, value)) for key, item in given.items()}

@@ -182,7 +182,7 @@ def _spans(path: str | Path, content: bytes) -> dict[str, list[Span]]:
                 at = float(event["ts"]), float(event["dur"])
                 thread, number = (event.get("pid"), event.get("tid")), args.get("External id")
                 found[event.get("cat", "")].append(Span(*at, event["name"], thread, number, shapes))
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise unexpected(f"{path}", "a trace by torch.profiler", f"another file: {error}") from None
     return found
 

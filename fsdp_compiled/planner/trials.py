@@ -73,6 +73,8 @@ class Checkpointed(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "block" or name.startswith("__"):
+                raise
             return getattr(self.block, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

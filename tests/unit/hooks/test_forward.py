@@ -130,3 +130,8 @@ def test_dynamo_traces_what_is_left_alone(other):
 
     changed = call(_leaf())
     assert changed.value.dtype == torch.bfloat16 and changed.label == other
+
+
+def test_dicts_within_dicts_in_a_graph():
+    cast = torch.compile(lambda value: cast_floating(value, torch.bfloat16), fullgraph=True, backend="eager")
+    assert cast({"a": {"b": torch.ones(2)}})["a"]["b"].dtype == torch.bfloat16
