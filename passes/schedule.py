@@ -66,13 +66,15 @@ class Schedule:
             )
         cluster = self.policy.cluster_for(nodes.device_of(graph))
         compute = AnchoredCompute(graph, asked.__contains__, self.policy.tokens)
-        emit(decide(_requests_of(asked, compute, cluster), self.policy), list(asked), compute, cluster)
+        plan = decide(_requests_of(asked, written, compute, cluster), self.policy)
+        emit(plan, list(asked), written, compute, cluster)
 
 
-def _requests_of(asked: Mapping[fx.Node, Bucket], compute: AnchoredCompute, cluster: Cluster) -> Requests:
+def _requests_of(
+    asked: Mapping[fx.Node, Bucket], written: Mapping[Hashable, fx.Node], compute: AnchoredCompute, cluster: Cluster
+) -> Requests:
     """Return what opaque nodes ask for, given the bucket of each alone; a request's index is its node's."""
     lane = cache(cluster.lane)
-    written = nodes.written_of(next(iter(asked)).graph)
     number = defaultdict[Hashable, int](count().__next__)  # of a key, which is faster to compare
 
     def request(index: int, node: fx.Node, alone: Bucket) -> Request:

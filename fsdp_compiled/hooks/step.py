@@ -49,7 +49,7 @@ class UnitInStep(Unit):
     training_state: TrainingState = TrainingState.IDLE
     to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
-    in_method: bool = False  # a forward method of the user's is under way
+    in_method: bool = False  # while a forward method of the user's runs
 
     @property
     def is_recomputing(self) -> bool:

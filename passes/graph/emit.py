@@ -118,14 +118,22 @@ def put_in_order(order: Sequence[fx.Node]) -> None:
             before.append(node)
 
 
-def emit(plan: Plan, opaque: Sequence[fx.Node], compute: AnchoredCompute, cluster: Cluster) -> None:
-    """Replace the opaque nodes, by the index of whose requests ``plan`` knows them, by launches and waits."""
+def emit(
+    plan: Plan,
+    opaque: Sequence[fx.Node],
+    written: Mapping[Hashable, fx.Node],
+    compute: AnchoredCompute,
+    cluster: Cluster,
+) -> None:
+    """Replace the opaque nodes, by the index of whose requests ``plan`` knows them, by launches and waits.
+
+    ``written`` are the inputs that the graph writes to, by their memory.
+    """
     graph = opaque[0].graph
     for node, position in compute.position.items():
         node.meta[POSITION] = position
     (output,) = graph.find_nodes(op="output")
     operations: dict[tuple[int, int], list[fx.Node]] = {}  # launch, wait, and what is taken from it
-    written = nodes.written_of(graph)
     for number, requests in enumerate(plan.buckets):
         asked, bucket = [opaque[request.index] for request in requests], requests[0].kind.make(requests, cluster)
         results = [_as_written(nodes.source_of(node), written, output) for node in asked]
