@@ -92,6 +92,7 @@ def restore_excepthook() -> None:
 
 
 def _begin_beats(_: Any = None) -> None:
+    withdraw_report()
     here = current()
     if here is not None and here.compiling is None:
         here.compiling = threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from datetime import timedelta
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import set_rank_agreement
 from fsdp_compiled.agreement import ledger, peers
+from fsdp_compiled.sharding.contract import Collective, Contract
 from tests.faults.steps import (
     MODES,
     Model,
@@ -120,6 +122,28 @@ def test_a_function_that_calls_the_model():
     training = trainer("eager")
     training.call = compiled(lambda x: training.model(x) + 1)
     assert [training.step(number) for number in range(2)]
+
+
+def _compiles_long(graph, inputs):
+    time.sleep(2 * ledger._ATTENTION_S)
+    return graph
+
+
+def _raise(grad):
+    raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_a_rank_that_compiles_after_an_error_is_waited_for():
+    """As where a function that holds the next step is compiled: no forward has begun meanwhile."""
+    training = trainer("eager")
+    training.model.blocks[2].weight.register_hook(_raise)
+    with pytest.raises(ZeroDivisionError):
+        training.step()
+    assert peers.current().report
+    if dist.get_rank() == 0:
+        torch.compile(torch.sin, backend=_compiles_long, fullgraph=True)(torch.ones(2))
+    ledger.agree(Contract((Collective(dist.group.WORLD.group_name, "all-gather", "float32", ("weight",)),)))
 
 
 @on_ranks(2, timeout_s=30)
