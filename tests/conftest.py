@@ -13,11 +13,13 @@ from fsdp_compiled.testing.processes import GC_THRESHOLDS
 
 from .support.parity_plugin import ParityPlugin
 from .support.ranks import DEVICE, close_pool
+from .support.variants import leave_out
 
 
 def pytest_addoption(parser):
     parser.addoption("--inductor", action="store_true", help="generate code for every compiled model; takes long")
     parser.addoption("--device", help="where the ranks of a test compute, all on one GPU: cuda; they talk by gloo")
+    parser.addoption("--thorough", action="store_true", help="also tests that vary what others show")
     parser.addoption("--write-parity", action="store_true", help="write tests/PARITY.md from this run's results")
     parser.addoption("--seconds", type=float, default=120, help="of tests/long/soak.py or tests/long/fuzz.py")
     parser.addoption("--seed", type=int, default=0, help="of the first models that tests/long/fuzz.py draws")
@@ -26,6 +28,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "row(*names, mode=None): features that the test shows to work, see parity.py")
+    config.addinivalue_line("markers", "thorough(when): left out of runs of the whole suite, see variants.py")
     if config.getoption("--inductor"):
         from .support.training import INDUCTOR
 
@@ -35,6 +38,10 @@ def pytest_configure(config):
     # files in order: by default those with few tests, which take the longest, would come last, on one worker
     config.option.loadscopereorder = False
     config.pluginmanager.register(ParityPlugin(config))
+
+
+def pytest_collection_modifyitems(config, items):
+    leave_out(config, items)
 
 
 @pytest.fixture(scope="session", autouse=True)

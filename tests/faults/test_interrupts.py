@@ -17,6 +17,7 @@ from tests.faults.steps import Model, trainer
 from tests.faults.test_no_fault import Checkpointed
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
+from tests.support.variants import thorough
 
 TRIES = 60
 
@@ -142,6 +143,7 @@ class HandlersOwn(BaseException):
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=row("interrupts", mode=MODE_OF.get(kind, "eager"))) for kind in STEPS]
 )
+@thorough(when=lambda kind: kind in ("ahead of use", "accumulating"))
 @on_ranks(2, timeout_s=30)
 def test_an_exception_at_any_line(kind):
     _hunt(kind)
@@ -149,6 +151,7 @@ def test_an_exception_at_any_line(kind):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, HandlersOwn])
 @pytest.mark.parametrize("kind", ["eager", "full"])
+@thorough(when=lambda error: error is HandlersOwn)
 @on_ranks(2, timeout_s=30)
 def test_an_exception_wherever_signal_handlers_run(kind, error):
     _hunt(kind, error, lines=False)

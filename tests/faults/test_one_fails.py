@@ -13,6 +13,7 @@ from tests.faults import raising
 from tests.faults.raising import RaisingModel
 from tests.faults.steps import CompileClock, trainer
 from tests.support.ranks import on_ranks
+from tests.support.variants import thorough
 
 _TIMEOUT_S = 7.0  # which gloo's reduce-scatters wait for; all others end earlier
 SAID = {
@@ -33,6 +34,7 @@ def _linger(until):
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("mode", ["eager", "regional", "full"])
 @pytest.mark.parametrize("steps", [0, 2], ids=["first step", "later"])
+@thorough(when=lambda place, mode: mode == "regional" or (mode, place) == ("eager", "backward"))
 @on_ranks(2, timeout_s=_TIMEOUT_S)
 def test_one_rank_raises_and_lingers(place, mode, steps):
     raising.do.clear()

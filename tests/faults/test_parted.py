@@ -19,6 +19,7 @@ from fsdp_compiled.testing.processes import Setting
 from tests.faults.steps import WIDTH, Model
 from tests.support.ranks import on_ranks, pool
 from tests.support.training import shard
+from tests.support.variants import thorough
 
 MODES = ("eager", "full", "regions")
 PARTS_IN = 4  # the step in which the last rank does something else
@@ -99,6 +100,7 @@ def test_another_model_first(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@thorough(when=lambda mode: mode == "full")
 @on_ranks(4, timeout_s=30)
 def test_another_model_first_on_4_ranks(mode):
     _another_model_first(mode)
@@ -125,6 +127,7 @@ def test_a_call_skipped_and_made_later(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
+@thorough(when=lambda mode: mode == "full")
 @on_ranks(4, timeout_s=30)
 def test_a_call_skipped_and_made_later_on_4_ranks(mode):
     _a_call_skipped_and_made_later(mode)

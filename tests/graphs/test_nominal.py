@@ -33,6 +33,7 @@ from tests.support.drawn_lengths import (
 )
 from tests.support.graphs import Recorder, target_name
 from tests.support.training import shard
+from tests.support.variants import thorough
 
 
 def travels(node):
@@ -59,6 +60,7 @@ def _lengths(seed: int) -> Iterator[tuple[int, int]]:
 
 @pytest.mark.usefixtures("ranks_64")
 @pytest.mark.parametrize("name", MODELS)
+@thorough(when=lambda name: name in ("biased", "masked", "images"))
 def test_no_size_of_an_input_changes_a_collective(name):
     """Four sizes, fixed, varying and as Dynamo finds out: every two are a pair of ranks. fuzz.py draws more."""
     for of_kind in wanted(name, 64).values():
@@ -78,6 +80,7 @@ MET = [
 
 
 @pytest.mark.parametrize("number", range(len(MET)))
+@thorough(when=lambda number: number in (1, 2))
 def test_a_rank_that_compiles_again_starts_what_the_others_start(number):
     (dynamic, batches), world = MET[number], WORLDS[number % len(WORLDS)]
     with fake_ranks(world):
@@ -86,6 +89,7 @@ def test_a_rank_that_compiles_again_starts_what_the_others_start(number):
 
 @pytest.mark.usefixtures("ranks_64")
 @pytest.mark.parametrize("name, met", list(zip(["llama", "experts", "llama"], MET[:3], strict=True)))
+@thorough(when=lambda met: met == MET[2])
 def test_a_rank_whose_blocks_are_regions_starts_what_the_others_start(name, met):
     rank = Rank(name, 64, *met, "regions")
     assert_starts_what_others_start(rank)
@@ -100,6 +104,7 @@ def test_times_decide_in_groups_of_every_size(world):
 
 @pytest.mark.usefixtures("ranks_64")
 @pytest.mark.parametrize("number, name", list(enumerate(MODELS)))
+@thorough(when=lambda name: name in ("biased", "masked"))
 def test_a_mixture_of_lengths_compiles_no_more_often_than_unsharded(number, name):
     """Each model meets one of the four mixtures. fuzz.py draws more."""
     rank = Rank(name, 64, *MET[number % len(MET)])
@@ -126,6 +131,7 @@ class Dense(nn.Module):
 
 @pytest.mark.parametrize("world", [2, 64])
 @pytest.mark.parametrize("width, out", [(12, 12), (24, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 24)])
+@thorough(when=lambda world, width: world == 64 and width != 12)
 def test_one_row_starts_what_eight_rows_start(monkeypatch, world, width, out):
     def rows(_, length):
         return torch.randn(length, width), torch.zeros(length, out)

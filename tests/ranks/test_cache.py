@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from fsdp_compiled import compile
 from fsdp_compiled.testing import RankProcesses
 from tests.support.training import MLP, batches, mean_over_ranks, my_part, shard, square_loss, train_replicas
+from tests.support.variants import thorough
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ def _assert_compiles_nothing(first: list[dict], again: list[dict]) -> None:
         _assert_hits_both(warm)
 
 
+@thorough()
 def test_a_second_process_hits_both_caches_on_both_ranks(first):
     folder, said = first
     for colds in (said[::2], said[1::2]):

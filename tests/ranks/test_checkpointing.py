@@ -29,6 +29,7 @@ from tests.support.training import (
     units_inside,
     with_regions,
 )
+from tests.support.variants import thorough
 
 
 class Block(nn.Module):
@@ -132,6 +133,7 @@ def test_eager_steps_gather_as_often_as_without(how, options):
 
 @row("activation checkpointing", mode="full")
 @pytest.mark.parametrize("reshard", [True, False])
+@thorough(when=lambda reshard: not reshard)
 @on_ranks(2)
 def test_backward_graphs_gather_as_often_as_without(reshard):
     expected, _ = _graph_gathers(_sharded(reshard=reshard))

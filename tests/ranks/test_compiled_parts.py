@@ -9,6 +9,7 @@ from torch import nn
 from fsdp_compiled import fully_shard
 from tests.support.ranks import on_ranks
 from tests.support.training import MLP, assert_close, batches, full_params, square_loss, train
+from tests.support.variants import thorough
 
 
 def _wrapped(block: nn.Module) -> nn.Module:
@@ -36,6 +37,7 @@ def _compile_blocks(model: nn.Module, how: str) -> None:
 @pytest.mark.parametrize("outer", ["eager", "compiled"])
 @pytest.mark.parametrize("when", ["before", "between", "after"])
 @pytest.mark.parametrize("how", COMPILE)
+@thorough(when=lambda when, outer: when == "between" and outer == "compiled")
 @on_ranks(2)
 def test_compiled_blocks(how, when, outer):
     """As torchtitan does: blocks are compiled one by one, then sharded; and in other orders."""

@@ -10,6 +10,7 @@ from torch._dynamo.convert_frame import input_codes
 import fsdp_compiled
 from tests.support.ranks import on_ranks
 from tests.support.training import MLP, assert_close, backend, batches, full_params, my_part, shard, square_loss
+from tests.support.variants import thorough
 
 
 def _models(mode):
@@ -56,6 +57,7 @@ def _steps(model, call, alone):
 
 
 @pytest.mark.parametrize("mode", ["eager", "regional", "uncompiled"])
+@thorough(when=lambda mode: mode == "uncompiled")
 @on_ranks(2)
 def test_a_step(mode):
     model, call, alone = _models(mode)
@@ -65,6 +67,7 @@ def test_a_step(mode):
 
 
 @pytest.mark.parametrize("mode", ["eager", "regional", "uncompiled"])
+@thorough(when=lambda mode: mode != "eager")
 @on_ranks(2)
 def test_micro_batches_and_an_all_gather_by_hand(mode):
     model, call, alone = _models(mode)

@@ -23,6 +23,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 # torch 2.11's invoke_subgraph refuses the conjugate views that gradients of complex numbers are.
 no_regions = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 has no regions of complex numbers")
@@ -71,6 +72,7 @@ def on_dimension_1(param: nn.Parameter) -> Shard | None:
 @each_mode
 @each_dtype
 @pytest.mark.parametrize("choose", [None, on_dimension_1], ids=["Shard(0)", "Shard(1)"])
+@thorough(when=lambda dtype, mode: mode != "eager" and dtype == torch.complex128)
 @on_ranks(2)
 def test_complex_parameters_train(mode, dtype, choose):
     alone, model = Filters(dtype), Filters(dtype)

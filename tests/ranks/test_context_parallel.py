@@ -21,6 +21,7 @@ from tests.support.training import (
     mean_over_ranks,
     shard,
 )
+from tests.support.variants import thorough
 
 WIDTH, HEADS, LENGTH, BATCH = 12, 2, 8, 4
 
@@ -66,6 +67,7 @@ def _loss(call, x, target):
 
 
 @each_with_regions
+@thorough(when=lambda mode: mode in ("regional", "regions"))
 @on_ranks(4)
 def test_ranks_that_share_a_sequence_train_as_one_process(mode):
     if mode == "regions" and torch.__version__ < "2.13":

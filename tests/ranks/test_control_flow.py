@@ -18,6 +18,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 WIDTH = 10
 
@@ -112,6 +113,7 @@ def _check(make, mode):
 @row("control flow")
 @pytest.mark.parametrize("block", [Branches, Loop])
 @each_with_regions
+@thorough(when=lambda mode, block: (mode, block) in {("regional", Branches), ("full", Loop), ("regions", Branches)})
 @on_ranks(2)
 def test_parameters_read_inside(mode, block):
     _check(lambda: Stack(block), mode)

@@ -33,6 +33,7 @@ from tests.support.training import (
     train,
     units_inside,
 )
+from tests.support.variants import thorough
 
 
 class Tied(MLP):
@@ -56,6 +57,7 @@ def storages(model: nn.Module) -> set[int]:
 @row("copies")
 @each_with_regions
 @pytest.mark.parametrize("replicas", [1, 2])
+@thorough(when=lambda mode, replicas: mode != "eager" and replicas == 1)
 @on_ranks(2)
 def test_a_copy_trains_by_itself(mode, replicas):
     alone, model = Tied(), Tied()
@@ -87,6 +89,7 @@ def test_a_copy_trains_by_itself(mode, replicas):
 @row("copies")
 @each_with_regions
 @pytest.mark.parametrize("moment", ["forward", "after forward", "backward", "unshard"])
+@thorough(when=lambda mode, moment: mode in ("regional", "regions") and moment != "after forward")
 @on_ranks(2)
 def test_a_copy_of_a_model_in_the_middle_of_a_step(mode, moment):
     alone, model = Tied(), Tied()
@@ -149,6 +152,7 @@ def averaging(kind: str) -> dict:
 @row("copies")
 @each_with_regions
 @pytest.mark.parametrize("kind", ["swa", "ema", "foreach"])
+@thorough(when=lambda mode, kind: mode != "eager" and kind != "ema")
 @on_ranks(2)
 def test_an_averaged_model(mode, kind):
     alone, model = Tied(), Tied()

@@ -32,6 +32,7 @@ from tests.support.training import (
     seeded_generator,
     square_loss,
 )
+from tests.support.variants import thorough
 
 pytestmark = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="without a list there are no regions on torch 2.11"
@@ -159,6 +160,7 @@ def made(model) -> int:
 
 
 @pytest.mark.parametrize("code", [False, True])
+@thorough(when=lambda code: code)
 @on_ranks(2)
 def test_equal_blocks_are_regions(code):
     alone, model = Stack(), sharded(Stack())
@@ -266,6 +268,7 @@ def _pre_hook(block):
 
 @pytest.mark.parametrize("change", [_other_module, _own_forward, _own_attribute, _hook, _pre_hook])
 @pytest.mark.parametrize("which", [0, 2])
+@thorough(when=lambda which: which == 2)
 @on_ranks(2)
 def test_blocks_whose_modules_differ(change, which):
     alone, model = Stack(Holds, depth=5), Stack(Holds, depth=5)
@@ -277,6 +280,7 @@ def test_blocks_whose_modules_differ(change, which):
 
 
 @pytest.mark.parametrize("change", [_other_module, _own_forward, _own_attribute])
+@thorough(when=lambda change: change is _own_attribute)
 @on_ranks(2)
 def test_a_module_that_changes_later_is_seen(change):
     alone, model = Stack(Holds), sharded(Stack(Holds))
@@ -321,6 +325,7 @@ class Gain(nn.Module):
 
 
 @pytest.mark.parametrize("values", [(1, True), (1, 1.0), ((2.0, 3.0), [2.0, 3.0])], ids=str)
+@thorough(when=lambda values: values != (1, True))
 @on_ranks(2)
 def test_equal_values_of_other_types(values):
     alone, model = Stack(Typed, depth=5), Stack(Typed, depth=5)

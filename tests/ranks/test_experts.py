@@ -27,6 +27,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 WIDTH, HIDDEN, EXPERTS, CHOSEN = 10, 12, 6, 2
 each_exchange = pytest.mark.parametrize("exchange", ["capacity", "splits"])
@@ -142,6 +143,7 @@ def _shard(model, mode, as_dtensor=True):
 @row("experts")
 @each_exchange
 @each_with_regions
+@thorough(when=lambda mode, exchange: mode != "eager" and (exchange == "capacity") != (mode == "regional"))
 @on_ranks(4)
 def test_experts_beside_data_parallel_ranks(mode, exchange):
     alone, model = Mixture(exchange), Mixture(exchange)

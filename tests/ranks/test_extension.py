@@ -32,6 +32,7 @@ from tests.support.training import (
     square_loss,
     with_regions,
 )
+from tests.support.variants import thorough
 
 each_mode = pytest.mark.parametrize("mode", ["eager", "full", "regions"])
 
@@ -128,6 +129,7 @@ def test_an_extension_may_release_what_was_all_gathered():
 
 @row("tensor-subclass extensions")
 @each_mode
+@thorough(when=lambda mode: mode == "regions")
 @on_ranks(2)
 def test_float8_training_of_torchao(mode):
     alone, sharded = _float8_model(gathers_float8=False), _float8_model(gathers_float8=True)
@@ -157,6 +159,7 @@ def test_float8_training_of_torchao(mode):
 
 @row("tensor-subclass extensions")
 @each_mode
+@thorough(when=lambda mode: mode == "regions")
 @on_ranks(4)
 def test_float8_training_of_torchao_with_replicas(mode):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", f"shard_{mode}"))  # see test_placement

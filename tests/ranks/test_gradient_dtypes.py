@@ -16,6 +16,7 @@ from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, s
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import each_mode, each_with_regions, full_grads, shard
+from tests.support.variants import thorough
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -121,6 +122,7 @@ def test_shards_on_the_host(mode):
     "grad_dtype, policy",
     [(FP32, (BF16, FP32)), (FP32, (None, None)), (FP32, (None, BF16)), (None, (None, FP32)), (None, (BF16, None))],
 )
+@thorough(when=lambda mode, grad_dtype, policy: mode == "full" and grad_dtype is FP32 and policy != (BF16, FP32))
 @on_ranks(2)
 def test_the_dtypes_of_fsdp2(grad_dtype, policy, mode):
     model, batches = _model(grad_dtype), _batches(2)

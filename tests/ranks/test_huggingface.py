@@ -30,8 +30,10 @@ from tests.support.training import (
     units_inside,
     with_regions,
 )
+from tests.support.variants import thorough
 
 WITH_INDUCTOR = ("llama",)  # the others with --inductor
+IN_ONE_GRAPH = ("llama", "bert", "qwen3 moe", "gpt-oss")  # in every run of the suite; the others with regions
 each_mode = pytest.mark.parametrize("mode", ["eager", "full", "regions"])
 
 
@@ -62,6 +64,7 @@ def _assert_trains_like_one_process(name, mode):
 @row("Hugging Face models")
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma", "bert"])
 @each_mode
+@thorough(when=lambda name, mode: mode != "eager" and (name in IN_ONE_GRAPH) != (mode == "full"))
 @on_ranks(2)
 def test_trains_like_one_process(name, mode):
     model = _assert_trains_like_one_process(name, mode)
@@ -72,6 +75,7 @@ def test_trains_like_one_process(name, mode):
 @row("Hugging Face models")
 @pytest.mark.parametrize("name", ["mixtral", "qwen3 moe", "deepseek v3", "gpt-oss"])
 @each_mode
+@thorough(when=lambda name, mode: mode != "eager" and (name in IN_ONE_GRAPH) != (mode == "full"))
 @on_ranks(2)
 def test_a_mixture_of_experts_trains_like_one_process(name, mode):
     model = _assert_trains_like_one_process(name, mode)
@@ -84,6 +88,7 @@ def test_a_mixture_of_experts_trains_like_one_process(name, mode):
 @row("Hugging Face models", "mixed precision")
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
 @each_mode
+@thorough(when=lambda name, mode: mode != "eager" and name == "gpt-oss")
 @on_ranks(2)
 def test_a_mixture_of_experts_in_bf16_has_the_gradients_of_replicas(name, mode):
     """In bf16 a graph has torch's own grouped products, in fp32 an operator of Transformers."""
@@ -108,6 +113,7 @@ def test_a_mixture_of_experts_in_bf16_has_the_gradients_of_replicas(name, mode):
 
 @row("Hugging Face models", mode="regions")
 @pytest.mark.parametrize("name", ["gemma 3", "gpt-oss"])
+@thorough(when=lambda name: name == "gpt-oss")
 @on_ranks(2)
 def test_a_sliding_window_trains_in_regions_without_a_cache(name):
     """With one, which its config asks for, blocks keep views of what they compute; torch refuses such regions."""
@@ -132,6 +138,7 @@ def test_a_sliding_window_trains_in_regions_without_a_cache(name):
 
 @row("Hugging Face models", "frozen and LoRA")
 @each_mode
+@thorough(when=lambda mode: mode == "regions")
 @on_ranks(2)
 def test_lora_trains_and_reduces_the_adapters_alone(mode):
     pytest.importorskip("peft")

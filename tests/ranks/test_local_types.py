@@ -23,6 +23,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 spmd = pytest.importorskip("spmd_types")
 spmd_checker = pytest.importorskip("spmd_types.checker")
@@ -105,6 +106,7 @@ def _mesh():
 
 @row("tensor parallel", "meshes")
 @each_with_regions
+@thorough(when=lambda mode: mode in ("regional", "regions"))
 @on_ranks(4)
 def test_types_become_placements(mode):
     mesh, alone = _mesh(), Stack()

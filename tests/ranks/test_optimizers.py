@@ -27,6 +27,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
@@ -121,6 +122,7 @@ def test_optimizers_step_dtensors_as_one_process_steps_tensors(mode):
 
 @row("optimizers and evaluation")
 @eager_and_full
+@thorough(when=lambda mode: mode == "eager")
 @on_ranks(2)
 def test_compiled_optimizers(mode):
     alone, model = odd(), odd()

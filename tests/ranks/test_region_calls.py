@@ -11,6 +11,7 @@ from tests.support.drawn_regions import check_calls
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import assert_trains_like_one_process, compiled, with_regions
+from tests.support.variants import thorough
 
 NOTHING = ((), {})
 CALLS = {
@@ -26,10 +27,12 @@ CALLS = {
     "the same tensor twice": [(("x", "other"), {}), (("x", "x"), {}), (("other", "x"), {}), (("x", "other"), {})],
     "an attribute of the block": [(("buffer",), {}), (("first buffer",), {}), (("vector",), {}), (("buffer",), {})],
 }
+VARIED = ("a dataclass in a list", "an object before a tensor", "a container", "a kind of number")
 
 
 @row("module kinds", mode="regions")
 @pytest.mark.parametrize("name", CALLS)
+@thorough(when=lambda name: name in VARIED)
 @on_ranks(2)
 def test_equal_blocks_that_are_called_otherwise(name):
     check_calls(CALLS[name])

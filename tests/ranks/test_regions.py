@@ -31,6 +31,7 @@ from tests.support.training import (
     train,
     with_regions,
 )
+from tests.support.variants import thorough
 
 
 class Block(nn.Module):
@@ -292,6 +293,7 @@ ALIKE = {
 
 @row("module kinds", mode="regions")
 @pytest.mark.parametrize("name", ALIKE)
+@thorough(when=lambda name: name == "ties")
 @on_ranks(2)
 def test_blocks_that_only_look_alike(name):
     flat, model = _flat(ALIKE[name]()), _with_regions(ALIKE[name]())

@@ -15,6 +15,7 @@ from fsdp_compiled import fully_shard
 from fsdp_compiled.tracing import reads
 from tests.support.ranks import on_ranks
 from tests.support.training import assert_trains_like_one_process, compiled, with_regions
+from tests.support.variants import thorough
 
 pytestmark = pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 traces every block")
 WIDTH = 10
@@ -103,6 +104,7 @@ READS: dict[str, tuple[Callable[[Block], Any], Callable[[Block, bool], Any]]] = 
 
 
 @pytest.mark.parametrize("name", READS)
+@thorough(when=lambda name: name not in ("number", "item of a dict", "length", "attribute of a module"))
 @on_ranks(1)
 def test_what_is_read_before_the_call_too(monkeypatch, name):
     read, change = READS[name]
@@ -112,6 +114,7 @@ def test_what_is_read_before_the_call_too(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", READS)
+@thorough(when=lambda name: name not in ("number", "object", "function", "module", "mode"))
 @on_ranks(1)
 def test_what_is_read_within_a_checkpoint(monkeypatch, name):
     read, change = READS[name]
@@ -174,6 +177,7 @@ CHANGES: dict[str, tuple[Callable[..., Any], Callable[[Block, Any], Any]]] = {
 
 @pytest.mark.parametrize("calls", [1, 2], ids=["each once", "each twice"])
 @pytest.mark.parametrize("name", CHANGES)
+@thorough(when=lambda calls: calls == 2)
 @on_ranks(1)
 def test_what_changes_while_it_is_traced(monkeypatch, name, calls):
     change, read = CHANGES[name]

@@ -38,6 +38,7 @@ from tests.support.training import (
     train,
     train_replicas,
 )
+from tests.support.variants import thorough
 
 SCHEDULES = {
     "unit": SchedulePolicy(bucket="unit", prefetch=1),
@@ -147,6 +148,7 @@ def test_hooks_and_graphs_of_any_schedule_agree_bit_by_bit_in_fp32():
 
 
 @row("meshes", mode="full")
+@thorough()
 @on_ranks(4)
 def test_hooks_and_graphs_over_replicas_agree_bit_by_bit_in_fp32():
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -177,12 +179,14 @@ def _check_lengths(mode, lengths):
         [(16, 3, 11), (4, 12, 4, 8)],
     ],
 )
+@thorough(when=lambda lengths, mode: mode != "eager" and len(lengths[0]) == 1)
 @on_ranks(2)
 def test_ranks_whose_batches_differ_in_length(mode, lengths):
     _check_lengths(mode, lengths)
 
 
 @row("lengths that differ", mode="full")
+@thorough()
 @on_ranks(4)
 def test_4_ranks_whose_batches_differ_in_length():
     _check_lengths("full", [(16,), (2, 3), (9, 9, 4), (8,)])

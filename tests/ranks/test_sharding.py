@@ -33,6 +33,7 @@ from tests.support.training import (
     square_loss,
     train,
 )
+from tests.support.variants import thorough
 
 
 @row("uneven shards")
@@ -103,6 +104,7 @@ def test_another_shard_dimension(mode):
 @row("reshard")
 @each_with_regions
 @pytest.mark.parametrize("reshard", [True, False])
+@thorough(when=lambda mode, reshard: mode == "regions" and not reshard)
 @on_ranks(2)
 def test_reshard_after_forward(mode, reshard):
     alone, model = MLP(), MLP()
@@ -272,6 +274,7 @@ class Empties(nn.Module):
 
 @each_with_regions
 @pytest.mark.parametrize("sync", [True, False])
+@thorough(when=lambda mode, sync: mode != "eager" and not sync)
 @on_ranks(2)
 def test_parameters_without_elements(mode, sync):
     alone, model = Empties(), Empties()

@@ -44,6 +44,7 @@ from tests.support.training import (
     square_loss,
     train,
 )
+from tests.support.variants import thorough
 
 each_mode = pytest.mark.parametrize("mode", MODES)
 eager_and_full = pytest.mark.parametrize("mode", ["eager", "full"])
@@ -383,6 +384,7 @@ class Slow(MLP):
 
 @pytest.mark.parametrize("mode", WITH_REGIONS)
 @pytest.mark.parametrize("keep_vars", [True, False])
+@thorough(when=lambda mode, keep_vars: mode != "eager" and not keep_vars)
 @on_ranks(2)
 def test_another_thread_takes_state_dicts_while_the_model_trains(mode, keep_vars):
     alone, model = Slow(), Slow()

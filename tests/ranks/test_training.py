@@ -25,6 +25,7 @@ from tests.support.training import (
     token_batches,
     train,
 )
+from tests.support.variants import thorough
 
 STEPS = 20
 
@@ -82,6 +83,7 @@ def _assert_agree(modes, rtol, reference, **kwargs):
 
 
 @row("training", mode=MODES)
+@thorough()
 @on_ranks(2)
 def test_twenty_adamw_steps_on_2_ranks():
     reference = _adamw("one process")

@@ -31,6 +31,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 
 def _alone(*micros):
@@ -51,6 +52,7 @@ def _pending(model):
 
 @row("accumulation")
 @each_with_regions
+@thorough(when=lambda mode: mode == "regions")
 @on_ranks(2)
 def test_reducing_without_another_backward(mode):
     model, micros = MLP(), list(batches(4, 8, 10))
@@ -80,6 +82,7 @@ def test_reducing_without_another_backward(mode):
 
 @row("accumulation")
 @each_with_regions
+@thorough(when=lambda mode: mode == "regional")
 @on_ranks(2)
 def test_dropping_a_micro_batch(mode):
     model, (bad, good) = MLP(), batches(2, 8, 10)
@@ -100,6 +103,7 @@ def test_dropping_a_micro_batch(mode):
 @row("accumulation", "meshes")
 @eager_and_full
 @pytest.mark.parametrize("drop", [None, True, False])
+@thorough(when=lambda mode, drop: mode == "full" and drop is not None)
 @on_ranks(4)
 def test_sums_over_the_shard_group_only(mode, drop):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -314,6 +318,7 @@ def test_one_unit_of_several(mode):
 
 @row("accumulation", mode="full")
 @pytest.mark.parametrize("set_to_none", [True, False])
+@thorough(when=lambda set_to_none: not set_to_none)
 @on_ranks(2)
 def test_dropping_inside_of_a_compiled_function(set_to_none):
     model, (bad, good) = MLP(), batches(2, 8, 10)

@@ -21,6 +21,7 @@ from tests.support.training import (
     square_loss,
     train,
 )
+from tests.support.variants import thorough
 
 
 class Normalised(nn.Module):
@@ -202,6 +203,7 @@ class Returning(nn.Module):
 
 
 @pytest.mark.parametrize("policy", [SchedulePolicy(), SchedulePolicy(bucket="none", prefetch=0)])
+@thorough(when=lambda policy: policy.prefetch == 0)
 @on_ranks(2)
 def test_a_graph_reads_parameters_before_it_writes_to_them(policy):
     """Inductor would write early to what nothing reads, and has a shard and its DTensor as two inputs."""

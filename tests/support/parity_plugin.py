@@ -5,12 +5,12 @@ Only a run of the whole suite compares, or writes with ``--write-parity``; any o
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .parity import Record, read, render, with_skipped_from
+from .variants import asks_for_everything, is_variant
 
 ROWS = "parity"  # the property of a test's report that has its rows
 RENEW = "run `python -m pytest --write-parity` and commit the file"
@@ -29,7 +29,7 @@ class ParityPlugin:
         self._rows: dict[str, list[tuple[str, str]]] = {}  # of each marked test: (row, mode)
         self._results: dict[str, str] = {}  # of every test
         self._left_out: set[str] = set()  # files skipped as a whole
-        self._whole = _asks_for_everything(config)
+        self._whole = asks_for_everything(config)
         self._expected = 0
         self._message = ""
 
@@ -42,7 +42,8 @@ class ParityPlugin:
         self._whole &= not items
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        item.user_properties.append((ROWS, rows_of(item)))  # which go with the reports, also from xdist's processes
+        rows = [] if is_variant(item) else rows_of(item)
+        item.user_properties.append((ROWS, rows))  # which go with the reports, also from xdist's processes
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._expected = len(session.items)
@@ -112,11 +113,3 @@ def difference(committed: str, text: str) -> str:
         return "its text changed"
     some = [f"{r.row}, {r.mode}, {r.result}: {r.test}" for r in sorted(before ^ after)[:3]]
     return f"{len(after - before)} results are new, {len(before - after)} are gone, such as {'; '.join(some)}"
-
-
-def _asks_for_everything(config: pytest.Config) -> bool:
-    tests = config.rootpath / "tests"
-    folders = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
-    asked = any(Path(tests).is_relative_to(folder) for folder in folders)
-    left_out = ("ignore", "ignore_glob", "keyword", "markexpr", "deselect")
-    return asked and not any(map(config.getoption, left_out))

@@ -29,6 +29,7 @@ from fsdp_compiled import fully_shard
 from fsdp_compiled.inspect import explain
 from fsdp_compiled.testing.llama import PRESETS, Config, Llama
 from tests.support.training import TINY
+from tests.support.variants import thorough
 
 
 @pytest.fixture
@@ -169,6 +170,7 @@ def test_own_pass_leaves_nothing_between_a_launch_and_its_wait(run):
             assert after[index + 1] == after[index].replace("G", "W").replace("R", "V")
 
 
+@thorough()
 def test_bench_passes_times_every_pass_at_every_depth(run, tmp_path):
     run(bench_passes, "--layers", 2, 1, "--json", tmp_path / "figures.json")
     rows = json.loads((tmp_path / "figures.json").read_text())["rows"]

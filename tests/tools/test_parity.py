@@ -21,13 +21,19 @@ pytest_plugins = ["pytester"]
 
 CONFTEST = """
 from tests.support.parity_plugin import ParityPlugin
+from tests.support.variants import leave_out
 
 def pytest_addoption(parser):
     parser.addoption("--write-parity", action="store_true")
+    parser.addoption("--thorough", action="store_true")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "row")
+    config.addinivalue_line("markers", "thorough")
     config.pluginmanager.register(ParityPlugin(config))
+
+def pytest_collection_modifyitems(config, items):
+    leave_out(config, items)
 """
 TESTS = """
 import os
@@ -57,6 +63,23 @@ if "SKIP" in os.environ:
 
 @row("switching", mode=("eager", "full"))
 def test_other():
+    pass
+"""
+
+VARIED = """
+import pytest
+from tests.support.parity import row
+from tests.support.variants import thorough
+
+@row("copies")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@pytest.mark.parametrize("name", ["a", "b"])
+@thorough(when=lambda name, mode: mode == "full" and name == "b")
+def test_varied(mode, name):
+    pass
+
+@thorough()
+def test_another():
     pass
 """
 
@@ -199,3 +222,17 @@ def test_a_skipped_result_that_nobody_knows_stays_skipped():
     assert with_skipped_from([skipped, other], [known], []) == {known, other}
     assert with_skipped_from([], [known], ["a.py"]) == {known}
     assert with_skipped_from([], [known], []) == set()
+
+
+def test_variants_run_where_asked_for_and_are_not_in_the_table(suite):
+    (suite.table.parent / "test_varied.py").write_text(VARIED)
+    assert suite.run("--write-parity")[0] == 0
+    rows = [line for line in suite.table.read_text().splitlines() if "test_varied.py" in line]
+    assert [row.split("::")[1] for row in rows] == [
+        "test_varied[a-eager]`",
+        "test_varied[b-eager]`",
+        "test_varied[a-full]`",
+    ]
+    for args, passed in (((), 10), (("--thorough",), 12), (("tests/test_varied.py",), 5)):
+        code, out = suite.run(*args)
+        assert (code, f"{passed} passed" in out) == (0, True), out

@@ -17,6 +17,7 @@ from fsdp_compiled.cli import host_costs, main
 from fsdp_compiled.passes import CLUSTERS, cost
 from tests.faults.steps import trainer
 from tests.support.ranks import on_ranks, same_on_ranks
+from tests.support.variants import thorough
 
 FEW = {"_SIZES": (2**16, 2**18), "_COPIES": (2**12, 2**16), "_WIDTHS": (16, 32, 64), "_PIECES": 2}
 FEW |= {"_LENGTHS": (4, 8), "_COLD": 1}
@@ -42,6 +43,7 @@ def _groups(link):
     return [(group.world, group.in_node) for group in link.measured]
 
 
+@thorough()
 @on_ranks(2)
 def test_a_node(tmp_path):
     found = _calibrated(tmp_path / "cluster.json", 2)
@@ -76,6 +78,7 @@ def test_two_nodes(tmp_path):
         assert training.step() == trainer("eager").step()
 
 
+@thorough()
 @on_ranks(2)
 def test_nodes_of_one_rank(tmp_path):
     found = _calibrated(tmp_path / "cluster.json", 1)

@@ -19,6 +19,7 @@ from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes import CLUSTERS
 from tests.support.graphs import after_inductors_passes, record, sequence, target_name
 from tests.support.training import shard
+from tests.support.variants import thorough
 
 KINDS = ("all_gather", "reduce_scatter", "all_reduce")
 LAUNCHES, WAITS = ([f"{half}_{kind}" for kind in KINDS] for half in ("launch", "wait"))
@@ -257,6 +258,7 @@ def test_bad_input():
 
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("with_regions", [False, True])
+@thorough(when=lambda with_regions: not with_regions)
 def test_attention_that_backward_computes_again_takes_its_time_again(with_regions):
     def graphs(checkpointing):
         model, batch = Case(layers=2, width=128, seq=128, batch=1, checkpointing=checkpointing).model()

@@ -15,6 +15,7 @@ from fsdp_compiled.passes.cost import CLUSTERS
 from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.builder import Builder
 from tests.support.training import with_regions
+from tests.support.variants import thorough
 
 aten = torch.ops.aten
 
@@ -124,6 +125,7 @@ def test_a_step_is_its_graphs_and_the_optimizer():
 
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("regions", [False, True])
+@thorough(when=lambda regions: not regions)
 def test_parts_of_a_step_are_found_in_regions_too(regions):
     config = Config(width=64, layers=3, heads=2, kv_heads=1, hidden=96, max_seq=32)
     model = Llama(config)
