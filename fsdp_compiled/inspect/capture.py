@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from ..policy import SchedulePolicy
 from ..regions.block import without_failing_regions
 from ..regions.choose import set_default_regions
 from ..sharding.dtensor import local_of
+from ..sharding.spec import Group
 from ..tracing.dynamo import counters, with_code_of_its_own
 from ..tracing.sharded_module import user_class
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
@@ -81,10 +82,10 @@ def capture(
     traced = trace(model, args, kwargs, loss, schedule or SchedulePolicy(), code, device, passes, optimizer)
     cluster = traced.cluster
     memory = step_memory(traced.scheduled, traced.held, optimizer, traced.updated, traced.shards, cluster.on_host)
-    updated, ranks = traced.updated, range(traced.world)
+    updated, ranks = traced.updated, traced.ranks
     optimizer_us = OPTIMIZERS[optimizer].step_us(cluster, memory.reduced_bytes, updated, ranks, traced.shards)
     if clip_gradients:
-        optimizer_us += clipping_us(cluster, memory.reduced_bytes, updated.parameters, ranks, traced.shards)
+        optimizer_us += clipping_us(cluster, memory.reduced_bytes, updated.parameters, traced.sharding)
     return Capture(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
@@ -107,7 +108,9 @@ class Traced(NamedTuple):
     scheduled: list[tuple[GraphKind, fx.Graph]]  # before Inductor's own passes
     held: list[Allocation]  # by a rank, before a step
     updated: Updated  # by the optimizer
-    shards: int  # ranks that share the parameters
+    ranks: list[int]  # of the largest data-parallel mesh
+    shards: int  # of these, how many share the parameters
+    sharding: list[Group]  # along each mesh dimension that shards, those of tensor parallelism too
     world: int
     schedule: SchedulePolicy
     cluster: Cluster
@@ -135,11 +138,14 @@ def trace(
     held = _held(model, states, tensors_in((args, kwargs)), optimizer, updated)
     recorder = _Recorder(policy, passes, code, gpu)
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
-    meshes = [param.placement.mesh_info for state in states for param in state.params]
-    world = max((mesh.shard_world * mesh.replicate_world for mesh in meshes), default=1)
-    shards = max((mesh.shard_world for mesh in meshes), default=1)
-    cluster = policy.cluster_for(states[0].device)
-    return Traced(recorder.graphs, recorder.scheduled, held, updated, shards, world, policy, cluster)
+    params = [param for state in states for param in state.params]
+    sharded: list[Any] = [param.sharded_param for param in params]  # DTensors
+    meshes = [param.placement.mesh_info for param in params]
+    largest = max(meshes, key=lambda info: (info.mesh.size(), info.shard_world), default=None)
+    ranks, shards = (largest.mesh.mesh.flatten().tolist(), largest.shard_world) if largest else ([0], 1)
+    world = max((each.device_mesh.size() for each in sharded), default=1)
+    cluster, sharding = policy.cluster_for(states[0].device), list(dict.fromkeys(_sharding(sharded)))
+    return Traced(recorder.graphs, recorder.scheduled, held, updated, ranks, shards, sharding, world, policy, cluster)
 
 
 def _updated(model: nn.Module, states: Sequence[FSDPState]) -> Updated:
@@ -149,6 +155,14 @@ def _updated(model: nn.Module, states: Sequence[FSDPState]) -> Updated:
     shapes = [param.shape for param in trained if param in inner and param.dim() in (2, 3)]
     matrices = [(shape[-2], shape[-1]) for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
     return Updated(len(trained), sum(param.numel() for param in trained), tuple(matrices))
+
+
+def _sharding(params: Sequence[Any]) -> Iterator[Group]:
+    """Yield the process group along each mesh dimension that shards one of these DTensors."""
+    for param in params:
+        for dim, placement in enumerate(param.placements):
+            if not placement.is_replicate():
+                yield Group(param.device_mesh.get_group(dim).group_name, param.device_mesh.size(dim))
 
 
 def _policy_for(gpu: Gpu | None, policy: SchedulePolicy, states: Sequence[FSDPState]) -> SchedulePolicy:

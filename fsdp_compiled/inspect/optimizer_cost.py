@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..passes.cost import Cluster
 from ..passes.cost.matrix_cost import newton_schulz_us, owners_us, rounds_bytes
+from ..sharding.spec import Group
 
 
 class Updated(NamedTuple):
@@ -79,14 +80,14 @@ class Optimizer(NamedTuple):
         )
 
 
-def clipping_us(cluster: Cluster, reduced_bytes: float, parameters: int, ranks: Sequence[int], shards: int) -> float:
+def clipping_us(cluster: Cluster, reduced_bytes: float, parameters: int, sharding: Sequence[Group]) -> float:
     """Return the time of ``torch.nn.utils.clip_grad_norm_``, which reads gradients, then reads and writes them.
 
-    *Source:* its operators in torch 2.13.0; on DTensors one all-reduce of the norm over a group of ``shards``.
+    *Source:* its operators in torch 2.13.0; the norm is all-reduced over each mesh dimension that shards.
     """
     if not parameters:
         return 0.0
-    norm_us = cluster.link_of(ranks[:shards]).collective_us(4, shards, passes=2)
+    norm_us = sum(cluster.link(each.name, each.world).collective_us(4, each.world, passes=2) for each in sharding)
     return norm_us + parameters * cluster.memory_us(3 * reduced_bytes / parameters)
 
 

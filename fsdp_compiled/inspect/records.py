@@ -234,7 +234,7 @@ class CapturedModel:
     Args:
         model: the class name.
         parameters: number of elements of all parameters, unsharded.
-        world: ranks that the model is sharded over.
+        world: ranks that hold the model together, those of tensor parallelism and replicas too.
         cluster: that times are estimated for.
         schedule: the user's policy.
         graph_breaks: a reason for each.

@@ -247,6 +247,24 @@ def test_collectives_of_tensor_parallelism_take_their_time():
     assert sum(captured.step_parts_us.values()) == pytest.approx(captured.step_us)
 
 
+@pytest.mark.parametrize("tensor_parallel", [False, True])
+def test_clipping_takes_the_links_of_the_mesh(ranks_64, tensor_parallel):
+    mesh = init_device_mesh("cpu", (8, 8), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    if tensor_parallel:
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])  # of ranks 0, 8, 16 and so on, each of another node
+    schedule = SchedulePolicy(cluster="H100")
+    took, clipped = (
+        capture(model, torch.ones(4, 16), code=False, schedule=schedule, optimizer="sgd", clip_gradients=clips)
+        for clips in (False, True)
+    )
+    norms_us = [clipped.cluster.link_of(ranks).collective_us(4, 8, passes=2) for ranks in (range(0, 64, 8), range(8))]
+    reads_us = clipped.cluster.memory_us(3 * clipped.memory.reduced_bytes)
+    assert clipped.optimizer_us - took.optimizer_us == pytest.approx(sum(norms_us[: 1 + tensor_parallel]) + reads_us)
+    assert clipped.world == (64 if tensor_parallel else 8)
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match="model: expected an nn.Module, got 3 of int"):
         capture(3)
