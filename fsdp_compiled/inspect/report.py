@@ -15,6 +15,8 @@ from torch import fx
 from ..passes.graph import nodes
 from ..passes.log import trace_artifact
 from ..passes.schedule_policy import SchedulePolicy
+from ..sharding.dtensor import process_group
+from ..sharding.mesh import siblings_of
 from .comparison import ComparedStep, compare
 from .reading import Scheduled, captured_graph
 from .records import CapturedModel, ExplainedModel, GraphKind
@@ -111,10 +113,12 @@ def write_artifacts(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, fo
     read = Scheduled(graph, policy)
     found = captured_graph(read, kind, fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)))
     params = {request.param.name: request.param for request in read.requests}
+    groups = {collective.group for collective in found.collectives}
+    ranks = {rank for group in groups for ranks in siblings_of(process_group(group)) for rank in ranks}
     capture = Capture(
         model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),
         parameters=sum(param.layout(1).numel for param in params.values()),
-        world=max((collective.world for collective in found.collectives), default=1),
+        world=len(ranks) or 1,
         torch_version=torch.__version__,
         cluster=policy.cluster_for(nodes.device_of(graph)),
         schedule=policy,

@@ -9,8 +9,11 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 import torch
+from torch import nn
 from torch._logging import _internal as torch_logging
+from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_compiled import fully_shard
 from tests.unit.passes.test_log import three_layers, without_code
 
 
@@ -65,6 +68,15 @@ def test_a_trace_has_each_schedule_as_data_as_a_table_and_as_a_page(trace):
     for record, _ in records[2::3]:
         page = Path(unquote(urlparse(record["link"]["url"]).path)).read_text()
         assert "Graph after the passes" in page and "Graph before the passes" not in page
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_schedule_of_hybrid_sharding_is_one_of_all_its_ranks(trace):
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(4, 4, bias=False), mesh=mesh)
+    torch.compile(model, backend=without_code, fullgraph=True)(torch.ones(2, 4)).sum().backward()
+    assert [json.loads(text)["world"] for _, text in written(trace)[::3]] == [4, 4]
 
 
 @pytest.mark.usefixtures("fake_group")
