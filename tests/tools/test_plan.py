@@ -37,6 +37,11 @@ def build_small(batch):
     return Llama(replace(CONFIG, layers=1, width=32, max_seq=16)), (tokens, tokens)
 
 
+def build_short(batch):
+    tokens = torch.zeros(batch, 16, dtype=torch.int64)
+    return Llama(replace(CONFIG, layers=16, max_seq=16)), (tokens, tokens)
+
+
 class WithoutLoss(Llama):
     def forward(self, tokens):
         return super().forward(tokens)
@@ -148,6 +153,18 @@ def test_a_larger_batch_costs_what_a_capture_of_it_says(planned):
     step_us = found.accumulation * (there.step_us - there.optimizer_us) + there.optimizer_us
     assert found.step_us == pytest.approx(step_us, rel=0.05)
     assert sum(found.parts_bytes.values()) - there.memory.reduced_bytes == pytest.approx(there.peak_bytes, rel=0.05)
+
+
+def test_the_optimizer_finds_one_sum_of_gradients():
+    dist.init_process_group("fake", rank=0, world_size=8)
+    try:
+        found = trial(build_short, "none", 8, CLUSTER, BF16, "adamw")
+    finally:
+        dist.destroy_process_group()
+    size = 4 * found.parameters
+    once, often = (found.memory(Layout(1), True, 1, accumulates) for accumulates in (False, True))
+    assert once["optimizer state"] == 3 * size == 3 * once["gradients"]  # in the optimizer's step
+    assert often["optimizer state"] == 2 * size and sum(often.values()) < 5.5 * size  # before it
 
 
 def test_checkpointing_takes_time_and_saves_memory(planned):
