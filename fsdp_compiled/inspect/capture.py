@@ -54,7 +54,7 @@ def capture(
     """Compile ``model`` as ``torch.compile`` would, run it once, and return the graphs and what they cost.
 
     Compile caches are not read, so that the passes run. Gradients and the random state are as before
-    afterwards; buffers that forward changes stay changed. Every rank must call it, with inputs of its own.
+    afterwards, and buffers if nothing is computed. Every rank must call it, with inputs of its own.
 
     Args:
         model: a sharded module; its outermost unit, so that all collectives are in its graphs.
@@ -183,6 +183,7 @@ def _run_once(
         return model(*args, **kwargs)
 
     grads = {param: param.grad for param in model.parameters()}
+    buffers = [(module._buffers, dict(module._buffers)) for module in model.modules()]
     each = [param.gradients for state in states_of(model) for param in state.params]
     unreduced = {sums: sums.take() for of_one in each for sums in (of_one.unsharded, of_one.partial)}
     model.zero_grad()
@@ -197,6 +198,8 @@ def _run_once(
     finally:
         for param, grad in grads.items():
             param.grad = grad
+        for current, given in buffers if not backend.computes else ():
+            current.update(given)
         for sums, earlier in unreduced.items():
             sums.take()
             if earlier is not None:
@@ -267,6 +270,7 @@ class _Recorder:
         self.scheduled = list[tuple[GraphKind, fx.Graph]]()
         self.config = options(policy, own)
         self._policy, self._code, self._gpu = policy, code, gpu
+        self.computes = code and gpu is None
         self._scheduled: fx.Graph | None = None
         self.config |= {"force_disable_caches": True}  # on a hit no pass would run
         self.config |= OPTIONS if gpu else {}

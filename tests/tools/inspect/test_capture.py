@@ -192,6 +192,30 @@ def test_capture_leaves_gradients_and_random_state_alone():
     assert not torch.equal(state, torch.get_rng_state())
 
 
+class Averages(nn.Module):
+    """A layer with a running mean of what it returns, in a buffer that forward replaces or writes to."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.layer, self.replaces = nn.Linear(16, 16), replaces
+        self.register_buffer("mean", torch.ones(16))
+
+    def forward(self, x):
+        x = self.layer(x)
+        mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.mean = mean if self.replaces else self.mean.copy_(mean)
+        return x - self.mean
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("replaces", [False, True])
+def test_capture_leaves_buffers_alone_if_it_computes_nothing(replaces):
+    model = fully_shard(Averages(replaces))
+    mean = model.mean
+    capture(model, torch.randn(4, 16), code=False)
+    assert model.mean is mean and torch.equal(mean, torch.ones(16))
+
+
 @pytest.mark.usefixtures("fake_group", "no_code")
 @pytest.mark.parametrize("syncs", [False, True])
 def test_capture_leaves_gradients_alone_that_are_not_reduced_yet(syncs):
