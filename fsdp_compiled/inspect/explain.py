@@ -100,6 +100,9 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield f"no gradient for {_within(frozen, unit)}: all-gathered, never reduced"
     if len(state.groups) > 1:
         yield f"different dtypes, meshes or sharing: {len(state.groups)} all-gathers in an uncompiled forward"
+    for other in dict.fromkeys(param.placement.mesh_info for param in params if param.placement.mesh_info != info):
+        there = [param for param in params if param.placement.mesh_info == other]
+        yield f"on another mesh, sharded over {other.shard_world} ranks: {_within(there, unit)}"
     if info.shard_world == 1:
         yield "sharded over one rank: its all-gather sends nothing"
     if info.replicate_world > 1 and len(frozen) < len(params):

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
-from fsdp_compiled import MixedPrecisionPolicy, SchedulePolicy, fully_shard
+from fsdp_compiled import FSDPMeshInfo, MixedPrecisionPolicy, SchedulePolicy, ShardPlacementResult, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.inspect.explain import explain
 from fsdp_compiled.testing.llama import PRESETS, Llama
@@ -192,6 +193,15 @@ def test_gradients_that_stay_reduced_over_the_shards(replicas):
     model.set_requires_all_reduce(False)
     note = "set_requires_all_reduce(False): gradients stay reduced over the shards only"
     assert (note in " ".join(str(explain(model)).split())) == (replicas > 1)
+
+
+def test_parameters_on_another_mesh():
+    pairs = FSDPMeshInfo(init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))["inner"], 0)
+    placed = {1: ShardPlacementResult(Shard(0), pairs)}
+    model = fully_shard(nn.Linear(8, 8), shard_placement_fn=lambda param: placed.get(param.ndim))
+    (unit,) = explain(model).units
+    assert unit.shard_world == 4
+    assert "on another mesh, sharded over 2 ranks: 1 parameter, bias" in unit.notes
 
 
 def test_options_that_change_what_travels():
