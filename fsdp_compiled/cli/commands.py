@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from ..inspect.optimizer_cost import OPTIMIZERS
-from ..passes.cost import CLUSTERS, Cluster, named
+from ..passes.cost import CLUSTERS, VARIABLE, Cluster, named
 from ..policy import SchedulePolicy
 from . import doctor
 from .target import UsageError, build, find
@@ -108,9 +108,9 @@ def _inspect(args: argparse.Namespace) -> int:
     builder = find(args.target)
     with _process_group(args.world, args.rank):
         model, inputs, keywords = build(args.target, builder)
-        if args.explain:
-            print(explain(model, schedule), end="\n\n")
         try:
+            if args.explain:
+                print(explain(model, schedule), end="\n\n")
             captured = capture(model, *inputs, loss=None, schedule=schedule, device=args.device, **keywords)
         except Exception as error:
             if mistake := _mistake(error):
@@ -162,9 +162,9 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
 
 
 def _mistake(error: BaseException | None) -> str | None:
-    """Return what is said, while a graph compiles, about a schedule or a device that the graph cannot have."""
-    kinds = (ValueError, ImportError, NotImplementedError)
-    while error and not (isinstance(error, kinds) and str(error).startswith(("SchedulePolicy.", "device: "))):
+    """Return what is said, while a graph compiles, about a schedule, a device or a cluster that it cannot have."""
+    kinds, about = (ValueError, ImportError, NotImplementedError), ("SchedulePolicy.", "device: ", f"{VARIABLE}: ")
+    while error and not (isinstance(error, kinds) and str(error).startswith(about)):
         error = error.__cause__ or error.__context__
     return str(error) if error else None
 

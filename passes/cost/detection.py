@@ -92,7 +92,10 @@ def group_places() -> tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]:
 def _found(device: torch.device) -> Cluster:
     """Return what this process sees."""
     if given := os.environ.get(VARIABLE):
-        return named(given)
+        try:
+            return named(given)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{VARIABLE}: {error}") from error
     module = torch.get_device_module(device)
     is_there = device.type != "cpu" and module.is_available()
     name = module.get_device_name(device) if is_there else "CPU" if device.type == "cpu" else device.type

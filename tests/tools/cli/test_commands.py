@@ -218,16 +218,23 @@ def test_a_mistake_takes_one_line(capsys, words):
     assert MISTAKES[words] in line
 
 
-def test_a_schedule_that_no_graph_can_keep(program, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        "SchedulePolicy.in_flight_bytes: expected at least 9 for this graph, got 1",
+        "FSDP_COMPILED_CLUSTER: cluster: expected H100, got 'V100'",
+    ],
+)
+def test_what_no_graph_can_keep(program, monkeypatch, capsys, mistake):
     def capture(*args, **kwargs):
         try:
-            raise ValueError("SchedulePolicy.in_flight_bytes: expected at least 9 for this graph, got 1")
+            raise ValueError(mistake)
         except ValueError as error:
             raise RuntimeError("backend failed") from error
 
     monkeypatch.setattr(fsdp_compiled.inspect, "capture", capture)
     assert _inspect(f"{program}:build", "--in-flight-bytes", "1") == 2
-    assert "error: SchedulePolicy.in_flight_bytes: expected at least 9" in capsys.readouterr().err
+    assert f"error: {mistake}" in capsys.readouterr().err
 
 
 def test_errors_of_the_users_own_pass_through(program, monkeypatch):

@@ -313,7 +313,7 @@ def test_neither_a_cluster_nor_a_file(tmp_path, alone):
     with pytest.raises(ValueError, match=expected):
         SchedulePolicy(cluster="V100")
     alone.setenv("FSDP_COMPILED_CLUSTER", "V100")
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError, match=f"FSDP_COMPILED_CLUSTER: {expected}"):
         cost.detect(CPU)
     alone.setenv("FSDP_COMPILED_CLUSTER", "H200")
     assert cost.detect(CPU) is CLUSTERS["H200"]
