@@ -176,8 +176,13 @@ def _say(line: str) -> None:
 def _calibrate(args: argparse.Namespace) -> int:
     from .calibrate import calibrate  # only here, so that doctor also runs where collectives cannot be imported
 
-    found, is_first = calibrate(args.out), int(os.environ.get("RANK", "0")) == 0
-    if is_first:
+    try:
+        found = calibrate(args.out)
+    except (RuntimeError, ValueError) as error:
+        if not str(error).startswith(("calibrate: ", f"{VARIABLE}: ")):
+            raise
+        raise UsageError(str(error)) from error
+    if int(os.environ.get("RANK", "0")) == 0:
         for name, link in (("inside a node", found.intra), ("between nodes", found.inter)):
             rate = f"{link.bytes_per_s / 1e9:.3g} GB/s, {link.latency_us + link.hop_us:.3g} us"
             _say(f"{name + (':' if link.measured else ', not measured:'):<29} {rate}")
@@ -355,4 +360,6 @@ def _new_file(text: str) -> Path:
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
     return path

@@ -108,3 +108,15 @@ def test_a_folder_that_is_not_there(capsys):
         main(["calibrate", "--out", "new/cluster.json"])
     assert ended.value.code == 2
     assert "--out: expected a file in a folder that exists, got 'new/cluster.json'" in capsys.readouterr().err
+
+
+def test_a_mistake_takes_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("FSDP_COMPILED_CLUSTER", "V100")
+    command = ["calibrate", "--out", str(tmp_path / "cluster.json")]
+    assert main(command) == 2
+    assert capsys.readouterr().err.startswith("fsdp-compiled calibrate: error: FSDP_COMPILED_CLUSTER: cluster: ex")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(SystemExit):
+        main(command)
+    assert "--out: expected a file that can be written, got" in capsys.readouterr().err
