@@ -16,7 +16,7 @@ from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, 
 from torch._inductor.virtualized import V
 
 from ..api import options
-from ..expect import expect, unexpected
+from ..expect import expect, shown, unexpected
 from ..hooks.forward import tensors_in
 from ..hooks.state import FSDPState, states_of
 from ..passes import Pass, beside_users_passes, slots
@@ -33,7 +33,7 @@ from ..tracing.sharded_module import user_class
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
 from .lifetimes import Allocation, Part
 from .memory import step_memory
-from .optimizer_cost import OPTIMIZERS, Updated, clipping_us
+from .optimizer_cost import OPTIMIZERS, Updated, check_optimizer, clipping_us
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
 from .report import Capture
@@ -129,6 +129,8 @@ def trace(
 ) -> Traced:
     """Compile and run a model once and return its graphs. Parameters and errors as of :func:`capture`."""
     expect("model", model, nn.Module, "an nn.Module", "give the module, not its result")
+    if loss is not None and not callable(loss):
+        raise unexpected("loss", "a function or None", shown(loss), error=TypeError)
     gpu = gpu_of(device)
     states = states_of(model)
     policy = _policy_for(gpu, schedule, states)
@@ -193,6 +195,9 @@ def _run_once(
             # earlier capture's are no sizes that vary.
             compiled = torch.compile(with_code_of_its_own(call), backend=backend, dynamic=False)
             total = loss(without_failing_regions(model, compiled, *args, **kwargs))
+            if not isinstance(total, Tensor) or total.numel() != 1:
+                got = f"a tensor {[*total.shape]}" if isinstance(total, Tensor) else shown(total)
+                raise unexpected("loss", "a function that returns a tensor of one element", got)
             if total.requires_grad:
                 total.backward()
     finally:
@@ -210,8 +215,7 @@ def _held(
     model: nn.Module, states: Sequence[FSDPState], batch: Sequence[Tensor], kind: str, updated: Updated
 ) -> list[Allocation]:
     """Return what a rank holds before a step. ValueError: the optimizer's ``kind`` is unknown."""
-    if kind not in OPTIMIZERS:
-        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(kind))
+    check_optimizer(kind)
     params = [param for state in states for param in state.params]
     padded = {each.sharded_param: each.storage.layout.shard_numel * each.leaf.dtype.itemsize for each in params}
     padded |= {each.sharded_param: 0 for each in params if each.placement.offload is not None}  # on the host

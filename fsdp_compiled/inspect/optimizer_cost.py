@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from ..expect import shown, unexpected
 from ..passes.cost import Cluster
 from ..passes.cost.matrix_cost import newton_schulz_us, owners_us, rounds_bytes
 from ..sharding.spec import Group
@@ -101,3 +102,9 @@ OPTIMIZERS = {
     "sgd": Optimizer(0, 0, 3),
     "muon": Optimizer(2, 1, 20, of_matrices=(1, 13.5)),
 }
+
+
+def check_optimizer(kind: str) -> None:
+    """Raise ValueError unless there is an optimizer of this kind."""
+    if kind not in list(OPTIMIZERS):  # a list, as not all that users give has a hash
+        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", shown(kind))

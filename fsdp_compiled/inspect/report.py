@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from ..expect import expect
 from ..passes.graph import nodes
 from ..passes.log import trace_artifact
 from ..passes.schedule_policy import SchedulePolicy
@@ -78,6 +79,8 @@ class Capture(CapturedModel):
             ImportError: matplotlib is missing and the suffix is ``.png``.
             OSError: the file cannot be written.
         """
+        expect("beside", beside, CapturedModel | None, "another capture")
+        expect("measured", measured, ComparedStep | None, "what compare returned")
         path, expected = Path(path), ", ".join(_WRITERS)
         writer = next((writer for suffix, writer in _WRITERS.items() if path.name.endswith(suffix)), None)
         if writer is None:

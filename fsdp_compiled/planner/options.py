@@ -183,5 +183,6 @@ def _gib(count: int) -> str:
 
 def check_counts(name: str, values: Sequence[int]) -> None:
     """Raise ValueError unless there are values, all positive integers."""
-    if not values or any(not isinstance(value, int) or value < 1 for value in values):
-        raise ValueError(f"plan: {name}: expected integers of at least 1, got {list(values)}")
+    if not isinstance(values, Sequence) or not values or not all(isinstance(n, int) and n >= 1 for n in values):
+        got = list(values) if isinstance(values, Sequence) else values
+        raise ValueError(f"plan: {name}: expected integers of at least 1, got {got}")

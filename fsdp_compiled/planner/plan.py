@@ -8,9 +8,10 @@ from itertools import product
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from ..expect import unexpected
-from ..inspect.optimizer_cost import OPTIMIZERS
+from ..expect import expect, shown, unexpected
+from ..inspect.optimizer_cost import check_optimizer
 from ..passes.cost import Cluster, named
 from ..policy import MixedPrecisionPolicy
 from .options import CHECKPOINTING, Checkpointing, Option, batches, check_counts, layouts
@@ -55,11 +56,14 @@ def plan(
         ValueError, TypeError: an argument is wrong, or what ``build`` returns.
         RuntimeError: there is a default process group: a simulated one is started here.
     """
+    if not callable(build) or isinstance(build, nn.Module):
+        raise unexpected("build", "a function of a number of sequences", shown(build), error=TypeError)
+    expect("cluster", cluster, str | Cluster, "a name, a cluster file or a Cluster")
+    expect("memory_bytes", memory_bytes, int | float | None, "a number or None")
     cluster = named(cluster) if isinstance(cluster, str) else cluster
     check_counts("ranks", ranks)
     check_counts("tokens_per_step", [tokens_per_step])
-    if optimizer not in OPTIMIZERS:
-        raise unexpected("optimizer", f"one of {', '.join(OPTIMIZERS)}", repr(optimizer))
+    check_optimizer(optimizer)
     memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
     if memory_bytes < 1:
         do = "give memory_bytes, or a cluster that has it"

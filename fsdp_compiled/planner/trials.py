@@ -286,6 +286,8 @@ def _built(build: Build) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     expect("build", model, nn.Module, "an nn.Module as the first result")
     if states_below([model]):
         raise unexpected("build", "a model that is not sharded", "one after fully_shard", "plan shards it")
+    expect("build", args, tuple | list, "a tuple of inputs as the second result", "write (x,)")
+    expect("build", kwargs, Mapping, "a dict of keyword inputs as the third result")
     args, kwargs = map_tensors(lambda each: torch.zeros_like(each, device="cpu"), (tuple(args), dict(kwargs)))
     return model.to("meta"), args, kwargs
 
@@ -306,6 +308,8 @@ def _loss_of(output: Any) -> Tensor:
         got = f"a tensor {[*loss.shape]}" if isinstance(loss, Tensor) else shown(output)
         do = "wrap the model in a module that computes the loss, so that its time and memory count"
         raise unexpected("build", "a model whose forward returns a loss, a tensor of one element", got, do)
+    if not loss.requires_grad:
+        raise unexpected("build", "a loss that requires a gradient", "one without: no parameter that it needs does")
     return loss
 
 

@@ -87,6 +87,27 @@ def test_compile(model, kwargs, error, message):
             TypeError,
             "schedule: expected a SchedulePolicy or None, got 'unit' of str; use for example",
         ),
+        (lambda: capture(sharded_model(), X, loss=3), TypeError, "loss: expected a function or None, got 3 of int"),
+        (
+            lambda: capture(sharded_model(), X, loss=lambda y: y, code=False),
+            ValueError,
+            r"loss: expected a function that returns a tensor of one element, got a tensor \[2, ",
+        ),
+        (
+            lambda: capture(sharded_model(), X, optimizer=torch.optim.SGD(Model().parameters())),
+            ValueError,
+            "optimizer: expected one of adamw, .*, muon, got SGD$",
+        ),
+        (
+            lambda: capture(sharded_model(), X, code=False).save("page.html", beside="other.html"),
+            TypeError,
+            "beside: expected another capture, got 'other.html' of str",
+        ),
+        (
+            lambda: capture(sharded_model(), X, code=False).save("page.html", measured="run.json"),
+            TypeError,
+            "measured: expected what compare returned, got 'run.json' of str",
+        ),
         (lambda: step_on_shards(3), TypeError, "optimizer: expected a torch.optim.Optimizer, got 3 of int"),
         (
             lambda: step_on_shards(torch.optim.SGD),

@@ -69,6 +69,11 @@ def build_without_loss(batch):
     return WithoutLoss(CONFIG), (torch.zeros(batch, CONFIG.max_seq, dtype=torch.int64),)
 
 
+def build_frozen(batch):
+    model, inputs = build_blocks(batch)
+    return model.requires_grad_(False), inputs
+
+
 def build_sharded(batch):
     model = nn.Linear(8, 8)
     return fully_shard(model), (torch.zeros(batch, 8),)
@@ -244,15 +249,23 @@ def test_text_and_page(planned, tmp_path):
     [
         ({"ranks": (0,)}, r"ranks: expected integers of at least 1, got \[0\]"),
         ({"ranks": ()}, "ranks: expected integers"),
+        ({"ranks": 8}, "ranks: expected integers of at least 1, got 8"),
         ({"tokens_per_step": 0}, "tokens_per_step: expected"),
         ({"optimizer": "lion"}, "optimizer: expected one of adamw"),
+        ({"optimizer": ["adamw"]}, r"optimizer: expected one of adamw.* got \['adamw'\] of list"),
         ({"cluster": "H1000"}, "cluster: expected H100, "),
+        ({"cluster": 8}, "cluster: expected a name, a cluster file or a Cluster, got 8 of int"),
+        ({"memory_bytes": "80GiB"}, "memory_bytes: expected a number or None, got '80GiB' of str"),
         ({"cluster": CLUSTERS["CPU"]}, "memory_bytes: expected"),
         (
             {"build": build_without_loss},
             r"build: expected a model whose forward returns a loss.*got a tensor \[2, ",
         ),
         ({"build": lambda batch: nn.Linear(2, 2)}, r"build: expected a tuple \(model, args\)"),
+        ({"build": Blocks()}, "build: expected a function of a number of sequences, got Blocks"),
+        ({"build": lambda batch: (Blocks(), torch.zeros(batch, 64))}, "build: expected a tuple of inputs .*write"),
+        ({"build": lambda batch: (Blocks(), (), [1])}, "build: expected a dict of keyword inputs"),
+        ({"build": build_frozen}, "build: expected a loss that requires a gradient, got one without"),
     ],
 )
 def test_mistakes(given, message):
