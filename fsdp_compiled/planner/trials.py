@@ -315,7 +315,7 @@ def _loss_of(output: Any) -> Tensor:
 
 def _tokens(args: Any, kwargs: Any) -> int:
     """Return the tokens of a sequence: elements of the first integer input; 1 where there is none, as for images."""
-    integers = (each for each in tensors_in((args, kwargs)) if not each.is_floating_point())
+    integers = (each for each in tensors_in((args, kwargs)) if "int" in str(each.dtype))  # no masks of bools
     return max(1, next((each.numel() // BATCH for each in integers if each.dim() > 1), 1))
 
 

@@ -208,6 +208,15 @@ def test_a_step_has_about_as_many_tokens_as_were_asked_for(asked, got, note):
     assert f"10 ranks: {note}" in str(planned)
 
 
+def test_a_mask_holds_no_tokens():
+    def build_masked(batch):
+        model, (x,) = build_blocks(batch)
+        model.register_forward_pre_hook(lambda module, args: args[:1])
+        return model, (x, torch.ones(batch, 64, 64, dtype=torch.bool))
+
+    assert plan(build_masked, ranks=(8,), tokens_per_step=8).tokens_per_sequence == 1
+
+
 def test_what_is_tried():
     assert layouts(8, 8) == [Layout(8)]
     assert layouts(512, 8) == [Layout(512), Layout(8, 64), Layout(64, 8)]
