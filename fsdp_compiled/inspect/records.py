@@ -288,7 +288,7 @@ class CapturedModel:
             "waits for collectives": waits,
             "copies of buffers": max(0.0, total - waits - compute),
             "optimizer": self.optimizer_us,
-            "host": self.step_us - total - self.optimizer_us,
+            "host": max(0.0, self.step_us - total - self.optimizer_us),
         }
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -121,6 +122,8 @@ def test_a_step_is_its_graphs_and_the_optimizer():
     clipping_us = clipped.optimizer_us - captured["sgd"].optimizer_us
     assert clipping_us == pytest.approx(norm_us + cluster.memory_us(3 * shard))
     assert clipped.step_us == pytest.approx(captured["sgd"].step_us + clipping_us)
+    on_a_gpu = replace(clipped, cluster=CLUSTERS["H100"])  # whose host takes no time: none below zero by rounding
+    assert all(replace(on_a_gpu, optimizer_us=us / 7).step_parts_us["host"] >= 0 for us in range(1, 50))
 
 
 @pytest.mark.usefixtures("fake_group")
