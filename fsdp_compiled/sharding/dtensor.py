@@ -285,7 +285,7 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | Non
             dist.init_process_group()
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         mesh = init_device_mesh("cpu" if accelerator is None else accelerator.type, (dist.get_world_size(),))
-    expect("mesh", mesh, DeviceMesh, "a DeviceMesh or None")
+    expect("mesh", mesh, DeviceMesh, "a DeviceMesh or None" if dims is None else "a DeviceMesh for dp_mesh_dims")
     assert mesh is not None
     if dims is not None:
         return _named_mesh(mesh, dims)

@@ -98,7 +98,7 @@ def test_shard_dimensions():
             {"mp_policy": torch.bfloat16},
         ),
         (TypeError, "offload_policy: expected an OffloadPolicy, got True", {"offload_policy": True}),
-        (TypeError, "mesh: expected a DeviceMesh or None, got None", {"dp_mesh_dims": object()}),
+        (TypeError, "mesh: expected a DeviceMesh for dp_mesh_dims, got None", {"dp_mesh_dims": object()}),
         (TypeError, "shard_placement_fn: expected a function or None, got 1", {"shard_placement_fn": 1}),
         (TypeError, r"ignored_params: expected a set of parameters, got \[\] of list", {"ignored_params": []}),
         (
