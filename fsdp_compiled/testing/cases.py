@@ -7,6 +7,7 @@ import importlib
 import unittest
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
@@ -145,12 +146,13 @@ def _run_test(module: str, qualname: str, name: str, rank: int) -> None:
     cls: Any = functools.reduce(getattr, qualname.split("."), importlib.import_module(module))
     case = cls(name)
     case.rank = rank
-    case.perThreadSetUp()
-    try:
-        getattr(cls, name)(case)
-    finally:
-        case.perThreadTearDown()
-        case.doCleanups()
+    with ExitStack() as cleanups:
+        case.addCleanup = cleanups.callback  # unittest's own needs a result to report errors to
+        case.perThreadSetUp()
+        try:
+            getattr(cls, name)(case)
+        finally:
+            case.perThreadTearDown()
 
 
 def _has_tensor(value: Any) -> bool:

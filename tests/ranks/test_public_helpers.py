@@ -235,6 +235,9 @@ class Outcomes(FSDPTest):
 
     def perThreadSetUp(self):
         self.prepared = self.rank
+        if self._testMethodName == "test_the_setup_fails":
+            self.addCleanup(self.fail, "of the cleanup")
+            raise ValueError("of the setup")
 
     def test_one_rank_fails(self):
         assert self.prepared == self.rank
@@ -252,6 +255,12 @@ class Outcomes(FSDPTest):
 
     def test_skipped_on_the_ranks(self):
         self.skipTest("not here")
+
+    def test_a_cleanup_fails(self):
+        self.addCleanup(self.fail, "of the cleanup")
+
+    def test_the_setup_fails(self):
+        raise AssertionError("never comes here")
 
 
 def _result(name, timeout_s=300.0):
@@ -276,6 +285,11 @@ def test_what_unittest_reports_of_processes(ended_processes):
     assert "--- rank 0 ---" not in text
     ((_, reason),) = _result("test_skipped_on_the_ranks").skipped
     assert reason == "not here"
+    ((_, text),) = _result("test_a_cleanup_fails").failures
+    assert "AssertionError: of the cleanup" in text
+    ((_, text),) = _result("test_the_setup_fails").failures
+    assert "ValueError: of the setup" in text
+    assert "AssertionError: of the cleanup" in text
     ((_, text),) = _result("test_one_rank_dies").failures
     assert "--- rank 1 ---\nits process died with exit code 3" in text
     ((_, text),) = _result("test_one_rank_hangs", timeout_s=5.0).failures  # on new processes
