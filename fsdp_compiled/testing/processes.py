@@ -12,6 +12,7 @@ import tempfile
 import traceback
 import unittest
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
@@ -36,7 +37,7 @@ class Setting:
         backend: of the process group.
         device_type: of each rank; on other than "cpu" a rank takes the device of its number.
         group_timeout: of a collective.
-        test_timeout_s: of a whole job.
+        test_timeout_s: until the next rank ends.
     """
 
     backend: str = "gloo"
@@ -118,9 +119,14 @@ class RankProcesses:
             raise ValueError(f"world: expected 1 to {self.world} ranks, got {world}; start more processes")
         self._jobs += 1
         job = _Job(pickle.dumps(body), world, f"{self._folder.name}/store{self._jobs}", setting)
-        for pipe in self._pipes[:world]:
-            pipe.send(job)
-        outcomes = self._collect(world, setting)
+        try:
+            for pipe in self._pipes[:world]:
+                with suppress(ConnectionError):  # of a process that has died since
+                    pipe.send(job)
+            outcomes = self._collect(world, setting)
+        except BaseException:  # a later job would be given this one's outcomes
+            self.close()
+            raise
         failures = {rank: outcome.failure for rank, outcome in outcomes.items() if outcome.failure is not None}
         if failures:
             raise AssertionError("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))

@@ -6,6 +6,7 @@ import os
 import time
 import unittest
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from fsdp_compiled.testing import (
     NestedWrappedModule,
     NestedWrappedModuleWithDelay,
     NonUniformReqGradNWM,
+    RankProcesses,
     SkipModel,
     TransformerWithSharedParams,
     check_sharded_parity,
@@ -295,6 +297,20 @@ def test_what_unittest_reports_of_processes(ended_processes):
     ((_, text),) = _result("test_one_rank_hangs", timeout_s=5.0).failures  # on new processes
     assert "--- rank 1 ---\nhung" in text
     assert "--- rank 0 ---" not in text
+
+
+def test_a_job_after_one_that_was_interrupted_or_after_a_death(ended_processes):
+    processes = Outcomes("test_one_rank_fails").processes
+    interrupted = mock.patch.object(RankProcesses, "_collect", side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt), interrupted:
+        processes().run(2, _leave_the_store)
+    with pytest.raises(AssertionError, match="IndexError"):  # and not the outcome of the job before
+        processes().run(2, _use_the_store_left_behind)
+    running = processes()
+    running._processes[1].kill()
+    running._processes[1].join()
+    with pytest.raises(AssertionError, match="--- rank 1 ---\nits process died of SIGKILL"):
+        running.run(2, _leave_the_store)
 
 
 def test_more_ranks_than_processes():
