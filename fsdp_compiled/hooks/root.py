@@ -114,7 +114,6 @@ class FSDPStateContext:
         These are units whose inputs needed no gradient, and gradients that were accumulated while sync was off and
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
         """
-        self._accumulate_compiled()
         if not self.step.is_checked:
             self.states[0].check_parameters()
         self._start_reductions(self.states)
@@ -122,6 +121,7 @@ class FSDPStateContext:
             self.finish_reductions(self.states)
         else:
             self._wait_on_host()
+        self._accumulate_compiled()
         for state in self.states:
             state.end_step()
         self.step.end_backward(self.states)
@@ -131,7 +131,7 @@ class FSDPStateContext:
         for state in self.states:
             if state.unit.has_compiled_gradients:
                 for param in state.params:
-                    param.gradients.accumulate_compiled()
+                    param.gradients.accumulate()
 
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""

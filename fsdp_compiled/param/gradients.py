@@ -122,8 +122,17 @@ class Gradients:
             self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else own
         self.spec_text = spec.text_over_shards_only if self._is_partial else text
 
-    def accumulate(self, padded: Tensor) -> None:
-        """Add a reduced, padded gradient to the sharded parameter's and run the hooks that users put on it."""
+    def accumulate(self, padded: Tensor | None = None) -> None:
+        """Add a reduced, padded gradient and what a compiled backward has left in the leaf to the sharded parameter's.
+
+        The hooks that users put on it run once, for the sum; nothing happens if there is neither.
+        """
+        compiled, self.leaf.grad = self.leaf.grad, None
+        if compiled is not None:
+            compiled = compiled.detach() if compiled.requires_grad else compiled  # create_graph=True gives it a graph
+            padded = compiled if padded is None else padded + compiled
+        if padded is None:
+            return
         local, sharded = self._storage.unpadded(padded).to(self.leaf.device), self._sharded
         if sharded._backward_hooks:
             local = after_user_hooks(sharded, self._name, self._storage.new_dtensor(local))
@@ -143,12 +152,6 @@ class Gradients:
             do = "set grad_dtype before the first forward"
             expected = f"grad_dtype to stay {grad.dtype}"
             raise unexpected(self._name, expected, self._sharded.grad_dtype, do, RuntimeError) from error
-
-    def accumulate_compiled(self) -> None:
-        """Take the gradient that a compiled backward has left in the leaf, if any."""
-        grad, self.leaf.grad = self.leaf.grad, None
-        if grad is not None:
-            self.accumulate(grad.detach() if grad.requires_grad else grad)  # create_graph=True gives it a graph
 
     def accumulate_zeros(self) -> None:
         """Give a trainable parameter that has no gradient one of zeros."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
 from tests.support.ranks import on_ranks
@@ -58,6 +59,26 @@ def test_hooks_see_and_replace_the_sharded_gradient(mode):
     kept.remove()
     square_loss(call, my_part(data)).backward()
     assert len(calls) == 5  # the other kind of hook is still there
+
+
+@pytest.mark.parametrize("mode", ["eager", "regional", "full"])
+@on_ranks(2)
+def test_hooks_run_once_for_all_that_is_reduced_at_the_end(mode):
+    """Optimizers that step in such hooks would step on parts of a gradient."""
+    model, alone = MLP(), MLP()
+    call = shard(model, mode, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    data = batches(3, 8, 10)
+    weight, seen, after = model.blocks[0][0].weight, [], []
+    weight.register_hook(lambda grad: seen.append(grad.full_tensor().clone()))
+    weight.register_post_accumulate_grad_hook(lambda param: after.append(param.grad.full_tensor().clone()))
+    for index, batch in enumerate(data):
+        model.set_requires_gradient_sync(index > 0)
+        model.set_requires_all_reduce(index == 2)
+        square_loss(call, my_part(batch)).backward()
+        square_loss(alone, batch).backward()
+    for (grad,) in (seen, after):
+        torch.testing.assert_close(grad, alone.blocks[0][0].weight.grad)
+    assert_close(full_grads(model), full_grads(alone))
 
 
 @pytest.mark.parametrize(
