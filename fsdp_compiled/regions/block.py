@@ -31,6 +31,7 @@ from ..tracing.dynamo import (
     comptime,
     describe_arguments,
     end_body,
+    entered_function_modes,
     get_eval_frame_callback,
     guard_as_reused,
     inductor_options,
@@ -157,14 +158,16 @@ def _enter(context: Any) -> None:
     """Set the caller's ``is_region``, and ``call`` if a trace of an equal block that is called alike may be reused.
 
     Torch lets regions of equal code share one graph, whatever modes they are called under. So a block is a part of
-    the graph if the trace's first region was called under others. In a branch or a loop it is a part of that.
+    the graph if the trace's first region was called under others, or in a torch function mode. In a branch or a loop
+    it is a part of that.
     """
     block, first, here = local_value(context, "self"), of_trace(_modes), _modes()
-    if branches_around(context) or (block._fsdp_region.by_default and not _is_safe(context)):
+    by_default = block._fsdp_region.by_default
+    if branches_around(context) or entered_function_modes(context) or (by_default and not _is_safe(context)):
         set_local(context, "is_region", False)
         return
     if first != here:
-        if not block._fsdp_region.by_default:
+        if not by_default:
             warnings.warn(
                 f"regions: a block ({type(block)._fsdp_user_class.__name__}) is compiled as a part of the graph, "
                 f"because it is called under other modes than the first region: {here}, not {first}",

@@ -89,8 +89,7 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     together, so a constant that nothing reads makes this one differ.
     """
     assert isinstance(function, FunctionType)
-    code = function.__code__
-    code = code.replace(co_consts=(*code.co_consts, uuid4().hex))
+    code = function.__code__.replace(co_consts=(*function.__code__.co_consts, uuid4().hex))
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
@@ -180,6 +179,12 @@ def graphs_around(context: Any) -> Iterator[Any]:
 def branches_around(context: Any) -> list[Any]:
     """Return what traces the branches and bodies of loops that the caller is in, up to any other graph."""
     return list(takewhile(lambda graph: str(graph.source_target) in _BRANCHES, graphs_around(context)))
+
+
+def entered_function_modes(context: Any) -> bool:
+    """Tell whether the traced program has entered modes that say what torch's functions do for the caller."""
+    tracer = _tracer(context)
+    return len(tracer.symbolic_torch_function_state.mode_stack) > len(tracer.output.torch_function_mode_stack)
 
 
 def call_outside_branches(context: Any, function: Callable[..., Any], name: str) -> Any:
@@ -272,9 +277,8 @@ def guard_as_reused(context: Any, code: CodeType) -> None:
         if not any(isinstance(check, _Comparison) for _, check, _, _ in condition.guards):
             _compare_all(output, condition, trace.arg_sources[0])
     output.guard_on_key_order.update([_moved(source, call.moved) for source in output.guard_on_key_order])
-    install_guard(
-        *(_moved_guard(guard, call.moved) for guard in call.guards if guard.create_fn_name() != "TENSOR_MATCH")
-    )
+    guards = (guard for guard in call.guards if guard.create_fn_name() != "TENSOR_MATCH")
+    install_guard(*(_moved_guard(guard, call.moved) for guard in guards))
 
 
 class _Call:
@@ -287,12 +291,10 @@ class _Call:
 
     def begin(self, block: Any, effects: Any) -> None:
         self.block, self.guards, self.moved = block, list[Any](), dict[Any, Any]()
-        self.changed = {  # objects from before the trace that it has changed until now, by their ids
-            each
-            for each, variable in effects.id_to_variable.items()
-            if isinstance(variable.mutation_type, (AttributeMutationExisting, ValueMutationExisting))
-            and effects.is_modified(variable)
-        }
+        # Objects from before the trace that it has changed until now, by their ids.
+        variables, kinds = effects.id_to_variable.items(), (AttributeMutationExisting, ValueMutationExisting)
+        existing = [(each, variable) for each, variable in variables if isinstance(variable.mutation_type, kinds)]
+        self.changed = {each for each, variable in existing if effects.is_modified(variable)}
 
 
 def _compare_all(output: Any, condition: Any, block: Any) -> None:
@@ -363,9 +365,8 @@ class _Comparison:
             found = value(source)
             if type(found) is not kind or not check.eval_fn(found, expected):
                 return False
-        if any(value(source) is not value(other) for source, other in self._same):
-            return False
-        return not (changed and any(id(each) in changed for each in self._objects(value)))
+        is_same = all(value(source) is value(other) for source, other in self._same)
+        return is_same and not (changed and any(id(each) in changed for each in self._objects(value)))
 
     def _objects(self, value: Callable[[Any], Any]) -> Iterator[Any]:
         """Yield the objects through which a block leads to what is read of it, and what containers of these hold."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch._inductor import config
+from torch.overrides import TorchFunctionMode
 
 from fsdp_compiled import compile, fully_shard
 from fsdp_compiled.regions.block import RegionModule
@@ -311,6 +313,26 @@ def test_blocks_under_other_modes_are_parts_of_the_graph():
         got = train(model, compiled(model), batches(3, 8, 10), square_loss)
     assert got == pytest.approx(want, rel=1e-6)
     assert_close(full_params(model), full_params(flat), rtol=1e-6)
+
+
+class Sines(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return (torch.sin if func is torch.Tensor.tanh else func)(*args, **(kwargs or {}))
+
+
+class InModes(Stack):
+    def forward(self, x):
+        x = x * self.scale
+        for index, block in enumerate(self.blocks):
+            with Sines() if index % 2 else nullcontext():
+                x = block(x)
+        return x
+
+
+@on_ranks(1)
+def test_torch_function_modes_count_in_the_blocks_that_they_surround():
+    model = _with_regions(InModes())
+    assert_trains_like_one_process(model, compiled(model), InModes())
 
 
 class ReturnsItsInput(Block):
