@@ -133,7 +133,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
         for names, tensor in names_of_tensors(inner) if adapter is None else _adapted(inner, adapter):
             name = next((each for each in names if each in files), None)
             if name is None:
-                do = "load it by from_pretrained, save it by save_pretrained, and load that"
+                do = "load it by from_pretrained, and load what its save_pretrained(save_original_format=False) saves"
                 do = f"if the checkpoint has other names than the model, {do}"
                 raise unexpected(names[0], f"it in {folder}", "none", do, KeyError)
             part = opened(str(files[name])).get_slice(name)
@@ -178,18 +178,26 @@ def _adapted(model: nn.Module, adapter: str) -> Iterable[tuple[list[str], Tensor
 
 def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
     """Give the model memory, and its non-persistent buffers their values."""
-    initializers = [module._init_weights for module in model.modules() if hasattr(module, "_init_weights")]
-    computed = [(name, module) for name, module in model.named_modules() if module._non_persistent_buffers_set]
-    if computed and not initializers:
-        name, module = computed[0]
-        buffers = sorted(module._non_persistent_buffers_set)
-        expected = f"a model with _init_weights, which computes the non-persistent buffers {buffers}"
-        do = "make the model on the CPU rather than on meta"
-        raise unexpected(name or user_class(module).__name__, expected, "none", do, NotImplementedError)
+    computed = list(_computed(model))
+    for name, module, initialize in computed:
+        if initialize is None:
+            buffers = sorted(module._non_persistent_buffers_set)
+            expected = f"a model with _init_weights, which computes the non-persistent buffers {buffers}"
+            do = "make the model on the CPU rather than on meta"
+            raise unexpected(name or user_class(module).__name__, expected, "none", do, NotImplementedError)
     meshes = (param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
     model.to_empty(device=next(meshes).device_type if device is None else device)
-    for _, module in computed:
-        initializers[0](module)  # type: ignore[operator]
+    for _, module, initialize in computed:
+        initialize(module)
+
+
+def _computed(module: nn.Module, initialize: Any = None, name: str = "") -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the modules with non-persistent buffers, with their names and ``_init_weights`` of the nearest model."""
+    initialize = getattr(module, "_init_weights", initialize)  # a vision tower has its own
+    if module._non_persistent_buffers_set:
+        yield name, module, initialize
+    for below, child in module.named_children():
+        yield from _computed(child, initialize, f"{name}.{below}" if name else below)
 
 
 def _check_fits(name: str, tensor: Tensor, stored: Any) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from fsdp_compiled import FSDPModule, fully_shard
 from fsdp_compiled.integrations.pretrained import load_pretrained, save_pretrained, shard_pretrained
 from fsdp_compiled.integrations.transformers import ShardedTrainer
+from tests.ecosystem import test_vision_language
 from tests.ecosystem.test_trainer import STEPS, InOrder, Tokens, _arguments, _losses
 from tests.ecosystem.training import (
     accelerate_on_cpu,
@@ -114,6 +115,19 @@ def test_a_meta_model_reads_only_its_shards(name, tmp_path):
     assert sum(part.numel() for part in read) <= held + sum(buffer.numel() for buffer in model.buffers())
     tokens = huggingface.token_batches(1)[0]
     torch.testing.assert_close(huggingface.loss(model, tokens), huggingface.loss(want, tokens))
+
+
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # which set the weights beside a buffer
+def test_buffers_of_a_model_inside_are_computed_by_its_own_class(tmp_path, fake_group):
+    want, _ = test_vision_language.MODELS["paligemma"]()
+    want.save_pretrained(tmp_path)  # under the names of older versions, which are refused
+    with torch.device("meta"):
+        model = shard_pretrained(type(want)(want.config))
+    with pytest.raises(KeyError, match=r"save_pretrained\(save_original_format=False\)"):
+        load_pretrained(model, tmp_path)
+    want.save_pretrained(tmp_path, save_original_format=False)
+    load_pretrained(model, tmp_path)
+    assert_close(dict(model.named_buffers()), dict(want.named_buffers()), rtol=0)
 
 
 @on_ranks(2)
