@@ -123,7 +123,7 @@ class Gradients:
         self.spec_text = spec.text_over_shards_only if self._is_partial else text
 
     def accumulate(self, padded: Tensor | None = None) -> None:
-        """Add a reduced, padded gradient and what a compiled backward has left in the leaf to the sharded parameter's.
+        """Add a reduced, padded gradient, and what a compiled backward has left in the leaf, to the parameter's.
 
         The hooks that users put on it run once, for the sum; nothing happens if there is neither.
         """
