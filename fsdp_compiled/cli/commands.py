@@ -62,7 +62,7 @@ _DOCTOR = """\
 Check versions, compilers, devices, torch's settings and Inductor's custom-pass slots. Each line begins with ok, with
 note for what works but is worth knowing, or with problem for what fails or hangs.
 
-exit status: 0, or 1 if there is any problem."""
+exit status: 0, 1 if there is any problem, or 2 if FSDP_COMPILED_CLUSTER names no cluster."""
 
 _CALIBRATE = """\
 Measure the machine that it runs on, and write a cluster file, for SchedulePolicy(cluster=FILE), for inspect --cluster
@@ -169,6 +169,17 @@ def _mistake(error: BaseException | None) -> str | None:
     return str(error) if error else None
 
 
+@contextmanager
+def _one_line_about(*names: str) -> Iterator[None]:
+    """Report errors about these in one line; others, such as the user's code raises, keep their traceback."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if not str(error).startswith(tuple(f"{name}: " for name in names)):
+            raise
+        raise UsageError(str(error)) from error
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr)
 
@@ -176,12 +187,8 @@ def _say(line: str) -> None:
 def _calibrate(args: argparse.Namespace) -> int:
     from .calibrate import calibrate  # only here, so that doctor also runs where collectives cannot be imported
 
-    try:
+    with _one_line_about("calibrate", VARIABLE):
         found = calibrate(args.out)
-    except (RuntimeError, ValueError) as error:
-        if not str(error).startswith(("calibrate: ", f"{VARIABLE}: ")):
-            raise
-        raise UsageError(str(error)) from error
     if int(os.environ.get("RANK", "0")) == 0:
         for name, link in (("inside a node", found.intra), ("between nodes", found.inter)):
             rate = f"{link.bytes_per_s / 1e9:.3g} GB/s, {link.latency_us + link.hop_us:.3g} us"
@@ -196,7 +203,7 @@ def _plan(args: argparse.Namespace) -> int:
     from ..planner import plan  # only here, as inspect
 
     builder = find(args.target, 1)
-    try:
+    with _one_line_about("plan", "build", "memory_bytes", "optimizer"):
         found = plan(
             builder,
             cluster=args.cluster,
@@ -206,10 +213,6 @@ def _plan(args: argparse.Namespace) -> int:
             memory_bytes=args.memory,
             progress=_say,
         )
-    except (TypeError, ValueError, RuntimeError) as error:
-        if not str(error).startswith(("plan: ", "build: ", "memory_bytes: ", "optimizer: ")):
-            raise  # of the user's code
-        raise UsageError(str(error)) from error
     print(found)
     if args.save:
         _say(f"saved {found.save(args.save)}")
@@ -217,7 +220,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    findings = doctor.diagnose()
+    with _one_line_about(VARIABLE):
+        findings = doctor.diagnose()
     width = max(len(found.subject) for found in findings)
     for level, subject, text in findings:
         head = f"{level:<7}  {subject:<{width}}  "

@@ -52,7 +52,7 @@ def diagnose() -> list[Finding]:
     backends = [name for name in BACKENDS if getattr(dist, f"is_{name}_available", lambda: False)()]
     built_for = torch.accelerator.current_accelerator()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    omp_threads, ranks = os.environ.get("OMP_NUM_THREADS"), int(os.environ.get("LOCAL_WORLD_SIZE") or 0)
+    omp_threads, ranks = os.environ.get("OMP_NUM_THREADS"), os.environ.get("LOCAL_WORLD_SIZE", "")
     compiler = shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
     version, matplotlib = _version("fsdp-compiled") or "not installed", _version("matplotlib")
     return [
@@ -63,7 +63,7 @@ def diagnose() -> list[Finding]:
         judge_compiler(compiler, Path(sysconfig.get_path("include"), "Python.h").exists()),
         *judge_gpus(gpus, built_for.type if built_for is not None and has_streams(built_for) else None),
         judge_backends(backends, bool(gpus)),
-        judge_threads(torch.get_num_threads(), cpus, omp_threads, ranks or None),
+        judge_threads(torch.get_num_threads(), cpus, omp_threads, int(ranks) if ranks.isdecimal() else None),
         *(
             judge_slot(slot, inductor.beside_users_passes(slot, ours), inductor.installed(slot))
             for slot, ours in passes.slots(passes.SchedulePolicy()).items()

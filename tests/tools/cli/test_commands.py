@@ -295,6 +295,18 @@ def test_doctor_prints_findings_and_counts_problems(monkeypatch, capsys):
     assert capsys.readouterr().out.endswith("problem  triton  missing\n\n1 problem\n")
 
 
+def test_doctor_where_the_environment_is_wrong(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8(x2)")
+    assert doctor.diagnose()
+
+    def diagnose():
+        raise ValueError("FSDP_COMPILED_CLUSTER: cluster: expected H100")
+
+    monkeypatch.setattr(doctor, "diagnose", diagnose)
+    assert cli.main(["doctor"]) == 2
+    assert capsys.readouterr().err == "fsdp-compiled doctor: error: FSDP_COMPILED_CLUSTER: cluster: expected H100\n"
+
+
 # ---- as a program ----
 
 
