@@ -132,7 +132,7 @@ class FSDPTestMultiThread(RankTestCase):
     """Tests whose ranks are threads of this process: they start at once, but cannot compile.
 
     All threads share torch's generator: make equal parameters under :func:`fsdp_compiled.testing.seeded`. Any other
-    state of the process is shared too.
+    state of the process is shared too. Ranks that differ do not raise RankMismatchError: only processes are compared.
     """
 
     test_timeout_s = 60.0
