@@ -99,7 +99,7 @@ class RankProcesses:
 
     @property
     def alive(self) -> bool:
-        """Whether all processes run; after a rank died or hung they do not, and new ones must be made."""
+        """Whether all processes run; else, as after a rank died or hung or ``run`` was interrupted, make new ones."""
         return all(process.is_alive() for process in self._processes)
 
     def run(self, world: int, body: Callable[[int], None], setting: Setting = Setting()) -> None:
