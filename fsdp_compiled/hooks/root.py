@@ -95,6 +95,13 @@ class FSDPStateContext:
         self.tree.check_untouched()
         self.step.note_check()
 
+    def unshard_again(self) -> None:
+        """All-gather what was resharded within ``unsharded()``, as for a state dict."""
+        for state in self.states:
+            if not state.unit.config.trains:
+                state.unshard()
+                state.unit.hold(True)
+
     def begin_forward(self) -> None:
         """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
         self.step.begin_forward(ends_step=self.ends_with_backward)

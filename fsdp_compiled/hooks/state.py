@@ -163,7 +163,7 @@ class FSDPState(TorchNames):
 
     def reshard(self) -> None:
         """Free the unsharded parameters; the hooks no longer hold them."""
-        self.unit.hold(False)
+        self.unit.release()
         for group in self.groups:
             group.reshard()
 
@@ -345,6 +345,7 @@ class FSDPState(TorchNames):
         context = self._lazy_init()
         context.step.call(context.states, True)
         self.note("forward")
+        context.unshard_again()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_call(self) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from ..api import fully_shard, register_fsdp_forward_method
 from ..errors import RankFailureError, RankMismatchError
 from ..expect import unexpected
+from ..hooks.state import states_below
 from ..init.arguments import checked_modules
 from ..sharding.dtensor import local_of, local_part
 from ..tracing.dynamo import module_inside
@@ -143,6 +144,8 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     list(stored())  # raises before anything is changed
     if is_meta:
         _materialize(inner, device)
+    for state in states_below([inner]):
+        state.reshard()  # within unsharded()
     with torch.no_grad():
         for tensor, part in stored():
             _read(tensor, part)

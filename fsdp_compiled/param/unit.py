@@ -67,6 +67,12 @@ class Unit:
             for param in self.followers:
                 param.follow_hold()
 
+    def release(self) -> None:
+        """Be held no longer, not by ``unsharded()`` either."""
+        self.hold(False)
+        if not self.config.has_hooks:
+            self.configure(has_hooks=True)
+
     def call(self, in_call: bool) -> None:
         self.in_call = in_call
         for param in self.followers:

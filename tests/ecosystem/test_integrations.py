@@ -18,7 +18,7 @@ import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from fsdp_compiled import FSDPModule, fully_shard
+from fsdp_compiled import FSDPModule, fully_shard, unsharded
 from fsdp_compiled.integrations.pretrained import load_pretrained, save_pretrained, shard_pretrained
 from fsdp_compiled.integrations.transformers import ShardedTrainer
 from tests.ecosystem import test_vision_language
@@ -175,6 +175,18 @@ def test_a_compiled_model_reads_what_it_has_written(tmp_path):
     compiled = torch.compile(model)
     assert load_pretrained(compiled, tmp_path) is compiled
     assert_close(full_params(model), want, rtol=0)
+
+
+@on_ranks(2)
+def test_unsharded_parameters_are_those_of_the_files_at_once(tmp_path):
+    want, model = _saved("llama", tmp_path), shard_pretrained(huggingface.build("llama"))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    tokens = huggingface.token_batches(1)[0]
+    with unsharded(model):
+        load_pretrained(model, tmp_path)
+        torch.testing.assert_close(huggingface.loss(model, tokens), huggingface.loss(want, tokens).detach())
 
 
 @each_mode

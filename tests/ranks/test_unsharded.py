@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_compiled import fully_shard, step_on_shards, unsharded
+from fsdp_compiled import fully_shard, step_on_shards, stream_parameters, unsharded
 from fsdp_compiled.collectives import backend
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
@@ -134,6 +134,28 @@ def test_nothing_trains_inside(mode):
     with pytest.raises(RuntimeError, match="unsharded: expected a model between two steps, got one in forward"):
         model(x)
     hook.remove()
+
+
+@each_mode
+@pytest.mark.parametrize("is_trained", [True, False])
+@on_ranks(2)
+def test_state_dicts_inside(mode, is_trained):
+    """The next call all-gathers, and no other."""
+    model, alone, x = MLP(), MLP(), batches(1, 4, 10)[0]
+    call = shard(model, mode)
+    if is_trained:
+        square_loss(call, x).backward()
+    with unsharded(model):
+        call(x)
+        for take in (model.state_dict, lambda: dict(stream_parameters(model))):
+            take()
+            call(x)
+            assert _counted(lambda: torch.testing.assert_close(call(x), alone(x))) == 0
+        model.load_state_dict({name: tensor * 2 for name, tensor in model.state_dict().items()})
+        alone.load_state_dict({name: tensor * 2 for name, tensor in alone.state_dict().items()})
+        torch.testing.assert_close(call(x), alone(x))
+        assert dist.get_rank() == 1 or _counted(lambda: call(x)) == 0
+    assert _is_sharded(model)
 
 
 @pytest.mark.parametrize("on_shards", [True, False])
