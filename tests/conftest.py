@@ -28,7 +28,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "row(*names, mode=None): features that the test shows to work, see parity.py")
-    config.addinivalue_line("markers", "thorough(when): left out of runs of the whole suite, see variants.py")
+    config.addinivalue_line("markers", "thorough(when): left out of runs of the entire suite, see variants.py")
     if config.getoption("--inductor"):
         from .support.training import INDUCTOR
 

@@ -93,7 +93,7 @@ def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
         return ["none" if each is None else _name(each, each.params) for each in (ours, theirs)]
     pairs = zip(ours.params, theirs.params, strict=False)
     alike = next((n for n, pair in enumerate(pairs) if pair[0] != pair[1]), None)
-    if alike is None:  # one has more, and its last is among them
+    if alike is None:  # one list begins with the other
         return [f"{one.kind} of {len(one.params)} parameters, the last {one.params[-1]}" for one in (ours, theirs)]
     return [_name(each, each.params[alike:]) for each in (ours, theirs)]
 

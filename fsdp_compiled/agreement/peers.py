@@ -147,11 +147,11 @@ def _report(what: str) -> None:
 
 
 def withdraw_report() -> None:
-    """Withdraw what this rank has reported: it comes after all."""
-    here = current()
-    if here is not None and here.report:
-        here.store.set(here.report, "")
-        here.report = ""  # at last, or a report that an interrupt leaves would stay for good
+    """Withdraw what this rank has reported: it comes after all, or at least compiles."""
+    with suppress(RuntimeError):  # the store's host has ended
+        if (here := current()) is not None and here.report:
+            here.store.set(here.report, "")
+            here.report = ""  # at last, or a report that an interrupt leaves would stay for good
 
 
 class _Backward:

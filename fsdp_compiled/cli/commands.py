@@ -175,7 +175,7 @@ def _one_line_about(*names: str) -> Iterator[None]:
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
-        if not str(error).startswith(tuple(f"{name}: " for name in names)):
+        if str(error).partition(": ")[0] not in names:
             raise
         raise UsageError(str(error)) from error
 

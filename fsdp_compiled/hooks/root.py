@@ -95,8 +95,9 @@ class FSDPStateContext:
         self.tree.check_untouched()
         self.step.note_check()
 
-    def unshard_again(self) -> None:
-        """All-gather what was resharded within ``unsharded()``, as for a state dict."""
+    def begin_call(self) -> None:
+        """Begin a call of the outermost module; all-gather what was resharded within ``unsharded()`` before it."""
+        self.step.call(self.states, True)
         for state in self.states:
             if not state.unit.config.trains:
                 state.unshard()

@@ -163,7 +163,9 @@ class FSDPState(TorchNames):
 
     def reshard(self) -> None:
         """Free the unsharded parameters; the hooks no longer hold them."""
-        self.unit.release()
+        self.unit.hold(False)
+        for unit in (self.unit, self.outermost.unit):
+            unit.turn_hooks_on()  # within unsharded(), so that the next call all-gathers again
         for group in self.groups:
             group.reshard()
 
@@ -342,10 +344,8 @@ class FSDPState(TorchNames):
         context = self._lazy_init()
         context.recover(begins_step=not context.step.in_call and not self.unit.is_nested)
         self.check_parameters()
-        context = self._lazy_init()
-        context.step.call(context.states, True)
         self.note("forward")
-        context.unshard_again()
+        self._lazy_init().begin_call()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_call(self) -> None:

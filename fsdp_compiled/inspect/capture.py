@@ -53,8 +53,8 @@ def capture(
 ) -> Capture:
     """Compile ``model`` as ``torch.compile`` would, run it once, and return the graphs and what they cost.
 
-    Compile caches are not read, so that the passes run. Gradients and the random state are as before
-    afterwards, and buffers if nothing is computed. Every rank must call it, with inputs of its own.
+    Compile caches are not read, so that the passes run. Gradients, the random state and, if nothing is computed,
+    buffers that forward replaces are as before afterwards. Every rank must call it, with inputs of its own.
 
     Args:
         model: a sharded module; its outermost unit, so that all collectives are in its graphs.
@@ -129,8 +129,7 @@ def trace(
 ) -> Traced:
     """Compile and run a model once and return its graphs. Parameters and errors as of :func:`capture`."""
     expect("model", model, nn.Module, "an nn.Module", "give the module, not its result")
-    if loss is not None and not callable(loss):
-        raise unexpected("loss", "a function or None", shown(loss), error=TypeError)
+    expect("loss", loss, Callable | None, "a function or None")  # type: ignore[arg-type]
     gpu = gpu_of(device)
     states = states_of(model)
     policy = _policy_for(gpu, schedule, states)

@@ -145,7 +145,7 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     if is_meta:
         _materialize(inner, device)
     for state in states_below([inner]):
-        state.reshard()  # within unsharded()
+        state.reshard()  # or the next call within unsharded() would read what was there before
     with torch.no_grad():
         for tensor, part in stored():
             _read(tensor, part)

@@ -125,7 +125,7 @@ class Gradients:
     def accumulate(self, padded: Tensor | None = None) -> None:
         """Add a reduced, padded gradient, and what a compiled backward has left in the leaf, to the parameter's.
 
-        The hooks that users put on it run once, for the sum; nothing happens if there is neither.
+        The hooks that users put on it run once in a call, for the sum; nothing happens if there is neither.
         """
         compiled, self.leaf.grad = self.leaf.grad, None
         if compiled is not None:

@@ -67,9 +67,8 @@ class Unit:
             for param in self.followers:
                 param.follow_hold()
 
-    def release(self) -> None:
-        """Be held no longer, not by ``unsharded()`` either."""
-        self.hold(False)
+    def turn_hooks_on(self) -> None:
+        """Have the eager hooks run, if they do not."""
         if not self.config.has_hooks:
             self.configure(has_hooks=True)
 

@@ -173,7 +173,7 @@ class Trial:
         scaled[:, _PARTS.index("batch and buffers")] += (1 - batch / BATCH) * self.buffer_bytes
         if not reshards:
             scaled[:, _PARTS.index("unsharded parameters")] = padding * self._kept_levels
-        if accumulates:  # the sum of the batches before; at the optimizer's two events it has become the last one's
+        if accumulates:  # the sum of the batches before, which the optimizer's two events count already
             scaled[:-2, _PARTS.index("gradients")] += self.reduced_bytes * self.shards / layout.shards
         at = int(scaled.sum(1).argmax())
         found = {part: int(size) for part, size in zip(_PARTS, scaled[at].tolist(), strict=True)}

@@ -182,7 +182,7 @@ def branches_around(context: Any) -> list[Any]:
 
 
 def entered_function_modes(context: Any) -> bool:
-    """Tell whether the traced program has entered modes that say what torch's functions do for the caller."""
+    """Tell whether the traced program is inside of torch function modes that it has entered itself."""
     tracer = _tracer(context)
     return len(tracer.symbolic_torch_function_state.mode_stack) > len(tracer.output.torch_function_mode_stack)
 

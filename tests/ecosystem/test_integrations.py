@@ -117,7 +117,7 @@ def test_a_meta_model_reads_only_its_shards(name, tmp_path):
     torch.testing.assert_close(huggingface.loss(model, tokens), huggingface.loss(want, tokens))
 
 
-@pytest.mark.filterwarnings("ignore:DTensor random operators")  # which set the weights beside a buffer
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # by which weights are initialised, too
 def test_buffers_of_a_model_inside_are_computed_by_its_own_class(tmp_path, fake_group):
     want, _ = test_vision_language.MODELS["paligemma"]()
     want.save_pretrained(tmp_path)  # under the names of older versions, which are refused

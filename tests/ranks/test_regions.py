@@ -33,7 +33,6 @@ from tests.support.training import (
     train,
     with_regions,
 )
-from tests.support.variants import thorough
 
 
 class Block(nn.Module):
@@ -295,7 +294,6 @@ ALIKE = {
 
 @row("module kinds", mode="regions")
 @pytest.mark.parametrize("name", ALIKE)
-@thorough(when=lambda name: name == "ties")
 @on_ranks(2)
 def test_blocks_that_only_look_alike(name):
     flat, model = _flat(ALIKE[name]()), _with_regions(ALIKE[name]())
@@ -332,7 +330,9 @@ class InModes(Stack):
 @on_ranks(1)
 def test_torch_function_modes_count_in_the_blocks_that_they_surround():
     model = _with_regions(InModes())
-    assert_trains_like_one_process(model, compiled(model), InModes())
+    call, recorder = record(model, lower=False)
+    assert_trains_like_one_process(model, call, InModes())
+    assert regions_of(recorder.only("forward", after=True))
 
 
 class ReturnsItsInput(Block):

@@ -83,7 +83,6 @@ def _assert_agree(modes, rtol, reference, **kwargs):
 
 
 @row("training", mode=MODES)
-@thorough()
 @on_ranks(2)
 def test_twenty_adamw_steps_on_2_ranks():
     reference = _adamw("one process")
@@ -91,6 +90,7 @@ def test_twenty_adamw_steps_on_2_ranks():
 
 
 @row("training", mode=MODES)
+@thorough()
 @on_ranks(4)
 def test_twenty_adamw_steps_on_4_ranks():
     reference = _adamw("one process")

@@ -147,7 +147,7 @@ def test_state_dicts_inside(mode, is_trained):
         square_loss(call, x).backward()
     with unsharded(model):
         call(x)
-        for take in (model.state_dict, lambda: dict(stream_parameters(model))):
+        for take in (model.blocks[0].state_dict, model.state_dict, lambda: dict(stream_parameters(model))):
             take()
             call(x)
             assert _counted(lambda: torch.testing.assert_close(call(x), alone(x))) == 0

@@ -1,4 +1,4 @@
-"""Tests that vary what others show: a run of the whole suite leaves them out, unless it is given ``--thorough``.
+"""Tests that vary what others show: a run of the entire suite leaves them out, unless it is given ``--thorough``.
 
 @thorough(when=lambda name, mode: mode == "full" and name != "llama")
 def test_something(name, mode): ...
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from inspect import signature
-from pathlib import Path
 
 import pytest
 
@@ -26,15 +25,15 @@ def is_variant(item: pytest.Item) -> bool:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take variants out of what a run has collected, if it is one of the whole suite without ``--thorough``."""
+    """Take variants out of what a run has collected, if it is one of the entire suite without ``--thorough``."""
     if asks_for_everything(config) and not config.getoption("--thorough"):
         items[:] = [item for item in items if not is_variant(item)]
 
 
 def asks_for_everything(config: pytest.Config) -> bool:
-    """Tell whether a run is one of the whole suite."""
+    """Tell whether a run is one of the entire suite."""
     tests = config.rootpath / "tests"
     folders = [(config.invocation_params.dir / arg).resolve() for arg in config.args]
-    asked = any(Path(tests).is_relative_to(folder) for folder in folders)
+    asked = any(tests.is_relative_to(folder) for folder in folders)
     left_out = ("ignore", "ignore_glob", "keyword", "markexpr", "deselect")
     return asked and not any(map(config.getoption, left_out))

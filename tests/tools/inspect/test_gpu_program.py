@@ -20,7 +20,6 @@ from fsdp_compiled.passes import CLUSTERS, kinds
 from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.graphs import sequence
 from tests.support.training import shard, with_regions
-from tests.support.variants import thorough
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -119,7 +118,6 @@ def _check_generated(graph, device):
         ("B200", lambda: (Blocks(experts=True), (torch.zeros(2, 12, 32),)), "flash"),
     ],
 )
-@thorough(when=lambda device: device == "B200")
 def test_a_program_is_generated_and_assembled(device, build, attention):
     model, inputs = build()
     captured = _capture(model, *inputs, device=device, mp_policy=BF16)
