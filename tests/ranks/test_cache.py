@@ -112,6 +112,7 @@ def test_a_second_process_hits_both_caches_on_both_ranks(first):
     _assert_compiles_nothing(said, _run(folder, "shared", "shared"))
 
 
+@thorough()
 def test_what_one_rank_compiled_is_loaded_on_others(first):
     """By ``load_cache_artifacts``, on machines whose cache folders are empty."""
     folder, said = first

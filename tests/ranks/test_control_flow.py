@@ -120,6 +120,7 @@ def test_parameters_read_inside(mode, block):
 
 
 @pytest.mark.parametrize("block", [Map, Scan, AssociativeScan])
+@thorough(when=lambda block: block is not AssociativeScan)
 @on_ranks(2)
 def test_what_runs_as_often_on_every_rank(block):
     _check(lambda: Stack(block), "full")
@@ -127,6 +128,7 @@ def test_what_runs_as_often_on_every_rank(block):
 
 @row("control flow")
 @each_with_regions
+@thorough(when=lambda mode: mode in ("regional", "regions"))
 @on_ranks(2)
 def test_units_called_inside(mode):
     """Blocks that would be regions are parts of their branch."""

@@ -194,6 +194,7 @@ def test_a_model_that_is_compiled_in_place():
     assert made(model) == 0
 
 
+@thorough()
 @on_ranks(2)
 def test_gradients_where_backward_is_given_memory_of_its_arguments():
     config = Config(vocab=256, width=64, layers=4, heads=2, kv_heads=2, hidden=192, max_seq=128)

@@ -113,7 +113,7 @@ def test_a_mixture_of_experts_in_bf16_has_the_gradients_of_replicas(name, mode):
 
 @row("Hugging Face models", mode="regions")
 @pytest.mark.parametrize("name", ["gemma 3", "gpt-oss"])
-@thorough(when=lambda name: name == "gpt-oss")
+@thorough()
 @on_ranks(2)
 def test_a_sliding_window_trains_in_regions_without_a_cache(name):
     """With one, which its config asks for, blocks keep views of what they compute; torch refuses such regions."""

@@ -310,7 +310,7 @@ def test_a_job_after_one_that_was_interrupted_or_after_a_death(ended_processes):
     running._processes[1].kill()
     running._processes[1].join()
     with pytest.raises(AssertionError, match="--- rank 1 ---\nits process died of SIGKILL"):
-        running.run(2, _leave_the_store)
+        running.run(2, _leave_the_store, Setting(group_timeout=timedelta(seconds=5)))  # in which rank 0 waits
 
 
 def test_more_ranks_than_processes():

@@ -98,6 +98,7 @@ def test_twenty_adamw_steps_on_4_ranks():
 
 
 @row("mixed precision", mode=MODES)
+@thorough()
 @on_ranks(2)
 def test_twenty_adamw_steps_with_bf16_parameters_and_fp32_reduce():
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
