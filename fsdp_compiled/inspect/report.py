@@ -117,7 +117,7 @@ def write_artifacts(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, fo
     found = captured_graph(read, kind, fx.GraphModule(graph.owning_module or {}, copy.deepcopy(graph)))
     params = {request.param.name: request.param for request in read.requests}
     groups = {collective.group for collective in found.collectives}
-    ranks = {rank for group in groups for ranks in siblings_of(process_group(group)) for rank in ranks}
+    ranks = {rank for group in groups for sibling in siblings_of(process_group(group)) for rank in sibling}
     capture = Capture(
         model=", ".join(dict.fromkeys(param.unit.partition(".")[0] for param in params.values())),
         parameters=sum(param.layout(1).numel for param in params.values()),

@@ -1,7 +1,9 @@
 """Tests that vary what others show: a run of the entire suite leaves them out, unless it is given ``--thorough``.
 
-@thorough(when=lambda name, mode: mode == "full" and name != "llama")
-def test_something(name, mode): ...
+    @thorough(when=lambda name, mode: mode == "full" and name != "llama")
+    def test_something(name, mode): ...
+
+A run of some files has all of their tests.
 """
 
 from __future__ import annotations

@@ -140,12 +140,16 @@ def test_the_host_takes_what_a_capture_says():
     assert found.parts_us["host"] == pytest.approx(parts["host"], rel=0.02) and parts["host"] > 0
 
 
-def test_muon_takes_what_a_capture_on_its_ranks_says():
+def tried(build, optimizer):
     dist.init_process_group("fake", rank=0, world_size=8)
     try:
-        found = trial(build, "none", 8, CLUSTER, BF16, "muon")
+        return trial(build, "none", 8, CLUSTER, BF16, optimizer)
     finally:
         dist.destroy_process_group()
+
+
+def test_muon_takes_what_a_capture_on_its_ranks_says():
+    found = tried(build, "muon")
     there = captured(16, 8, 2, optimizer="muon")
     assert found.optimizer_us(Layout(8, 2), "muon") == pytest.approx(there.optimizer_us)
     state = found.memory(Layout(8, 2), True, 2, False)["optimizer state"]
@@ -161,11 +165,7 @@ def test_a_larger_batch_costs_what_a_capture_of_it_says(planned):
 
 
 def test_the_optimizer_finds_one_sum_of_gradients():
-    dist.init_process_group("fake", rank=0, world_size=8)
-    try:
-        found = trial(build_short, "none", 8, CLUSTER, BF16, "adamw")
-    finally:
-        dist.destroy_process_group()
+    found = tried(build_short, "adamw")
     size = 4 * found.parameters
     once, often = (found.memory(Layout(1), True, 1, accumulates) for accumulates in (False, True))
     assert once["optimizer state"] == 3 * size == 3 * once["gradients"]  # in the optimizer's step
