@@ -80,7 +80,7 @@ MET = [
 
 
 @pytest.mark.parametrize("number", range(len(MET)))
-@thorough(when=lambda number: number in (0, 1))
+@thorough(when=lambda number: number != 2)
 def test_a_rank_that_compiles_again_starts_what_the_others_start(number):
     (dynamic, batches), world = MET[number], WORLDS[number % len(WORLDS)]
     with fake_ranks(world):

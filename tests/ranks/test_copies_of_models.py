@@ -57,7 +57,7 @@ def storages(model: nn.Module) -> set[int]:
 @row("copies")
 @each_with_regions
 @pytest.mark.parametrize("replicas", [1, 2])
-@thorough(when=lambda mode, replicas: mode != "eager" and replicas == 1)
+@thorough(when=lambda mode, replicas: mode == "regional" or (mode != "eager" and replicas == 1))
 @on_ranks(2)
 def test_a_copy_trains_by_itself(mode, replicas):
     alone, model = Tied(), Tied()

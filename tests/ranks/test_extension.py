@@ -159,7 +159,7 @@ def test_float8_training_of_torchao(mode):
 
 @row("tensor-subclass extensions")
 @each_mode
-@thorough(when=lambda mode: mode == "regions")
+@thorough(when=lambda mode: mode != "eager")
 @on_ranks(4)
 def test_float8_training_of_torchao_with_replicas(mode):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", f"shard_{mode}"))  # see test_placement

@@ -27,10 +27,12 @@ from tests.support.training import (
     square_loss,
     train,
 )
+from tests.support.variants import thorough
 
 
 @row("frozen and LoRA")
 @each_with_regions
+@thorough(when=lambda mode: mode == "regional")
 @on_ranks(2)
 def test_frozen_at_first_and_unfrozen_later(mode):
     alone, model = MLP(), MLP()

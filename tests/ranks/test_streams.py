@@ -30,6 +30,7 @@ from tests.support.training import (
     square_loss,
     train,
 )
+from tests.support.variants import thorough
 
 UNIT = SchedulePolicy(bucket="unit", prefetch=1)
 ALL_GATHER_MARK = "(an all-gather)"
@@ -336,6 +337,7 @@ def _steps(graph, *names: str) -> list[str]:
 
 @pytest.mark.parametrize("inductor", [False, True])
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.float64])
+@thorough(when=lambda inductor, bias_dtype: inductor and bias_dtype == torch.float64)
 @on_ranks(2)
 def test_graphs_copy_gradients_to_the_host(inductor, bias_dtype):
     alone, model = MLP(hidden=9), MLP(hidden=9)
