@@ -143,9 +143,8 @@ class Ledger:
         peers.withdraw_report()
         prefix, old = (f"{_KEY}/{self.exchanged - age}" for age in (0, 2))
         self.exchanged += 1
-        post = mismatch.Post(versions(), contract)
-        self.store.set(f"{prefix}/post/{self.rank}", post.encode())
-        self.store.set(f"{prefix}/digest/{self.rank}", f"{contract.digest} {self.previous} {post.versions}")
+        self.store.set(f"{prefix}/post/{self.rank}", contract.encode())
+        self.store.set(f"{prefix}/digest/{self.rank}", f"{contract.digest} {self.previous} {versions()}")
         if self.store.add(f"{prefix}/arrived", 1) == len(self.ranks):
             self._decide(prefix, *self._verdict(prefix))
         else:
@@ -169,8 +168,9 @@ class Ledger:
         if odd is None:
             return _AGREED, ""
         sides = [[self.ranks[r] for r, digest in enumerate(digests) if digest == digests[one]] for one in (0, odd)]
-        posts = _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)])
-        return _DIFFER, mismatch.difference(sides, list(map(mismatch.Post.decode, posts)))
+        contracts = map(Contract.decode, _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)]))
+        found = [digests[rank].split(" ", 2)[2] for rank in (0, odd)]
+        return _DIFFER, mismatch.difference(sides, found, list(contracts))
 
     def _wait(self, prefix: str, contract: Contract) -> None:
         """Return when there is a verdict; leave one for the others if interrupted."""

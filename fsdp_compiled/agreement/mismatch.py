@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypedDict
 
 from ..sharding.contract import Collective, Contract
-from ..sharding.spec import Text
 
 
-@dataclass(frozen=True)
-class Post(Text):
-    """What a rank tells the others before it starts something."""
-
-    versions: str
-    contract: Contract
-
-
-def difference(sides: Sequence[Sequence[int]], posts: Sequence[Post]) -> str:
-    """Return in what two groups of ranks differ, from a post of each."""
+def difference(sides: Sequence[Sequence[int]], versions: Sequence[str], contracts: Sequence[Contract]) -> str:
+    """Return in what two groups of ranks differ, from the versions that run on one of each, and its contract."""
     who = [ranks(side) for side in sides]
-    if posts[0].versions != posts[1].versions:
-        return f"ranks run other versions: {_listed(who, [post.versions for post in posts])}; install one on all"
-    contracts = [post.contract for post in posts]
+    if versions[0] != versions[1]:
+        return f"ranks run other versions: {_listed(who, versions)}; install one on all"
     if contracts[0].collectives == contracts[1].collectives:
         return (
             f"{who[0]} and {who[1]} came to {described(contracts[0])} after different collectives; "

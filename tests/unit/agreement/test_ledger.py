@@ -35,8 +35,7 @@ BASIS = ("schedule: SchedulePolicy()", "cluster: CPU, 1 ranks on a node")
 
 
 def _difference(ours, theirs, sides=([0], [1]), versions=("1", "1")):
-    posts = list(map(mismatch.Post, versions, (ours, theirs)))
-    return mismatch.difference(sides, posts)
+    return mismatch.difference(sides, versions, (ours, theirs))
 
 
 def _graph(*collectives, **changed):
@@ -259,8 +258,8 @@ def test_the_last_rank_is_interrupted_before_it_decides(monkeypatch):
 
 
 def test_what_a_rank_posts_is_read_back_as_it_was():
-    post = mismatch.Post("1", _graph(FIRST, SECOND))
-    assert mismatch.Post.decode(post.encode()) == post
+    post = _graph(FIRST, SECOND)
+    assert Contract.decode(post.encode()) == post
 
 
 # ---- arguments ----
