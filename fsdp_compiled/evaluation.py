@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from .expect import expect, unexpected
 from .hooks.state import FSDPState, states_of
@@ -77,8 +78,10 @@ def _unsharded(model: nn.Module, max_bytes: int | None) -> Iterator[None]:
         for state in kept:
             state.unit.configure(**kept_config)
         _unshard(kept)
-        with _without_writes(kept), _without_steps(kept), torch.no_grad():
+        versions = _versions(kept)
+        with _refuse_steps(kept), torch.no_grad():
             yield
+        _check_unwritten(versions, _versions(kept))
     finally:
         for state, config in zip(kept, before, strict=True):
             state.reshard()
@@ -108,12 +111,9 @@ def _unshard(states: Sequence[FSDPState]) -> None:
         state.unit.hold(True)  # what traces reads them too, and no unit that shares some frees them
 
 
-@contextmanager
-def _without_writes(states: Sequence[FSDPState]) -> Iterator[None]:
-    """Raise RuntimeError at the end if an unsharded parameter was written to."""
-    before = _versions(states)
-    yield
-    for param, version in _versions(states).items():
+def _check_unwritten(before: dict[FSDPParam, int], after: dict[FSDPParam, int]) -> None:
+    """Raise RuntimeError if an unsharded parameter was written to."""
+    for param, version in after.items():
         if version != before.get(param, version):
             expected, got = "parameters that stay as they are", "a change of the unsharded one, which is lost"
             raise unexpected(
@@ -127,8 +127,7 @@ def _versions(states: Sequence[FSDPState]) -> dict[FSDPParam, int]:
     return {param: version for param in params if (version := param.unsharded.version) is not None}
 
 
-@contextmanager
-def _without_steps(states: Sequence[FSDPState]) -> Iterator[None]:
+def _refuse_steps(states: Sequence[FSDPState]) -> RemovableHandle:
     """Refuse optimizers' steps of these units' parameters, which calls in the block would not see."""
     names = {id(param.sharded_param): param.name for state in states for param in state.params}
 
@@ -138,8 +137,4 @@ def _without_steps(states: Sequence[FSDPState]) -> Iterator[None]:
             expected, got = "no optimizer's step", f"one of {type(optimizer).__name__}"
             raise unexpected(f"{name} in unsharded()", expected, got, "leave the block to train", RuntimeError)
 
-    handle = register_optimizer_step_pre_hook(refuse)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return register_optimizer_step_pre_hook(refuse)
