@@ -71,7 +71,7 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashab
         all_gather_dtypes=tuple(dict.fromkeys(param.spec.all_gather.dtype for param in params)),
         reduce_dtypes=tuple(dict.fromkeys(param.spec.reduction.dtype for param in params if param not in frozen)),
         shard_world=params[0].placement.mesh_info.shard_world if params else 1,
-        replicate_world=params[0].placement.mesh_info.replicate_world if params else 1,
+        replicate_world=params[0].placement.mesh_info.replicas.world if params else 1,
         reshards=state.unit.config.reshard_after_forward,
         why=_why(state),
         notes=tuple(_notes(state, name, frozen, kept)) if params else (),
@@ -105,8 +105,8 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield f"on another mesh, sharded over {other.shard_world} ranks: {_within(there, unit)}"
     if info.shard_world == 1:
         yield "sharded over one rank: its all-gather sends nothing"
-    if info.replicate_world > 1 and len(frozen) < len(params):
-        yield f"gradients are reduced over {info.shard_world} shards, then over {info.replicate_world} replicas"
+    if info.replicas.world > 1 and len(frozen) < len(params):
+        yield f"gradients are reduced over {info.shard_world} shards, then over {info.replicas.world} replicas"
     if any(param.spec.post_forward.world > 1 for param in params):
         yield f"kept from forward sharded over {config.post_forward_size} ranks, where backward all-gathers it"
     if shared := [param for param in params if len(param.users) > 1]:
@@ -127,7 +127,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield "set_custom_all_gather or set_custom_reduce_scatter: the user's own communication, an opaque node"
     if config.reduce_hook:
         yield "set_all_reduce_hook: the user's function sees reduced gradients"
-    if config.reduce_grads and not config.all_reduce_grads and info.replicate_world > 1:
+    if config.reduce_grads and not config.all_reduce_grads and info.replicas.world > 1:
         yield "set_requires_all_reduce(False): gradients stay reduced over the shards only, until it is on again"
     if not config.reduce_grads:
         yield "set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again"

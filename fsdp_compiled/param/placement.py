@@ -82,7 +82,7 @@ def comm_spec(
     The first call that asks for a smaller or a separate process group makes it; every rank must make that call.
     """
     info, dtypes = placement.mesh_info, placement.dtypes(dtype)
-    offloads, world = placement.offload is not None, info.shard_world * info.replicate_world
+    offloads, world = placement.offload is not None, info.shard_world * info.replicas.world
     device = placement.device.type if offloads else ""
     grad_dtype = None if dtypes.gradient == dtype else dtypes.gradient
     smaller = config.post_forward_size if config.reshard_after_forward else 0

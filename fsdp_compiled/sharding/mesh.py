@@ -120,11 +120,6 @@ class DataParallelMeshInfo:
         return 0 if self.shard_mesh_dim is None else self.mesh.get_local_rank(self.shard_mesh_dim)
 
     @property
-    def replicate_world(self) -> int:
-        """Ranks that hold the same shard."""
-        return 1 if self.replicate_mesh_dim is None else self.mesh.size(self.replicate_mesh_dim)
-
-    @property
     def shards(self) -> Group:
         """The process group that shards; the default where that is this rank alone."""
         return self._group(self.shard_mesh_dim)

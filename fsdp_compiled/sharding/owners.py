@@ -47,25 +47,22 @@ def loads_of(costs: Sequence[float], owners: Sequence[int], world: int) -> list[
     return loads
 
 
-def rounds_of(
-    sizes: Sequence[int], costs: Sequence[float], owners: Sequence[int], limit: int = ROUND_BYTES
-) -> list[list[int]]:
+def rounds_of(sizes: Sequence[int], costs: Sequence[float], owners: Sequence[int]) -> list[list[int]]:
     """Return the matrices of each round, the most expensive of each owner in the first.
 
-    In a round an owner has matrices of at most ``limit`` bytes, one at least, and at most a quarter of what the
+    In a round an owner has matrices of at most ``ROUND_BYTES``, one at least, and at most a quarter of what the
     busiest owner receives in all.
 
     Args:
         sizes: bytes of each matrix.
         costs: of each.
         owners: of each.
-        limit: bytes.
     """
     of_owner: dict[int, list[int]] = {}
     for at in sorted(range(len(sizes)), key=lambda at: (-costs[at], at)):
         of_owner.setdefault(owners[at], []).append(at)
     busiest = max((sum(sizes[at] for at in each) for each in of_owner.values()), default=0)
-    limit = min(limit, -(-busiest // LEAST_ROUNDS))
+    limit = min(ROUND_BYTES, -(-busiest // LEAST_ROUNDS))
     cut = [_cut(each, sizes, limit) for _, each in sorted(of_owner.items())]
     return [sorted(at for each in rounds for at in each) for rounds in zip_longest(*cut, fillvalue=())]
 

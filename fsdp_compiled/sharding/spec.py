@@ -259,11 +259,7 @@ class Bucket(Text):
 
     spec: Spec
     params: tuple[ParamSpec, ...]
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        """The operations in turn. Each has operators and a range of its name."""
-        raise NotImplementedError
+    stages: tuple[str, ...]  # the operations in turn; each has operators and a range of its name
 
     def group_of(self, stage: str) -> Group | None:
         """Return the process group of a stage; None for a copy, which involves no other rank."""
@@ -310,10 +306,7 @@ class AllGatherBucket(Bucket):
     params: tuple[ParamSpec, ...]
     into_place: bool = False  # each parameter is gathered straight into its own memory, not copied out of one buffer
     inputs_persist: bool = True  # until the wait, as parameters do; the compute stream copies others first
-
-    @property
-    def stages(self) -> tuple[str, ...]:
-        return ("all_gather",)
+    stages = ("all_gather",)
 
     def group_of(self, stage: str) -> Group:
         return self.spec.group
@@ -335,7 +328,7 @@ class ReductionBucket(Bucket):
     inputs_persist: bool = False
 
     @cached_property
-    def stages(self) -> tuple[str, ...]:
+    def stages(self) -> tuple[str, ...]:  # type: ignore[override]
         """A reduce-scatter or an all-reduce or both, and perhaps a copy to the host."""
         all_reduces = self.spec.replicas.world > 1
         done = self.spec.shards.world > 1 or not all_reduces, all_reduces, self.spec.to_host

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("fake_group")
 def test_one_dimension_shards():
     info = data_parallel_mesh(init_device_mesh("cpu", (4,)))
     assert type(info) is FSDPMeshInfo
-    assert (info.shard_world, info.shard_rank, info.replicate_world) == (4, 0, 1)
+    assert (info.shard_world, info.shard_rank, info.replicas.world) == (4, 0, 1)
     assert info.placements(Shard(1)) == (Shard(1),)
     assert info.shards.name != ""
     assert info.replicas.name == ""
@@ -28,14 +28,14 @@ def test_no_mesh_is_one_over_all_ranks():
 def test_two_dimensions_replicate_and_shard():
     info = data_parallel_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     assert type(info) is HSDPMeshInfo
-    assert (info.shard_world, info.replicate_world) == (2, 2)
+    assert (info.shard_world, info.replicas.world) == (2, 2)
     assert info.placements(Shard(0)) == (Replicate(), Shard(0))
     assert info.shards != info.replicas
 
 
 def test_replicas_only():
     info = DDPMeshInfo(init_device_mesh("cpu", (4,)), replicate_mesh_dim=0)
-    assert (info.shard_world, info.shard_rank, info.replicate_world, info.shards.name) == (1, 0, 4, "")
+    assert (info.shard_world, info.shard_rank, info.replicas.world, info.shards.name) == (1, 0, 4, "")
     assert info.placements(Shard(0)) == (Replicate(),)
 
 
