@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from copy import copy
 from functools import cache, partial
@@ -25,7 +25,7 @@ from ..sharding.dtensor import local_of, local_part
 from ..tracing.dynamo import module_inside
 from ..tracing.sharded_module import user_class
 from ..weights import stream_parameters
-from ..weights.items import base_of, each_once, names_of_tensors
+from ..weights.items import base_of, batches_of, each_once, names_of_tensors
 
 RESHARD = {"free_full_weight": None, "keep_full_weight": False}  # the styles of ``_fsdp_plan``
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -124,11 +124,11 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     inner = module_inside(model)
     active: Any = getattr(inner, "active_adapter", None)  # of a PEFT model
     adapter = active if isinstance(active, str) and (Path(folder) / ADAPTER).is_file() else None
-    files = _files(Path(folder), SINGLE if adapter is None else ADAPTER)
+    opened = cache(partial(safe_open, framework="pt"))
+    files = _files(Path(folder), SINGLE if adapter is None else ADAPTER, opened)
     is_meta = any(tensor.is_meta for tensor in (*inner.parameters(), *inner.buffers()))
     if is_meta and adapter is not None:
         raise ValueError(f"{folder}: has adapters alone, and the model is on meta; load what they adapt before")
-    opened = cache(partial(safe_open, framework="pt"))
 
     def stored() -> Iterator[tuple[Tensor, Any]]:
         for names, tensor in names_of_tensors(inner) if adapter is None else _adapted(inner, adapter):
@@ -152,17 +152,14 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     return model
 
 
-def _files(folder: Path, single: str) -> dict[str, Path]:
+def _files(folder: Path, single: str, opened: Callable[[str], Any]) -> dict[str, Path]:
     """Return where each tensor is; what an index names comes before the single file of a whole model."""
-    from safetensors import safe_open
-
     if single == SINGLE and (folder / INDEX).is_file():
         weights = json.loads((folder / INDEX).read_text())["weight_map"]
         return {name: folder / file for name, file in weights.items()}
     if not (folder / single).is_file():
         raise FileNotFoundError(f"{folder}: expected {SINGLE} or {INDEX}, found neither")
-    with safe_open(str(folder / single), framework="pt") as file:
-        return dict.fromkeys(file.keys(), folder / single)
+    return dict.fromkeys(opened(str(folder / single)).keys(), folder / single)
 
 
 def _adapted(model: nn.Module, adapter: str) -> Iterable[tuple[list[str], Tensor]]:
@@ -229,8 +226,8 @@ def save_pretrained(
 ) -> None:
     """Write a sharded model as safetensors files, which ``from_pretrained`` and :func:`load_pretrained` read.
 
-    Call it on all ranks; rank 0 writes, and holds the tensors of one file in its host's memory. If the model has a
-    ``config`` and a ``generation_config``, they are written too, with the dtype of the files.
+    Call it on all ranks; rank 0 writes, and holds the tensors of one file and the next one in its host's memory. If
+    the model has a ``config`` and a ``generation_config``, they are written too, with the dtype of the files.
 
     Args:
         model: as :func:`fsdp_compiled.stream_parameters` takes it, and ``dtype`` and ``merge_adapters``.
@@ -243,29 +240,23 @@ def save_pretrained(
     """
     from safetensors.torch import save_file
 
-    folder, taken, files = Path(folder), dict[str, Tensor](), list[list[str]]()
-    taken_bytes = total_bytes = 0
-
-    def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.append(list(taken))
-        save_file(taken, folder / f"{len(files)}.incomplete", metadata={"format": "pt"})
-        taken.clear()
-
+    folder, files, total_bytes = Path(folder), list[list[str]](), 0
     stream = stream_parameters(model, dtype=dtype, ranks=[0], merge_adapters=merge_adapters)
     with _ended_by_rank_0(), closing(stream):  # type: ignore[type-var]
-        for name, tensor in stream:
-            if taken and taken_bytes + tensor.nbytes > max_file_bytes:
-                write()
-                taken_bytes = 0
-            taken_bytes += tensor.nbytes
-            total_bytes += tensor.nbytes
-            taken[name] = tensor.to("cpu", copy=tensor.device.type == "cpu").contiguous()
-            del tensor
-        if taken:
-            write()
+        for taken in batches_of(map(_on_host, stream), lambda named: named[1].nbytes, max_file_bytes):
+            folder.mkdir(parents=True, exist_ok=True)
+            files.append([name for name, _ in taken])
+            total_bytes += sum(tensor.nbytes for _, tensor in taken)
+            save_file(dict(taken), folder / f"{len(files)}.incomplete", metadata={"format": "pt"})
+            del taken  # before the next file's tensors come
+        if files:
             _finish(folder, files, total_bytes)
             _write_configs(model, folder, dtype)
+
+
+def _on_host(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
+    name, tensor = named
+    return name, tensor.to("cpu", copy=tensor.device.type == "cpu").contiguous()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ of their gradients, and the state by which one that comes back catches up.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..collectives.reference import copy_each
 from ..param.param import FSDPParam
 from ..sharding.dtensor import dtensor_like, local_of
 from ..tracing.dynamo import module_inside
-from ..weights.items import check_streamed, sharded_tensors
+from ..weights.items import batches_of, check_streamed, sharded_tensors
 
 BUCKET_BYTES = 2**26  # of gradients that travel together
 
@@ -93,21 +94,14 @@ class ReplicatedOptimizer(torchft.Optimizer):
 
     def _buckets(self) -> Iterator[list[Tensor]]:
         """Yield local gradients of one dtype, some at a time."""
-        taken, taken_bytes = list[Tensor](), 0
-        for _, param in self._tensors:
-            if not param.requires_grad:
-                continue
+        params = [param for _, param in self._tensors if param.requires_grad]
+        for param in params:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
-            grad = local_of(param.grad)
-            grad = torch.view_as_real(grad) if grad.is_complex() else grad
-            if taken and (taken_bytes + grad.nbytes > BUCKET_BYTES or grad.dtype != taken[0].dtype):
-                yield taken
-                taken, taken_bytes = [], 0
-            taken.append(grad)
-            taken_bytes += grad.nbytes
-        if taken:
-            yield taken
+        grads = (local_of(param.grad) for param in params)  # type: ignore[arg-type]
+        real = (torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads)
+        for _, alike in groupby(real, key=lambda grad: grad.dtype):
+            yield from batches_of(alike, lambda grad: grad.nbytes, BUCKET_BYTES)
 
     def _state(self) -> dict[str, Any]:
         """Return what another group's rank of the same number needs. DTensors would bring this group's mesh along."""

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor
 
 from ..agreement.ledger import agree
 from ..collectives import Pending, all_gather_bucket, launch_all_gather
@@ -22,11 +21,11 @@ from ..expect import expect, unexpected
 from ..hooks.backward import without_grad
 from ..param.param import FSDPParam
 from ..sharding.contract import contract_of
-from ..sharding.dtensor import local_of, process_group
+from ..sharding.dtensor import OuterParallelism, local_of, process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec
 from ..tracing.dynamo import module_inside
 from .adapters import merged_items
-from .items import Item, cast_dtype, check_streamed, items_of, sharded_parameters
+from .items import Item, batches_of, cast_dtype, check_streamed, items_of, sharded_parameters
 
 # By default, on the CPU, where glibc maps large tensors anew each time (examples/bench/stream.py takes 0.21 s with 16
 # and with 32 MB, 0.37 s with 64 MB), and on accelerators, where nothing was measured.
@@ -84,7 +83,9 @@ def stream_parameters(
     reads = ranks is None or (dist.get_rank() if dist.is_initialized() else 0) in ranks
     items = (merged_items if merge_adapters else items_of)(module_inside(model))
     bucket_bytes = bucket_bytes or BUCKET_BYTES[device.type == "cpu"]
-    rounds = list(_rounds(items, sharded_parameters(states), dtype, bucket_bytes))
+    params = sharded_parameters(states)
+    batches = batches_of(items, lambda item: item.travelling_bytes(dtype), bucket_bytes)
+    rounds = [_round(batch, params, dtype) for batch in batches]
     for root in dict.fromkeys(state.outermost for state in states):
         root.note("stream_parameters")
     stream = _Stream(rounds, dtype, device).run(reads)
@@ -92,58 +93,44 @@ def stream_parameters(
     return stream  # type: ignore[return-value]
 
 
+Members = Sequence[tuple[int, FSDPParam]]  # of a bucket, with the ids of the sources
+
+
 @dataclass(frozen=True, eq=False)
 class _Round:
     """Items that travel together: one all-gather for each group and dtype."""
 
     items: Sequence[Item]
-    gathers: Sequence[tuple[AllGatherBucket, Sequence[tuple[int, FSDPParam]]]]  # with the ids of the sources
+    gathers: Sequence[tuple[AllGatherBucket, Members]]
     groups: Sequence[Group]  # in which its tensors need other ranks
-
-
-def _rounds(
-    items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dtype | None, bucket_bytes: int
-) -> Iterator[_Round]:
-    taken, taken_bytes = list[Item](), 0
-    for item in items:
-        nbytes = sum(source.numel() * item.travels_in(source, dtype).itemsize for source in item.sources)
-        if taken and taken_bytes + nbytes > bucket_bytes:
-            yield _round(taken, params, dtype)
-            taken, taken_bytes = [], 0
-        taken.append(item)
-        taken_bytes += nbytes
-    if taken:
-        yield _round(taken, params, dtype)
 
 
 def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dtype | None) -> _Round:
     found: dict[AllGatherSpec, dict[int, FSDPParam]] = {}
-    groups: dict[Group, None] = {}
+    groups = list[Group]()
     for item in items:
         for source in item.sources:
             param = params.get(id(source))
             if param is None or param.extension is not None:
-                groups |= dict.fromkeys(
-                    _groups_of(source.device_mesh, source.placements) if isinstance(source, DTensor) else ()
-                )
+                groups += _groups_of(source)
                 continue
             spec = replace(param.spec.all_gather, dtype=item.travels_in(source, dtype))
             found.setdefault(spec, {})[id(source)] = param
-            groups[spec.group] = None
-            groups |= dict.fromkeys(
-                _groups_of(param.outer.spec.mesh, param.outer.spec.placements) if param.outer is not None else ()
-            )
+            groups += [spec.group, *_groups_of(param.outer)]
     gathers = [
         (all_gather_bucket(spec, [param.spec.param for param in each.values()], device), list(each.items()))
         for spec, each in found.items()
         for device in [next(iter(each.values())).placement.device]
     ]
-    return _Round(items, gathers, [group for group in groups if group.world > 1])
+    return _Round(items, gathers, [group for group in dict.fromkeys(groups) if group.world > 1])
 
 
-def _groups_of(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[Group]:
-    """Return the groups over which a DTensor is made complete."""
-    pairs = zip(mesh.get_all_groups(), placements, strict=True)
+def _groups_of(tensor: Tensor | OuterParallelism | None) -> list[Group]:
+    """Return the groups over which a DTensor, or what a parameter is beyond data parallelism, is made complete."""
+    spec = tensor.spec if isinstance(tensor, OuterParallelism) else getattr(tensor, "_spec", None)
+    if spec is None:
+        return []
+    pairs = zip(spec.mesh.get_all_groups(), spec.placements, strict=True)
     return [Group(group.group_name, group.size()) for group, placement in pairs if not placement.is_replicate()]
 
 
@@ -153,9 +140,7 @@ class _Launched:
 
     round: _Round
     flags: list[tuple[Group, Pending[Sequence[Tensor]]]] = field(default_factory=list)
-    tensors: list[tuple[AllGatherBucket, Sequence[tuple[int, FSDPParam]], Pending[Sequence[Tensor]]]] = field(
-        default_factory=list
-    )
+    tensors: list[tuple[AllGatherBucket, Members, Pending[Sequence[Tensor]]]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -222,7 +207,7 @@ class _Stream:
         for bucket, members, pending in launched.tensors:
             for (key, param), layout, padded in zip(members, bucket.layouts, pending.wait(), strict=True):
                 tensor, outer = padded.narrow(layout.dim, 0, layout.shape[layout.dim]), param.outer
-                if outer is not None and not self._knows(outer.spec.mesh, outer.spec.placements):
+                if outer is not None and not self._knows(outer):
                     tensor = outer.dtensor(tensor).full_tensor()
                 complete[key, bucket.spec.dtype] = tensor
         for item in launched.round.items:
@@ -234,7 +219,7 @@ class _Stream:
 
     def _gathered_alone(self, item: Item, source: Tensor, dtype: torch.dtype) -> Tensor:
         """Return a tensor that is in no bucket, by DTensor if it is one."""
-        if not isinstance(source, DTensor) or self._knows(source.device_mesh, source.placements):
+        if not isinstance(source, DTensor) or self._knows(source):
             return source.detach()
         try:
             return source.detach().to(dtype).full_tensor()  # type: ignore[attr-defined]
@@ -242,9 +227,9 @@ class _Stream:
             expected, got = "a tensor that DTensor can gather", f"a {type(local_of(source)).__name__}"
             raise unexpected(item.name, expected, got, "send what it is made of", NotImplementedError) from error
 
-    def _knows(self, mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-        """Tell whether the ranks that a DTensor needs know that one of them has stopped."""
-        return not self.told.isdisjoint(_groups_of(mesh, placements))
+    def _knows(self, tensor: DTensor | OuterParallelism) -> bool:
+        """Tell whether the ranks that it needs to be complete know that one of them has stopped."""
+        return not self.told.isdisjoint(_groups_of(tensor))
 
     def _stopped(self, launched: _Launched) -> list[int]:
         """Return the ranks that have stopped, as far as the round's groups know, and note these groups."""
@@ -264,11 +249,9 @@ class _Stream:
             self._stopped(ahead)
             self._gathered(ahead)
         for this in left:
-            groups = [group for group in this.groups if group not in self.told]
-            if groups:
+            if not self.told.issuperset(this.groups):
                 launched = self._launch(this, stopped=True)
-                self.told.update(groups)
-                self._stopped(launched)
+                self._stopped(launched)  # notes the groups: this rank's own flag is among theirs
                 self._gathered(launched)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,8 @@ from ..expect import expect, shown, unexpected
 from ..hooks.state import FSDPState, states_of
 from ..param.param import FSDPParam
 from ..tracing.dynamo import module_inside
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,10 +29,27 @@ class Item:
         """Return the dtype in which a source is all-gathered: what is joined is cast afterwards."""
         return source.dtype if self.join is not None else cast_dtype(source, dtype)
 
+    def travelling_bytes(self, dtype: torch.dtype | None) -> int:
+        return sum(source.numel() * self.travels_in(source, dtype).itemsize for source in self.sources)
+
 
 def cast_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """Return ``dtype`` for a floating-point tensor, else its own."""
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+
+def batches_of(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield successive items together, of at most ``limit`` bytes; a larger one alone."""
+    taken, taken_bytes = list[T](), 0
+    for item in items:
+        size = nbytes(item)
+        if taken and taken_bytes + size > limit:
+            yield taken
+            taken, taken_bytes = [], 0
+        taken.append(item)
+        taken_bytes += size
+    if taken:
+        yield taken
 
 
 def names_of_tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
