@@ -94,23 +94,18 @@ class OuterParallelism:
     dp_dims: frozenset[int] = frozenset()  # data-parallel dimensions of its mesh; they do not redistribute gradients
     types: LocalTypes | None = None  # of a plain parameter
     reduction: torch.dtype = torch.float32  # in which gradients are reduced; over the other dimensions, or wider
-    _wrap_opaquely: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
-    _reduce_opaquely: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
+    # Decides how gradients are reduced, if need be: wraps a local tensor, or takes what DTensor.from_local returned.
+    _opaque: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
 
     def __post_init__(self) -> None:
-        # Functions of this object's own: Dynamo hands such a function nothing but tensors and constants.
-        if self.dp_dims and not _TAKES_GRAD_PLACEMENTS:
+        if self.dp_dims or any(self._may_be_partial(dim) for dim in range(self.spec.mesh.ndim)):
+            function = _WrapLocal if self.dp_dims and not _TAKES_GRAD_PLACEMENTS else _ReduceGradient
 
-            def wrap_opaquely(local: Tensor) -> DTensor:
-                return _WrapLocal.apply(local, self)
+            # A function of this object's own: Dynamo hands such a function nothing but tensors and constants.
+            def opaque(tensor: Tensor) -> DTensor:
+                return function.apply(tensor, self)
 
-            object.__setattr__(self, "_wrap_opaquely", torch.compiler.allow_in_graph(wrap_opaquely))
-        elif self.dp_dims or any(self._may_be_partial(dim) for dim in range(self.spec.mesh.ndim)):
-
-            def reduce_opaquely(param: Tensor) -> DTensor:
-                return _ReduceGradient.apply(param, self)
-
-            object.__setattr__(self, "_reduce_opaquely", torch.compiler.allow_in_graph(reduce_opaquely))
+            object.__setattr__(self, "_opaque", torch.compiler.allow_in_graph(opaque))
 
     def _may_be_partial(self, dim: int) -> bool:
         """Tell whether gradients may have to be summed over a mesh dimension; not over data-parallel ones."""
@@ -124,20 +119,20 @@ class OuterParallelism:
         """Return the unsharded parameter, differentiable, from its local tensor; Dynamo traces this."""
         if self.types is None:
             return self.dtensor(local)
-        if self._wrap_opaquely is None and self._reduce_opaquely is None:
+        if self._opaque is None:
             return local
         return self.dtensor(local).to_local(grad_placements=self.types.grad_placements)
 
     def dtensor(self, local: Tensor) -> DTensor:
         """Return the DTensor of which ``local`` is this rank's part, differentiable."""
-        if self._wrap_opaquely is not None:
-            return self._wrap_opaquely(local)
+        if self._opaque is not None and self.dp_dims and not _TAKES_GRAD_PLACEMENTS:
+            return self._opaque(local)
         spec = self.spec
         options: dict[str, Any] = {"run_check": False, "shape": spec.shape, "stride": spec.stride}
         if self.dp_dims:  # each data-parallel rank computes a gradient from its own data
             options["grad_placements"] = self._of_own_data(spec.placements)
         param = DTensor.from_local(local, spec.mesh, spec.placements, **options)
-        return param if self._reduce_opaquely is None else self._reduce_opaquely(param)
+        return param if self._opaque is None else self._opaque(param)
 
     def reduced(self, grad: DTensor) -> DTensor:
         """Return the gradient with the parameter's placements, except over data-parallel dimensions."""
