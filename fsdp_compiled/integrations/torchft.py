@@ -94,11 +94,13 @@ class ReplicatedOptimizer(torchft.Optimizer):
 
     def _buckets(self) -> Iterator[list[Tensor]]:
         """Yield local gradients of one dtype, some at a time."""
-        params = [param for _, param in self._tensors if param.requires_grad]
-        for param in params:
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-        grads = (local_of(param.grad) for param in params)  # type: ignore[arg-type]
+        params = [(self._current(found, sharded), sharded) for _, found, sharded in self._found]
+        trained = [(param, sharded) for param, sharded in params if param.requires_grad]
+        for param, sharded in trained:
+            if param.grad is None:  # of the dtype that another group's has
+                dtype = param.grad_dtype if sharded is None else sharded.spec.param.gradient_dtype
+                param.grad = torch.zeros_like(param, dtype=dtype)
+        grads = (local_of(param.grad) for param, _ in trained)  # type: ignore[arg-type]
         real = (torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads)
         for _, alike in groupby(real, key=lambda grad: grad.dtype):
             yield from batches_of(alike, lambda grad: grad.nbytes, BUCKET_BYTES)

@@ -14,10 +14,14 @@ import time
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import data
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from train import PRESETS
 from two_hosts import ip, network
 
@@ -25,8 +29,12 @@ pytest.importorskip("torchft")
 
 from torchft.coordination import LighthouseServer
 
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.integrations.torchft import ReplicatedOptimizer
 from fsdp_compiled.testing.llama import Llama
 from tests.ecosystem.training import MODES
+from tests.support.ranks import on_ranks
+from tests.support.training import full
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train/replica_groups.py"
 RANKS, TIMEOUT_S, SEQ, BATCH, LR = 2, 10.0, 16, 2, 1e-2
@@ -275,3 +283,18 @@ def test_a_cable_is_pulled(tmp_path):
             _assert_as_without_faults(groups)
         finally:
             groups.close()
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float64, None])  # None: any, and so that of the reduction
+@on_ranks(2)
+def test_a_group_without_a_gradient_where_another_has_one_of_another_dtype(grad_dtype):
+    model = nn.Linear(3, 3, bias=False)
+    model.weight.grad_dtype = grad_dtype
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("groups", "shards"))["shards"]
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float64))
+    manager = mock.Mock(allreduce=lambda packed, reduce_op: dist.all_reduce(packed, reduce_op, async_op=True))
+    optimizer = ReplicatedOptimizer(manager, torch.optim.SGD(model.parameters()), model)
+    if dist.get_rank() == 0:
+        model(torch.ones(2, 3)).sum().backward()
+    optimizer.average_gradients()
+    torch.testing.assert_close(full(model.weight.grad), torch.ones(3, 3, dtype=torch.float64))
