@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from torch import nn
 
 
 def expect(name: str, value: object, kind: Any, expected: str, do: str = "") -> None:
@@ -17,6 +20,19 @@ def expect(name: str, value: object, kind: Any, expected: str, do: str = "") -> 
 def expect_bool(name: str, value: object) -> None:
     """Raise TypeError, naming ``name``, unless ``value`` is a bool."""
     expect(name, value, bool, "True or False")
+
+
+def model_and_inputs(name: str, result: Any) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """Return a model and the inputs of its forward, which a user's function ``name`` has returned."""
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        expected = "a tuple (model, args) or (model, args, kwargs) to be returned"
+        raise unexpected(name, expected, shown(result), error=TypeError)
+    model, args, kwargs = (*result, {})[:3]
+    expect(name, model, nn.Module, "an nn.Module as the first result")
+    expect(name, args, tuple | list, "a tuple of inputs as the second result", "write (x,)")
+    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
+        raise unexpected(name, "a dict of keyword inputs as the third result", shown(kwargs), error=TypeError)
+    return model, tuple(args), dict(kwargs)
 
 
 def unexpected(name: str, expected: str, got: object, do: str = "", error: type[Exception] = ValueError) -> Exception:

@@ -1,6 +1,6 @@
 """Plans a training run: which mesh, batch and checkpointing is fastest on a number of ranks, and what fits.
 
-``plan`` tries what ``options`` lists, on what ``trials`` captures of a model; ``page`` and ``text`` show the result.
+``plan`` tries what ``options`` lists, on what ``trials`` captures of a model; ``training_plan`` shows the result.
 """
 
 from .options import Layout, Option

@@ -111,74 +111,10 @@ class Option:
         )
 
 
-@dataclass(frozen=True)
-class PlannedTraining:
-    """What was tried on each number of ranks.
-
-    Args:
-        model: its class name.
-        parameters: number of elements of all of them.
-        cluster: that it is estimated for.
-        memory_bytes: of each rank.
-        tokens_per_sequence: of the inputs.
-        tokens_per_step: that were asked for.
-        options: by number of ranks, the fastest first, whether they fit or not.
-    """
-
-    model: str
-    parameters: int
-    cluster: Cluster
-    memory_bytes: int
-    tokens_per_sequence: int
-    tokens_per_step: int
-    options: Mapping[int, tuple[Option, ...]]
-
-    def fits(self, option: Option) -> bool:
-        return option.peak_bytes <= self.memory_bytes
-
-    def best(self, ranks: int, count: int = 3) -> list[Option]:
-        """Return the fastest options that fit, those with the best batch for each mesh and checkpointing."""
-        found = dict[tuple[Layout, Checkpointing, bool], Option]()
-        for option in filter(self.fits, self.options[ranks]):
-            found.setdefault((option.layout, option.checkpointing, option.reshard_after_forward), option)
-        return list(found.values())[:count]
-
-    def smallest(self, ranks: int) -> Option:
-        """Return what needs the least memory."""
-        return min(self.options[ranks], key=lambda option: option.peak_bytes)
-
-    def advice(self, ranks: int) -> str:
-        """Return what would help most, or what is missing where nothing fits."""
-        if not (best := self.best(ranks, 1)):
-            missing = self.smallest(ranks).peak_bytes - self.memory_bytes
-            return f"nothing fits: at least {_gib(missing)} too much for each rank; shard over more ranks"
-        now, gains = best[0], list[tuple[float, str]]()
-        larger = max(self.options[ranks], key=lambda option: option.tokens_per_s)
-        if not self.fits(larger):
-            what = f"{_gib(larger.peak_bytes - self.memory_bytes)} more memory, for {describe(larger)}"
-            gains.append((1 - now.tokens_per_s / larger.tokens_per_s, what))
-        for part, what in _REMEDIES.items():
-            gains.append((now.parts_us[part] / now.step_us, what))
-        gain, what = max(gains)
-        saved = f"{gain:.0%} of the time could be saved at most by {what}"
-        return saved if gain >= 0.01 else "nothing: the rest is compute"
-
-
-_REMEDIES = {
-    "waits for collectives": "hiding all collectives: more tokens for each rank, or faster links",
-    "optimizer": "a cheaper optimizer step: more shards, or more tokens in a step",
-    "copies of buffers": "collectives without copies of their buffers",
-}
-
-
 def describe(option: Option) -> str:
     """Return an option in a few words."""
     unsharded = "" if option.reshard_after_forward else ", kept unsharded until backward"
     return f"batch {option.batch} x {option.accumulation}, {CHECKPOINTING[option.checkpointing]}{unsharded}"
-
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 def check_counts(name: str, values: Sequence[int]) -> None:

@@ -100,7 +100,7 @@ def _options(
     first = trials["none"]
     sequences = max(1, round(tokens_per_step / (ranks * first.tokens)))
     for (kind, each), layout, reshards in product(
-        trials.items(), layouts(ranks, first.cluster.ranks_per_node), (True, False)
+        trials.items(), layouts(ranks, first.traced.cluster.ranks_per_node), (True, False)
     ):
         plans = each.plans(layout, reshards)
         for batch, accumulation in batches(sequences):

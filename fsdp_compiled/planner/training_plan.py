@@ -1,62 +1,173 @@
-"""A plan as text for a terminal or a pipe, and as a page."""
+"""What was tried on each number of ranks, and what of it is fastest and fits: as text, and as one HTML page."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from ..inspect.render.figures import counted, duration, size
-from .options import Option, PlannedTraining, describe
-from .page import Section, html
+from ..expect import unexpected
+from ..inspect.render.drawing import Box
+from ..inspect.render.figures import counted, duration, size, ticks
+from ..inspect.render.html import page
+from ..inspect.render.text import table
+from ..passes.cost import Cluster
+from .options import Checkpointing, Layout, Option, describe
 
-TITLES = ("ranks", "mesh", "step", "tokens/s", "MFU", "waits", "memory", "how")
+GIB = 2**30
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 64, 44, 16  # pixels of a chart
+SHADES = ("all-gather", "exposed", "copy", "reduce-scatter", "all-reduce", "compute", "muted", "rule", "ink", "panel")
+_REMEDIES = {
+    "waits for collectives": "hiding all collectives: more tokens for each rank, or faster links",
+    "optimizer": "a cheaper optimizer step: more shards, or more tokens in a step",
+    "copies of buffers": "collectives without copies of their buffers",
+}
 
 
-class TrainingPlan(PlannedTraining):
-    """What is fastest and fits on each number of ranks. ``print`` shows a table, advice and the code to write."""
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What was tried on each number of ranks. ``print`` shows a table, advice and the code to write.
+
+    Args:
+        model: its class name.
+        parameters: number of elements of all of them.
+        cluster: that it is estimated for.
+        memory_bytes: of each rank.
+        tokens_per_sequence: of the inputs.
+        tokens_per_step: that were asked for.
+        options: by number of ranks, the fastest first, whether they fit or not.
+    """
+
+    model: str
+    parameters: int
+    cluster: Cluster
+    memory_bytes: int
+    tokens_per_sequence: int
+    tokens_per_step: int
+    options: Mapping[int, tuple[Option, ...]]
+
+    def _tried(self, ranks: int) -> tuple[Option, ...]:
+        """Return what was tried on so many ranks. ValueError: nothing was."""
+        if ranks not in self.options:
+            raise unexpected("ranks", f"one of {', '.join(map(str, self.options))}, as planned", ranks)
+        return self.options[ranks]
+
+    def fits(self, option: Option) -> bool:
+        return option.peak_bytes <= self.memory_bytes
+
+    def best(self, ranks: int, count: int = 3) -> list[Option]:
+        """Return the fastest options that fit, those with the best batch for each mesh and checkpointing."""
+        found = dict[tuple[Layout, Checkpointing, bool], Option]()
+        for option in filter(self.fits, self._tried(ranks)):
+            found.setdefault((option.layout, option.checkpointing, option.reshard_after_forward), option)
+        return list(found.values())[:count]
+
+    def smallest(self, ranks: int) -> Option:
+        """Return what needs the least memory."""
+        return min(self._tried(ranks), key=lambda option: option.peak_bytes)
+
+    def advice(self, ranks: int) -> str:
+        """Return what would help most, or what is missing where nothing fits."""
+        if not (best := self.best(ranks, 1)):
+            missing = (self.smallest(ranks).peak_bytes - self.memory_bytes) / GIB
+            return f"nothing fits: at least {missing:.1f} GiB too much for each rank; shard over more ranks"
+        now, gains = best[0], list[tuple[float, str]]()
+        larger = max(self.options[ranks], key=lambda option: option.tokens_per_s)
+        if not self.fits(larger):
+            more = (larger.peak_bytes - self.memory_bytes) / GIB
+            what = f"{more:.1f} GiB more memory, for {describe(larger)}"
+            gains.append((1 - now.tokens_per_s / larger.tokens_per_s, what))
+        for part, what in _REMEDIES.items():
+            gains.append((now.parts_us[part] / now.step_us, what))
+        gain, what = max(gains)
+        saved = f"{gain:.0%} of the time could be saved at most by {what}"
+        return saved if gain >= 0.01 else "nothing: the rest is compute"
 
     def __str__(self) -> str:
-        sections = list(map(self._section, self.options))
-        lines = [TITLES, *(line for section in sections for line in section.lines)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        table = ["  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in lines]
-        notes = [f"{section.ranks} ranks: {note}" for section in sections for note in section.notes]
-        code = [f"{section.ranks} ranks:\n{section.code}" for section in sections if self.best(section.ranks)]
-        head = f"{self.model}: {self._about()}"
-        return "\n\n".join(("\n".join([head, *(line.rstrip() for line in table)]), "\n".join(notes), *code))
+        lines = table([self.facts(option) for ranks in self.options for option in self.shown(ranks)])
+        notes = [f"{ranks} ranks: {note}" for ranks in self.options for note in self.notes(ranks)]
+        best = {ranks: options[0] for ranks in self.options if (options := self.best(ranks, 1))}
+        code = [f"{ranks} ranks:\n{option.code()}" for ranks, option in best.items()]
+        return "\n\n".join(("\n".join([f"{self.model}: {self.about}", *lines]), "\n".join(notes), *code))
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as one page that needs nothing else, and return its path, which ends in ``.html``."""
         path = Path(path)
         if path.suffix != ".html":
             raise ValueError(f"{path}: a plan is saved as .html, not as {path.suffix!r}; rename the file")
-        path.write_text(html(self, self._about(), TITLES, list(map(self._section, self.options))))
+        best = [options[0] for ranks in self.options if (options := self.best(ranks, 1))]
+        # of all ranks together, and for a million tokens
+        costs = {str(o.ranks): {part: us * o.ranks * 1e6 / o.tokens for part, us in o.parts_us.items()} for o in best}
+        memory = {str(o.ranks): {part: count / GIB for part, count in o.parts_bytes.items()} for o in best}
+        charts = [
+            chart("What all ranks together take for a million tokens", costs, duration),
+            chart("Memory of a rank at its peak", memory, lambda gib: f"{gib:.3g} GiB", self.memory_bytes / GIB),
+        ]
+        template = Path(__file__).with_name("plan.html")
+        path.write_text(page(template, plan=self, charts=charts, left=LEFT, WIDTH=WIDTH, HEIGHT=HEIGHT))
         return path
 
-    def _about(self) -> str:
+    @property
+    def about(self) -> str:
         return (
             f"{self.parameters / 1e9:.3g} billion parameters, {self.tokens_per_sequence} tokens a sequence, "
             f"{self.tokens_per_step:,} tokens a step, {self.cluster.name} with {size(self.memory_bytes)} a rank"
         )
 
-    def _section(self, ranks: int) -> Section:
+    def notes(self, ranks: int) -> list[str]:
+        """Return how many tokens a step has, if not about as many as were asked for, and advice."""
         notes, tokens = list[str](), min(option.tokens for option in self.options[ranks])
         if abs(tokens / self.tokens_per_step - 1) > 0.01:
             each = tokens // (ranks * self.tokens_per_sequence)
             notes.append(f"{counted(each, 'sequence')} of each rank: {tokens:,} tokens a step")
-        best = self.best(ranks)
-        notes.append(f"what would help most: {self.advice(ranks)}" if best else self.advice(ranks))
-        shown = best or [self.smallest(ranks)]
-        return Section(ranks, notes, list(map(self._line, shown)), shown[0].code())
+        return [*notes, ("what would help most: " if self.best(ranks) else "") + self.advice(ranks)]
 
-    def _line(self, option: Option) -> tuple[str, ...]:
-        waits = option.parts_us["waits for collectives"] / option.step_us
-        return (
-            str(option.ranks),
-            option.layout.mesh,
-            duration(option.step_us),
-            f"{option.tokens_per_s:,.0f}",
-            f"{option.mfu(self.cluster):.1%}",
-            f"{waits:.1%}",
-            size(option.peak_bytes) + ("" if self.fits(option) else ", too much"),
-            describe(option),
-        )
+    def shown(self, ranks: int) -> list[Option]:
+        """Return the best options, or what needs the least memory where nothing fits."""
+        return self.best(ranks) or [self.smallest(ranks)]
+
+    def facts(self, option: Option) -> dict[str, str]:
+        return {
+            "ranks": str(option.ranks),
+            "mesh": option.layout.mesh,
+            "step": duration(option.step_us),
+            "tokens/s": f"{option.tokens_per_s:,.0f}",
+            "MFU": f"{option.mfu(self.cluster):.1%}",
+            "waits": f"{option.parts_us['waits for collectives'] / option.step_us:.1%}",
+            "memory": size(option.peak_bytes) + ("" if self.fits(option) else ", too much"),
+            "how": describe(option),
+        }
+
+
+class Chart(NamedTuple):
+    title: str
+    bars: list[Box]  # of parts; their kinds are colours of the page
+    names: list[tuple[float, str]]  # of bars, and where
+    lines: list[tuple[float, str]]  # height and label
+    limit: float | None  # height
+    legend: list[tuple[str, str]]  # part and colour
+
+
+def chart(
+    title: str,
+    values: Mapping[str, Mapping[Any, float]],
+    shown: Callable[[float], str],
+    limit: float | None = None,
+) -> Chart:
+    """Return stacked bars: for each name the values of parts."""
+    parts = list(dict.fromkeys(part for each in values.values() for part in each))
+    colour = {part: SHADES[index % len(SHADES)] for index, part in enumerate(parts)}
+    top = 1.05 * max([limit or 0.0, *(sum(each.values()) for each in values.values()), 1e-9])
+    scale, step = (HEIGHT - BOTTOM - TOP) / top, (WIDTH - LEFT) / max(1, len(values))
+    bars, names = list[Box](), list[tuple[float, str]]()
+    for index, (name, each) in enumerate(values.items()):
+        x, level = LEFT + (index + 0.2) * step, 0.0
+        names.append((x + 0.3 * step, name))
+        for part in parts:
+            value = each.get(part, 0.0)
+            level += value
+            tip = f"{name} ranks\n{part}: {shown(value)}"
+            bars.append(Box(colour[part], x, HEIGHT - BOTTOM - level * scale, 0.6 * step, value * scale, tip))
+    lines = [(HEIGHT - BOTTOM - value * scale, shown(value)) for value in ticks(top, 5)]
+    return Chart(title, bars, names, lines, limit and HEIGHT - BOTTOM - limit * scale, list(colour.items()))

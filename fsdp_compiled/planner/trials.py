@@ -12,14 +12,15 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..api import compile, fully_shard
-from ..expect import expect, shown, unexpected
+from ..expect import model_and_inputs, shown, unexpected
 from ..hooks.forward import map_tensors, tensors_in
 from ..hooks.state import states_below
-from ..inspect.capture import trace
+from ..inspect.capture import Traced, trace
 from ..inspect.lifetimes import Event, Part
 from ..inspect.memory import reduced_bytes, step_events
-from ..inspect.optimizer_cost import OPTIMIZERS, Updated
+from ..inspect.optimizer_cost import OPTIMIZERS
 from ..inspect.reading import Scheduled
+from ..inspect.records import GraphKind
 from ..passes.cost import Cluster
 from ..passes.cost.compute import flops_of
 from ..passes.graph import nodes
@@ -40,25 +41,20 @@ _OF_BATCH: tuple[Part, ...] = ("batch and buffers", "saved activations", "logits
 _SAVED = ("scaled_dot_product", "flash_attention", "flex_attention", "_c10d_functional")
 
 
-class SaveSome:
-    """A policy of selective checkpointing: attention and every second matrix product are saved."""
+def save_some() -> Any:
+    """Return the contexts of selective checkpointing, a ``context_fn``: attention and every second product saved."""
+    products = {True: 0, False: 0}
 
-    def __init__(self) -> None:
-        self.products = {True: 0, False: 0}
-
-    def __call__(self, context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = str(operation)
         if name.startswith("aten.mm."):
-            self.products[context.is_recompute] += 1
-            saves = self.products[context.is_recompute] % 2 == 1
+            products[context.is_recompute] += 1
+            saves = products[context.is_recompute] % 2 == 1
         else:
             saves = any(word in name for word in _SAVED)
         return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
 
-
-def save_some() -> Any:
-    """Return the contexts of selective checkpointing by :class:`SaveSome`: a ``context_fn``."""
-    return create_selective_checkpoint_contexts(SaveSome())
+    return create_selective_checkpoint_contexts(policy)
 
 
 class Checkpointed(nn.Module):
@@ -89,19 +85,44 @@ _WRAPPED: Mapping[Checkpointing, Callable[[nn.Module], nn.Module]] = {
 
 
 @dataclass(frozen=True, eq=False)
-class _Graph:
-    """What a captured graph asks to travel, and its compute."""
+class Trial:
+    """A model with one kind of checkpointing, as captured on ``traced.shards`` ranks.
 
-    kind: str
-    requests: tuple[Request, ...]
-    again: frozenset[str]  # parameters that backward all-gathers
-    nominal_us: tuple[float, ...]  # at each position, by which is decided
-    compute_us: tuple[float, ...]  # for the batch that was traced
+    Args:
+        parameters: number of elements of all of them.
+        tokens: of a sequence.
+        flops: of a sequence, forward and backward.
+        graphs: as scheduled.
+        again: parameters that backward all-gathers.
+        reduced_bytes: of all gradients that backward leaves on one of these ranks.
+        buffer_bytes: of the model's buffers, as many for any batch.
+    """
 
-    def on(self, layout: Layout, cluster: Cluster, reshards: bool) -> Requests:
-        """Return the requests as they would be for a layout; if not ``reshards``, backward all-gathers nothing."""
+    model: str
+    parameters: int
+    tokens: int
+    flops: float
+    traced: Traced
+    graphs: tuple[tuple[GraphKind, Scheduled], ...]
+    again: frozenset[str]
+    events: tuple[Event, ...]
+    reduced_bytes: int
+    buffer_bytes: int
+
+    def plans(self, layout: Layout, reshards: bool) -> list[Plan]:
+        """Return the schedule of each graph, decided as it would be there."""
+        graphs = [
+            Requests(read.plan.load.compute_us, self._requests(kind, read, layout, reshards), self.traced.cluster)
+            for kind, read in self.graphs
+        ]
+        return [decide(graph, self.traced.schedule) for graph in graphs]
+
+    def _requests(self, kind: GraphKind, read: Scheduled, layout: Layout, reshards: bool) -> tuple[Request, ...]:
+        """Return requests as they would be for a layout; if not ``reshards``, backward all-gathers nothing."""
+        if layout.shards * layout.replicas == 1:
+            return ()
+        cluster, ranks = self.traced.cluster, range(layout.shards * layout.replicas)
         shards, replicas = Group("shards", layout.shards), Group("replicas", layout.replicas)
-        ranks = range(layout.shards * layout.replicas)
         links = {
             "shards": cluster.link_of(ranks[: layout.shards]),
             "replicas": cluster.link_of(ranks[:: layout.shards]),
@@ -116,48 +137,14 @@ class _Graph:
             kept = request.kept_bytes or (not reshards and request.kind.is_ahead and request.param.name in self.again)
             return replace(request, spec=spec, bytes=size, lanes=lanes, kept_bytes=size if kept else 0)
 
-        here = [r for r in self.requests if reshards or self.kind == "forward" or not r.kind.is_ahead]
-        here = here if layout.shards * layout.replicas > 1 else []
-        return Requests(self.nominal_us, in_order(map(moved, here)), cluster)
-
-
-@dataclass(frozen=True, eq=False)
-class Trial:
-    """A model with one kind of checkpointing, as captured on ``shards`` ranks.
-
-    Args:
-        parameters: number of elements of all of them.
-        updated: by the optimizer.
-        tokens: of a sequence.
-        flops: of a sequence, forward and backward.
-        reduced_bytes: of all gradients that backward leaves on one of these ranks.
-        buffer_bytes: of the model's buffers, as many for any batch.
-        launches: kernels that forward and backward launch.
-    """
-
-    model: str
-    parameters: int
-    updated: Updated
-    tokens: int
-    flops: float
-    shards: int
-    graphs: tuple[_Graph, ...]
-    events: tuple[Event, ...]
-    reduced_bytes: int
-    buffer_bytes: int
-    launches: int
-    cluster: Cluster
-
-    def plans(self, layout: Layout, reshards: bool) -> list[Plan]:
-        """Return the schedule of each graph, decided as it would be there."""
-        policy = SchedulePolicy(cluster=self.cluster)
-        return [decide(graph.on(layout, self.cluster, reshards), policy) for graph in self.graphs]
+        here = (r for r in read.requests if reshards or kind == "forward" or not r.kind.is_ahead)
+        return in_order(map(moved, here))
 
     def parts_us(self, plans: Sequence[Plan], batch: int) -> dict[str, float]:
         """Return what forward and backward of a batch take by these schedules, by part."""
         found = dict.fromkeys(("compute", "waits for collectives", "copies of buffers"), 0.0)
-        for graph, plan in zip(self.graphs, plans, strict=True):
-            compute_us = tuple(batch / BATCH * us for us in graph.compute_us)
+        for (_, read), plan in zip(self.graphs, plans, strict=True):
+            compute_us = tuple(batch / BATCH * us for us in read.load.compute_us)
             timeline = simulate(replace(plan.load, compute_us=compute_us), plan.actions)
             total, exposed = sum(compute_us), sum(timed.exposed_us for timed in timeline.operations.values())
             for part, us in zip(found, (total, exposed, max(0.0, timeline.total_us - total - exposed)), strict=True):
@@ -166,15 +153,16 @@ class Trial:
 
     def memory(self, layout: Layout, reshards: bool, batch: int, accumulates: bool) -> dict[Part, int]:
         """Return a rank's memory at the peak of a step, by part, the largest first."""
-        padding = self._unsharded_bytes(layout) / self._unsharded_bytes(Layout(self.shards))
-        scales = dict.fromkeys(_PARTS, padding) | dict.fromkeys(_OF_SHARDS, padding * self.shards / layout.shards)
+        fewer = self.traced.shards / layout.shards
+        padding = self._unsharded_bytes(layout) / self._unsharded_bytes(Layout(self.traced.shards))
+        scales = dict.fromkeys(_PARTS, padding) | dict.fromkeys(_OF_SHARDS, padding * fewer)
         scales |= dict.fromkeys(_OF_BATCH, batch / BATCH)
         scaled = self._levels * torch.tensor([*scales.values()], dtype=torch.float64, device="cpu")
         scaled[:, _PARTS.index("batch and buffers")] += (1 - batch / BATCH) * self.buffer_bytes
         if not reshards:
             scaled[:, _PARTS.index("unsharded parameters")] = padding * self._kept_levels
         if accumulates:  # the sum of the batches before, which the optimizer's two events count already
-            scaled[:-2, _PARTS.index("gradients")] += self.reduced_bytes * self.shards / layout.shards
+            scaled[:-2, _PARTS.index("gradients")] += self.reduced_bytes * fewer
         at = int(scaled.sum(1).argmax())
         found = {part: int(size) for part, size in zip(_PARTS, scaled[at].tolist(), strict=True)}
         return dict(sorted(found.items(), key=lambda item: -item[1]))
@@ -202,7 +190,7 @@ class Trial:
 
     @cached_property
     def _unsharded_bytes(self) -> Callable[[Layout], int]:
-        forward = next(graph for graph in self.graphs if graph.kind == "forward")
+        forward = next(read for kind, read in self.graphs if kind == "forward")
 
         @cache
         def total(layout: Layout) -> int:
@@ -213,13 +201,15 @@ class Trial:
 
     def host_us(self, device_us: float, accumulation: int) -> float:
         """Return by how much the host makes a step longer that takes the device so long."""
-        counts = accumulation * self.launches, accumulation * self.updated.parameters
-        return self.cluster.step_us(device_us, *counts) - device_us
+        launches = sum(len(read.kernels) for _, read in self.graphs)
+        counts = accumulation * launches, accumulation * self.traced.updated.parameters
+        return self.traced.cluster.step_us(device_us, *counts) - device_us
 
     def optimizer_us(self, layout: Layout, optimizer: str) -> float:
-        reduced = self.reduced_bytes * self.shards / layout.shards
+        reduced = self.reduced_bytes * self.traced.shards / layout.shards
         ranks = range(layout.shards * layout.replicas)
-        return OPTIMIZERS[optimizer].step_us(self.cluster, reduced, self.updated, ranks, layout.shards)
+        cluster, updated = self.traced.cluster, self.traced.updated
+        return OPTIMIZERS[optimizer].step_us(cluster, reduced, updated, ranks, layout.shards)
 
 
 def ranks_to_capture(build: Build, ranks_per_node: int) -> int:
@@ -253,25 +243,20 @@ def trial(
     compile(model, regions="auto")
     found = trace(model, args, kwargs, _loss_of, SchedulePolicy(cluster=cluster), optimizer=kind)
     events = step_events(found.scheduled, found.held, kind, found.updated, shards, cluster.on_host)
-    read = [(name, Scheduled(graph, found.schedule)) for name, graph in found.scheduled]
+    read = tuple((name, Scheduled(graph, found.schedule)) for name, graph in found.scheduled)
     behind = (each.requests for name, each in read if name == "backward")
     again = frozenset(r.param.name for requests in behind for r in requests if r.kind.is_ahead)
     return Trial(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),
-        updated=found.updated,
         tokens=_tokens(args, kwargs),
         flops=sum(map(_flops, (graph for _, graph in found.scheduled))) / BATCH,
-        shards=shards,
-        graphs=tuple(
-            _Graph(name, tuple(each.requests), again, each.plan.load.compute_us, each.load.compute_us)
-            for name, each in read
-        ),
+        traced=found,
+        graphs=read,
+        again=again,
         events=tuple(events),
         reduced_bytes=reduced_bytes(events),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
-        launches=sum(len(each.kernels) for _, each in read),
-        cluster=cluster,
     )
 
 
@@ -279,16 +264,10 @@ def _built(build: Build) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Return an unsharded model without memory, and inputs on the CPU."""
     with torch.device("meta"):
         result = build(BATCH)
-    expected = "a tuple (model, args) or (model, args, kwargs)"
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise unexpected("build", f"{expected} to be returned", shown(result), error=TypeError)
-    model, args, kwargs = (*result, {})[:3]
-    expect("build", model, nn.Module, "an nn.Module as the first result")
+    model, args, kwargs = model_and_inputs("build", result)
     if states_below([model]):
         raise unexpected("build", "a model that is not sharded", "one after fully_shard", "plan shards it")
-    expect("build", args, tuple | list, "a tuple of inputs as the second result", "write (x,)")
-    expect("build", kwargs, Mapping, "a dict of keyword inputs as the third result")
-    args, kwargs = map_tensors(lambda each: torch.zeros_like(each, device="cpu"), (tuple(args), dict(kwargs)))
+    args, kwargs = map_tensors(lambda each: torch.zeros_like(each, device="cpu"), (args, kwargs))
     return model.to("meta"), args, kwargs
 
 

@@ -240,6 +240,8 @@ def test_what_fits_and_what_is_missing(planned):
     assert none.best(8) == []
     assert none.advice(8).startswith("nothing fits: at least 1.0 GiB too much")
     assert "too much" in str(none)
+    with pytest.raises(ValueError, match="ranks: expected one of 1, 8, 16, as planned, got 4"):
+        planned.best(4)
 
 
 def test_text_and_page(planned, tmp_path):

@@ -25,16 +25,18 @@ def html(capture: CapturedModel, beside: CapturedModel | None = None, measured: 
     """Return the page's source: of one capture, or of two, compared above each other's, or of one and a run."""
     captures = [capture] if beside is None else [capture, beside]
     names, compared = figures.side_by_side(captures) if beside is not None else ([""], [])
-    loader = FileSystemLoader(Path(__file__).parent)
+    given: dict[str, Any] = {"figures": figures, "draw": draw, "zip": zip, "map": map}
+    given |= {"NAMES": NAMES, "WIDEST": WIDEST, "colour_of": COLOUR_OF}
+    given |= {"summary": _summary, "collective_lines": _collective_lines, "positions": _positions}
+    given |= {"captures": list(zip(names, captures, strict=True)), "compared": compared, "measured": measured}
+    return page(Path(__file__).with_name("page.html"), **given)
+
+
+def page(template: Path, **given: Any) -> str:
+    """Return the source of a page that needs nothing else; the template has what is given, and the colours."""
+    loader = FileSystemLoader([template.parent, Path(__file__).parent])  # page.css and page.js, which it includes
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.get_template(
-        "page.html",
-        globals={"figures": figures, "draw": draw, "zip": zip, "map": map, "NAMES": NAMES, "WIDEST": WIDEST}
-        | {"summary": _summary, "collective_lines": _collective_lines, "positions": _positions},
-    )
-    named = list(zip(names, captures, strict=True))
-    given = {"captures": named, "compared": compared, "measured": measured}
-    return template.render(**given, colours=COLOURS, colour_of=COLOUR_OF)
+    return environment.get_template(template.name).render(colours=COLOURS, **given)
 
 
 def _summary(graphs: Sequence[tuple[str, CapturedGraph]]) -> list[dict[str, str]]:

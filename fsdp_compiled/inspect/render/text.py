@@ -13,11 +13,19 @@ from . import figures
 WIDTH = 118
 LEAST_NAMES = 16  # characters left for names of parameters or units, however wide the figures are
 WORST = 30  # estimates that are listed with what was measured
-LEFT = {"kind", "dtype", "unit", "in", "reduces in", "part"}  # columns that are aligned left, as the last one is
+LEFT = {
+    "kind",
+    "dtype",
+    "unit",
+    "in",
+    "reduces in",
+    "part",
+    "mesh",
+}  # aligned left, as the last column is
 TIED = "\u00a0"  # a space at which no line is broken
 
 
-def _table(items: Sequence[Mapping[str, str]]) -> list[str]:
+def table(items: Sequence[Mapping[str, str]]) -> list[str]:
     """Return a line of titles, which are the items' keys, and a line for each item."""
     columns, last = [], [*items[0]][-1]
     for title in items[0]:
@@ -29,7 +37,7 @@ def _table(items: Sequence[Mapping[str, str]]) -> list[str]:
 
 def _space_beside(items: Sequence[Mapping[str, str]], indent: int = 0) -> int:
     """Return the width that a table leaves for names of parameters or units."""
-    return max(LEAST_NAMES, WIDTH - indent - len(f"{_table(items)[0]}  "))
+    return max(LEAST_NAMES, WIDTH - indent - len(f"{table(items)[0]}  "))
 
 
 def _wrapped(text: str, first: str = "", rest: str = "  ") -> list[str]:
@@ -65,7 +73,7 @@ def _graph(title: str, graph: CapturedGraph) -> Iterator[str]:
         space = _space_beside(cells, indent=2)
         for cell, collective in zip(cells, graph.collectives, strict=True):
             cell["params"] = figures.params(collective.params, space)
-        yield from (f"  {line}" for line in _table(cells))
+        yield from (f"  {line}" for line in table(cells))
     for region in graph.regions:
         calls = figures.abbreviate(region.calls)
         each = f"{len(region.calls)} calls of {region.name}, {figures.duration(region.estimate_us)} each: {calls}"
@@ -80,7 +88,7 @@ def _kernels(title: str, graph: CapturedGraph) -> Iterator[str]:
     space = _space_beside([{**line, "kernel": ""} for line in lines], indent=2)
     for line in lines:
         line["kernel"] = figures.elide(line["kernel"], space)
-    yield from (f"  {line}" for line in _table(lines))
+    yield from (f"  {line}" for line in table(lines))
 
 
 def _facts(title: str, values: Mapping[str, str]) -> list[str]:
@@ -90,10 +98,10 @@ def _facts(title: str, values: Mapping[str, str]) -> list[str]:
 
 def comparison_text(comparison: ComparedStep) -> str:
     head = f"one step, the mean of {figures.counted(comparison.steps, 'step')} of a run"
-    parts = _table([figures.compared_part(each) for each in (comparison.step, *comparison.parts)])
+    parts = table([figures.compared_part(each) for each in (comparison.step, *comparison.parts)])
     lines = [figures.compared_facts(each) for each in comparison.lines]
     more = [f"and {len(lines) - WORST} more, in the .html file"] if len(lines) > WORST else []
-    return _joined([head], parts, ["the worst estimates first"], _table(lines[:WORST]) if lines else [], more)
+    return _joined([head], parts, ["the worst estimates first"], table(lines[:WORST]) if lines else [], more)
 
 
 def explanation_text(explanation: ExplainedModel) -> str:
@@ -117,7 +125,7 @@ def _units(units: Sequence[UnitExplanation]) -> list[str]:
     for cells, names in alike.items():
         count = f" (each of {len(names)})" if len(names) > 1 else ""
         items.append({"unit": figures.abbreviate(names, width - len(count)) + count, **dict(cells)})
-    return _table(items)
+    return table(items)
 
 
 def _cells(unit: UnitExplanation) -> dict[str, str]:
