@@ -19,13 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..api import compile, fully_shard
 from ..collectives import backend
+from ..inspect import capture
+from ..optim import step_on_shards
 from ..passes.cost import Cluster, Curve, Link, Measured, as_text, detect
-from .host_costs import with_host_costs
+from ..policy import SchedulePolicy
 
 KIB = 2**10
 _SIZES = tuple(64 * KIB * 2**n for n in range(11))  # of collectives, bytes of the unsharded buffer: to 64 MiB
@@ -35,6 +38,8 @@ _LENGTHS = (4, 16, 64, 256, 1024, 4096)  # of attention's sequences
 _LONGEST_S = 0.1  # larger products, and longer attention, are left out
 _COLD = 128  # MiB, more than what caches hold
 _PIECES = 16  # buffers of the all-gather that tells what a further one costs
+_WIDTH = 16  # of matrices whose products take no time
+_LAYERS = 96  # so that what a step takes whatever its parameters counts little
 
 
 def calibrate(out: Path) -> Cluster:
@@ -72,7 +77,7 @@ def calibrate(out: Path) -> Cluster:
             memory_bytes=_memory_bytes(device),
             new_mib_us=bench.new_mib_us() if base.on_host else 0.0,
         )
-        found = with_host_costs(_with_links(found, bench), device, lambda run: bench.seconds(run, 20))
+        found = _with_host_costs(_with_links(found, bench), bench)
         if dist.get_rank() == 0:
             out.write_text(as_text(found, _machine(device)))
         dist.barrier()
@@ -307,6 +312,48 @@ class _Groups:
         return max(0.0, 1e6 * more / (_PIECES - 1))
 
 
+class _Layers(nn.Module):
+    """Products with something between them that is not fused into them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.sin(layer(x))
+        return x.sum()
+
+
+def _with_host_costs(cluster: Cluster, bench: _Bench) -> Cluster:
+    """Return the cluster with what the host takes for a kernel and for a parameter, by compiling two small models.
+
+    A kernel's time is that of a forward, less what its work is taken to last if ranks compute on the host. A
+    parameter's is what a training step takes beyond everything else that it is estimated to take.
+    """
+    model, batch = _Layers().to(bench.device), torch.randn(_WIDTH, _WIDTH, device=bench.device)
+    forward = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        kernel_us = 1e6 * bench.seconds(lambda: forward(batch), 20) / (2 * _LAYERS)
+    launch_us = max(0.0, kernel_us - cluster.kernel_us) if cluster.on_host else kernel_us
+    cluster = replace(cluster, launch_us=launch_us, parameter_us=0.0)
+
+    schedule = SchedulePolicy(cluster=cluster)
+    call = compile(fully_shard(model), schedule=schedule, fullgraph=True)
+    optimizer = step_on_shards(torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+    def step() -> None:
+        call(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    found = capture(model, batch, schedule=schedule, code=False)
+    known_us = found.step_us if cluster.on_host else launch_us * sum(len(graph.kernels) for graph in found.graphs)
+    left_us = 1e6 * bench.seconds(step, 20) - known_us
+    return replace(cluster, parameter_us=max(0.0, left_us / found.trained))
+
+
 def _memory_bytes(device: torch.device) -> int:
     """Return the device's memory; of the host's, what each of its ranks may take."""
     if device.type != "cpu":
@@ -317,10 +364,9 @@ def _memory_bytes(device: torch.device) -> int:
 def _machine(device: torch.device) -> dict[str, Any]:
     """Return what a reader wants to know of the machine; nothing reads it back."""
     module = torch.get_device_module(device)
+    is_cpu = device.type == "cpu"
     return {
-        "device": platform.processor() or platform.machine()
-        if device.type == "cpu"
-        else module.get_device_name(device),
+        "device": platform.processor() or platform.machine() if is_cpu else module.get_device_name(device),
         "cpus": os.cpu_count(),
         "threads of a rank": torch.get_num_threads(),
         "ranks": dist.get_world_size(),

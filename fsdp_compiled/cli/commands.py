@@ -16,16 +16,17 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from ..inspect.optimizer_cost import OPTIMIZERS
-from ..passes.cost import CLUSTERS, VARIABLE, Cluster, named
+from ..inspect import OPTIMIZERS, capture, explain
+from ..inspect.gpu_program import GPUS
+from ..inspect.report import WRITERS
+from ..passes.cost import CLUSTERS, VARIABLE, named
+from ..planner import plan
 from ..policy import SchedulePolicy
 from . import doctor
+from .calibrate import calibrate
 from .target import UsageError, build, find
 
 WIDTH = 118
-SUFFIXES = (".html", ".json", ".trace.json", ".png")  # what Capture.save takes
-_SUFFIXES = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
-GPUS = tuple(name for name in CLUSTERS if name not in ("CPU", "H100-500W"))  # whose programs capture generates
 WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
 _INSPECT = """\
@@ -102,20 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from ..inspect import capture, explain  # only here, so that doctor also runs where inspect cannot be imported
-
     schedule = _schedule(args)
     builder = find(args.target)
     with _process_group(args.world, args.rank):
         model, inputs, keywords = build(args.target, builder)
-        try:
+        with _one_line_about("SchedulePolicy.", "device: ", f"{VARIABLE}: "):
             if args.explain:
                 print(explain(model, schedule), end="\n\n")
             captured = capture(model, *inputs, loss=None, schedule=schedule, device=args.device, **keywords)
-        except Exception as error:
-            if mistake := _mistake(error):
-                raise UsageError(mistake) from error
-            raise
         print(captured)
         for graph in captured.graphs if args.code else ():
             print(f"\n{graph.kind}: code that Inductor generated\n{graph.code}")
@@ -133,10 +128,8 @@ def _inspect(args: argparse.Namespace) -> int:
 
 def _schedule(args: argparse.Namespace) -> SchedulePolicy:
     given = {field.name: getattr(args, field.name) for field in fields(SchedulePolicy)}
-    try:
+    with _one_line_about("SchedulePolicy."):
         return SchedulePolicy(**{name: value for name, value in given.items() if value is not None})
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 @contextmanager
@@ -161,23 +154,19 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _mistake(error: BaseException | None) -> str | None:
-    """Return what is said, while a graph compiles, about a schedule, a device or a cluster that it cannot have."""
-    kinds, about = (ValueError, ImportError, NotImplementedError), ("SchedulePolicy.", "device: ", f"{VARIABLE}: ")
-    while error and not (isinstance(error, kinds) and str(error).startswith(about)):
-        error = error.__cause__ or error.__context__
-    return str(error) if error else None
-
-
 @contextmanager
-def _one_line_about(*names: str) -> Iterator[None]:
-    """Report errors about these in one line; others, such as the user's code raises, keep their traceback."""
+def _one_line_about(*beginnings: str) -> Iterator[None]:
+    """Report errors that begin so, and errors that these cause, in one line; any others keep their traceback."""
     try:
         yield
-    except (TypeError, ValueError, RuntimeError) as error:
-        if str(error).partition(": ")[0] not in names:
+    except Exception as error:
+        found: BaseException | None = error
+        kinds = (TypeError, ValueError, RuntimeError, ImportError)
+        while found and not (isinstance(found, kinds) and str(found).startswith(beginnings)):
+            found = found.__cause__ or found.__context__
+        if found is None:
             raise
-        raise UsageError(str(error)) from error
+        raise UsageError(str(found)) from error
 
 
 def _say(line: str) -> None:
@@ -185,9 +174,7 @@ def _say(line: str) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from .calibrate import calibrate  # only here, so that doctor also runs where collectives cannot be imported
-
-    with _one_line_about("calibrate", VARIABLE):
+    with _one_line_about("calibrate: ", f"{VARIABLE}: "):
         found = calibrate(args.out)
     if int(os.environ.get("RANK", "0")) == 0:
         for name, link in (("inside a node", found.intra), ("between nodes", found.inter)):
@@ -200,10 +187,8 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from ..planner import plan  # only here, as inspect
-
     builder = find(args.target, 1)
-    with _one_line_about("plan", "build", "memory_bytes", "optimizer"):
+    with _one_line_about("plan: ", "build: ", "memory_bytes: ", "optimizer: "):
         found = plan(
             builder,
             cluster=args.cluster,
@@ -220,7 +205,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    with _one_line_about(VARIABLE):
+    with _one_line_about(f"{VARIABLE}: "):
         findings = doctor.diagnose()
     width = max(len(found.subject) for found in findings)
     for level, subject, text in findings:
@@ -255,20 +240,20 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("doctor", help=about, description=_DOCTOR)
     about = "measure this machine for estimates"
     calibrate = commands.add_parser("calibrate", help=about, description=_CALIBRATE)
-    calibrate.add_argument("--out", type=_new_file, required=True, metavar="FILE", help="the cluster file, JSON")
+    calibrate.add_argument("--out", type=_new_file(), required=True, metavar="FILE", help="the cluster file, JSON")
     _add_plan(commands.add_parser("plan", help="which mesh, batch and checkpointing to use", description=_PLAN))
     add = inspect.add_argument
     add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
     add("--world", type=int, metavar="N", help=f"ranks of the fake process group ({WORLD})")
     add("--rank", type=int, metavar="N", help="this process's rank in it (0)")
     add("--explain", action="store_true", help="first say what each unit does, and why")
-    about = f"also save the capture as {_SUFFIXES}"
-    add("--save", type=_file, nargs="+", action="extend", default=[], metavar="FILE", help=about)
+    about = f"also save the capture as {' or '.join(WRITERS)}"
+    add("--save", type=_new_file(*WRITERS), nargs="+", action="extend", default=[], metavar="FILE", help=about)
     about = f"generate and assemble the program of this GPU ({', '.join(GPUS)}), which need not be here"
     add("--device", choices=GPUS, metavar="NAME", help=about)
     add("--code", action="store_true", help="also print the code that Inductor generates")
     about = "a file by torch.profiler: also hold the estimates against this run"
-    add("--trace", type=Path, metavar="FILE", help=about)
+    add("--trace", type=_trace, metavar="FILE", help=about)
     about = "The fields of SchedulePolicy. BYTES is 65536, 64MiB, 1.5GiB or the like."
     add = inspect.add_argument_group("schedule", about).add_argument
     about = "shortest estimated step, one for each unit, every parameter alone, or full up to so many bytes"
@@ -281,7 +266,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
     add("--verify", action="store_true", help="check after every pass that the graph keeps the rules")
     about = f"{', '.join(CLUSTERS)} or a file by calibrate: what times are estimated for (--device, or found)"
-    add("--cluster", type=_cluster, metavar="NAME|FILE", help=about)
+    add("--cluster", type=_or(named), metavar="NAME|FILE", help=about)
     return parser
 
 
@@ -290,13 +275,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("target", metavar="MODULE:BUILD", help="where the function is that builds the model")
     about = f"{', '.join(CLUSTERS)} or a file by calibrate (H100)"
-    add("--cluster", type=_cluster, metavar="NAME|FILE", default="H100", help=about)
+    add("--cluster", type=_or(named), metavar="NAME|FILE", default="H100", help=about)
     add("--ranks", type=_counts, metavar="N,N", default=(8, 64, 512), help="numbers of ranks (8,64,512)")
     about = "of all ranks together, such as 4000000, 512K or 4M (4M)"
     add("--tokens-per-step", type=_tokens, metavar="N", default=4_000_000, help=about)
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose state and step count (adamw)")
     add("--memory", type=_or(byte_size), metavar="BYTES", help="of each rank (the cluster's)")
-    add("--save", type=_page, metavar="FILE", help="also save the plan as .html")
+    add("--save", type=_new_file(".html"), metavar="FILE", help="also save the plan as .html")
 
 
 def byte_size(text: str) -> int:
@@ -330,40 +315,34 @@ def _tokens(text: str) -> int:
     return int(match[1]) * {"": 1, "K": 10**3, "M": 10**6}[match[2]]
 
 
-def _page(text: str) -> Path:
-    if not text.endswith(".html"):
-        raise argparse.ArgumentTypeError(f"expected a file that ends in .html, got {text!r}")
-    return _new_file(text)
-
-
-def _or(number: Callable[[str], int], *words: str) -> Callable[[str], int | str]:
-    def parse(text: str) -> int | str:
+def _or(read: Callable[[str], Any], *words: str) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
         try:
-            return text if text in words else number(text)
-        except ValueError as error:
+            return text if text in words else read(text)
+        except (TypeError, ValueError) as error:
             expected = " or ".join([*map(repr, words), ""])
             raise argparse.ArgumentTypeError(str(error).replace("expected ", f"expected {expected}")) from None
 
     return parse
 
 
-def _cluster(text: str) -> Cluster:
-    try:
-        return named(text)
-    except (TypeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def _new_file(*suffixes: str) -> Callable[[str], Path]:
+    """Return what parses the path of a file to write, which ends in one of ``suffixes`` if there are any."""
+
+    def parse(text: str) -> Path:
+        path = Path(text)
+        if suffixes and not text.endswith(suffixes):
+            raise argparse.ArgumentTypeError(f"expected a file that ends in {' or '.join(suffixes)}, got {text!r}")
+        if path.is_dir() or not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
+        return path
+
+    return parse
 
 
-def _file(text: str) -> Path:
-    if not text.endswith(SUFFIXES):
-        raise argparse.ArgumentTypeError(f"expected a file that ends in {_SUFFIXES}, got {text!r}")
-    return _new_file(text)
-
-
-def _new_file(text: str) -> Path:
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file in a folder that exists, got {text!r}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"expected a file that can be written, got {text!r}")
-    return path
+def _trace(text: str) -> Path:
+    if Path(text).is_dir() or not os.access(text, os.R_OK):  # said before anything compiles
+        raise argparse.ArgumentTypeError(f"expected a file that can be read, got {text!r}")
+    return Path(text)

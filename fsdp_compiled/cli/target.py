@@ -15,11 +15,10 @@ from typing import Any
 
 from torch import nn
 
-from ..hooks.state import states_below
+from ..expect import model_and_inputs
+from ..hooks.state import states_of
+from ..inspect import capture
 from ..tracing.dynamo import module_inside
-
-# What capture takes by keyword itself.
-_OF_CAPTURE = {"model", "loss", "schedule", "code", "device", "passes", "optimizer", "clip_gradients"}
 
 
 class UsageError(Exception):
@@ -78,24 +77,12 @@ def _from_path(name: str) -> ModuleType:
 def build(target: str, function: Callable[[], Any]) -> tuple[nn.Module, Sequence[Any], Mapping[str, Any]]:
     """Call BUILD and return its results: a sharded model, and the positional and keyword arguments of its forward."""
     result = function()
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        got = f"a tuple of {len(result)}" if isinstance(result, tuple) else _named(result)
-        raise UsageError(f"{target}: expected it to return (model, args) or (model, args, kwargs), got {got}")
-    model, args, kwargs = (*result, {})[:3]
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"{target}: expected an nn.Module as the first result, got {_named(model)}")
-    if not isinstance(args, (tuple, list)):
-        raise UsageError(f"{target}: expected a tuple of inputs as the second result, got {_named(args)}; write (x,)")
-    if not isinstance(kwargs, Mapping) or not all(isinstance(key, str) for key in kwargs):
-        raise UsageError(f"{target}: expected a dict of keyword inputs as the third result, got {_named(kwargs)}")
-    if taken := _OF_CAPTURE & set(kwargs):
+    try:
+        model, args, kwargs = model_and_inputs("BUILD", result)
+        model = module_inside(model)
+        states_of(model)  # or it is not sharded
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{target}: {error}") from error
+    if taken := set(kwargs) & signature(capture).parameters.keys() - {"args", "kwargs"}:
         raise UsageError(f"{target}: the input {min(taken)!r} cannot be given by keyword here; give it by position")
-    model = module_inside(model)
-    if not states_below([model]):
-        advice = "call fully_shard on its layers and then on the model"
-        raise UsageError(f"{target}: expected a sharded model, got {_named(model)} without any unit; {advice}")
     return model, args, kwargs
-
-
-def _named(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

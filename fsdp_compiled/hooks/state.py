@@ -42,7 +42,8 @@ def states_of(model: nn.Module) -> list[FSDPState]:
     expect("model", model, nn.Module, "an nn.Module")
     states = states_below([model])
     if not states:
-        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard first")
+        do = "call fully_shard on its layers and then on the model"
+        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", do)
     return states
 
 

@@ -27,7 +27,7 @@ from .render.html import html
 from .render.png import png
 from .render.text import capture_text, comparison_text, explanation_text
 
-_WRITERS: dict[str, Callable[[CapturedModel], str | bytes]] = {
+WRITERS: dict[str, Callable[[CapturedModel], str | bytes]] = {
     ".trace.json": lambda capture: as_json(trace(capture)),  # before .json, which it ends with
     ".json": as_json,
     ".html": html,
@@ -81,8 +81,8 @@ class Capture(CapturedModel):
         """
         expect("beside", beside, CapturedModel | None, "another capture")
         expect("measured", measured, ComparedStep | None, "what compare returned")
-        path, expected = Path(path), ", ".join(_WRITERS)
-        writer = next((writer for suffix, writer in _WRITERS.items() if path.name.endswith(suffix)), None)
+        path, expected = Path(path), ", ".join(WRITERS)
+        writer = next((writer for suffix, writer in WRITERS.items() if path.name.endswith(suffix)), None)
         if writer is None:
             raise ValueError(f"{path}: a capture is saved as {expected}, not as {path.suffix!r}; rename the file")
         if (beside is not None or measured is not None) and writer is not html:

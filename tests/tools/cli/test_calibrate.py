@@ -13,20 +13,20 @@ import torch.distributed as dist
 
 from fsdp_compiled import SchedulePolicy
 from fsdp_compiled.cli import calibrate as program
-from fsdp_compiled.cli import host_costs, main
+from fsdp_compiled.cli import main
 from fsdp_compiled.passes import CLUSTERS, cost
 from tests.faults.steps import trainer
 from tests.support.ranks import on_ranks, same_on_ranks
 from tests.support.variants import thorough
 
 FEW = {"_SIZES": (2**16, 2**18), "_COPIES": (2**12, 2**16), "_WIDTHS": (16, 32, 64), "_PIECES": 2}
-FEW |= {"_LENGTHS": (4, 8), "_COLD": 1}
+FEW |= {"_LENGTHS": (4, 8), "_COLD": 1, "_LAYERS": 8}
 
 
 @contextmanager
 def few():
     """Let a calibration measure a little of everything."""
-    with patch.multiple(program, **FEW), patch.object(host_costs, "_LAYERS", 8):
+    with patch.multiple(program, **FEW):
         yield
 
 

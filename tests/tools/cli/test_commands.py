@@ -7,17 +7,15 @@ import os
 import subprocess
 import sys
 import tomllib
-from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
-import fsdp_compiled.inspect
 from fsdp_compiled import SchedulePolicy, cli
-from fsdp_compiled.cli import doctor
-from fsdp_compiled.cli.commands import SUFFIXES, byte_size
-from fsdp_compiled.cli.target import _OF_CAPTURE
+from fsdp_compiled.cli import commands, doctor
+from fsdp_compiled.cli.commands import byte_size
+from fsdp_compiled.inspect.report import WRITERS, Capture
 from fsdp_compiled.passes.cost import CLUSTERS
 
 ROOT = Path(__file__).parents[3]
@@ -96,7 +94,7 @@ def captures(monkeypatch):
         made.append(Captured(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(fsdp_compiled.inspect, "capture", capture)
+    monkeypatch.setattr(commands, "capture", capture)
     return made
 
 
@@ -180,14 +178,14 @@ MISTAKES = {
     "program.py:bild": "program.py: expected a function 'bild', found none; it defines build, by_keyword, compiled",
     "program.py:number": "program.py: expected a function 'number', found none",
     "program.py:of_config": "expected a function that can be called without arguments, got of_config(config)",
-    "program.py:nothing": "expected it to return (model, args) or (model, args, kwargs), got None",
-    "program.py:four": "expected it to return (model, args) or (model, args, kwargs), got a tuple of 4",
-    "program.py:no_module": "expected an nn.Module as the first result, got a str",
-    "program.py:bare_input": "expected a tuple of inputs as the second result, got a Tensor; write (x,)",
-    "program.py:bad_keywords": "expected a dict of keyword inputs as the third result, got a int",
+    "program.py:nothing": "program.py:nothing: BUILD: expected a tuple (model, args) or (model, args, kwargs) to be",
+    "program.py:four": "expected a tuple (model, args) or (model, args, kwargs) to be returned, got (1, 2, 3, 4)",
+    "program.py:no_module": "expected an nn.Module as the first result, got 'model' of str",
+    "program.py:bare_input": "expected a tuple of inputs as the second result, got Tensor; write (x,)",
+    "program.py:bad_keywords": "expected a dict of keyword inputs as the third result, got 3 of int",
     "program.py:named_loss": "the input 'loss' cannot be given by keyword here",
     "program.py:named_passes": "the input 'passes' cannot be given by keyword here",
-    "program.py:no_units": "expected a sharded model, got a Linear without any unit; call fully_shard on its layers",
+    "program.py:no_units": "Linear: expected a sharded model, got one without any unit; call fully_shard on",
     "program.py:build --bucket big": "--bucket: expected 'auto' or 'unit' or 'none' or a number of bytes such as",
     "program.py:build --bucket 0": "SchedulePolicy.bucket: expected 'auto' or 'unit' or 'none' or an integer of",
     "program.py:build --prefetch 1.5": "--prefetch: expected 'auto' or a number, got '1.5'",
@@ -195,17 +193,13 @@ MISTAKES = {
     "program.py:build --cluster V100": "--cluster: cluster: expected H100, H100-500W, H200, A100, B200, CPU or",
     "program.py:build --world 4 --rank 4": "--rank: expected 0 to 3 for --world 4, got 4",
     "program.py:build --world 0": "--world: expected at least 1, got 0",
-    "program.py:build --save a.txt": "--save: expected a file that ends in .html, .json, .trace.json or .png, got",
+    "program.py:build --save a.txt": "--save: expected a file that ends in .trace.json or .json or .html or .png",
     "program.py:build --save new/table.json": "--save: expected a file in a folder that exists, got 'new/table.json'",
     "program.py:build --save folder.json": "--save: expected a file in a folder that exists, got 'folder.json'",
-    "program.py:build --trace none.json": "No such file or directory: 'none.json'",
+    "program.py:build --trace none.json": "--trace: expected a file that can be read, got 'none.json'",
+    "program.py:build --trace folder.json": "--trace: expected a file that can be read, got 'folder.json'",
     "program.py:build --save full.json": "No space left on device",
 }
-
-
-def test_inputs_by_keyword_are_none_of_captures_own():
-    own = signature(fsdp_compiled.inspect.capture).parameters.keys() - {"args", "kwargs"}
-    assert own == _OF_CAPTURE
 
 
 @pytest.mark.usefixtures("program", "captures")
@@ -232,7 +226,7 @@ def test_what_no_graph_can_keep(program, monkeypatch, capsys, mistake):
         except ValueError as error:
             raise RuntimeError("backend failed") from error
 
-    monkeypatch.setattr(fsdp_compiled.inspect, "capture", capture)
+    monkeypatch.setattr(commands, "capture", capture)
     assert _inspect(f"{program}:build", "--in-flight-bytes", "1") == 2
     assert f"error: {mistake}" in capsys.readouterr().err
 
@@ -249,7 +243,7 @@ def test_errors_of_the_users_own_pass_through(program, monkeypatch):
     def capture(*args, **kwargs):
         raise ValueError("from forward")
 
-    monkeypatch.setattr(fsdp_compiled.inspect, "capture", capture)
+    monkeypatch.setattr(commands, "capture", capture)
     with pytest.raises(ValueError, match="from forward"):
         _inspect(f"{program}:build")
 
@@ -271,10 +265,8 @@ def test_byte_sizes():
             byte_size(text)
 
 
-def test_the_suffixes_are_those_that_a_capture_takes():
-    from fsdp_compiled.inspect.report import Capture
-
-    assert all(f"``{suffix}``" in Capture.save.__doc__ for suffix in SUFFIXES)
+def test_what_a_capture_is_saved_as_is_documented():
+    assert all(f"``{suffix}``" in Capture.save.__doc__ for suffix in WRITERS)
 
 
 # ---- doctor ----
