@@ -1,9 +1,11 @@
 """Inspects the graphs and units of a sharded model: its collectives, when they run and what they cost.
 
-``capture`` and ``explain`` read a model into ``records``; ``report`` prints and saves them through ``render``.
+``capture`` reads a model into ``records``, which ``report`` prints and saves through ``render``.
 """
 
 from .capture import capture as capture
+from .explain import Explanation as Explanation
+from .explain import UnitExplanation as UnitExplanation
 from .explain import explain as explain
 from .lifetimes import Allocation as Allocation
 from .memory import MemoryLevel as MemoryLevel
@@ -15,6 +17,4 @@ from .records import ComputeSpan as ComputeSpan
 from .records import Kernel as Kernel
 from .records import MemoryStep as MemoryStep
 from .records import Region as Region
-from .records import UnitExplanation as UnitExplanation
 from .report import Capture as Capture
-from .report import Explanation as Explanation

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from ..expect import unexpected
 from .records import CapturedModel
+from .render.figures import counted, duration
+from .render.text import joined, table
 from .trace import Trace, Transfer
 
+WORST = 30  # estimates that are printed with what was measured
 TRANSFERS = "transfers"  # which may be hidden: no part of a step
 
 
@@ -35,10 +38,23 @@ class Compared:
         """By how much the estimate is wrong; what is only in one of them counts fully."""
         return abs((self.measured_us or 0.0) - (self.estimate_us or 0.0))
 
+    @property
+    def times(self) -> dict[str, str]:
+        """The estimate, what was measured, and by how much of that the estimate is wrong."""
+        estimate, measured = ("-" if us is None else duration(us) for us in (self.estimate_us, self.measured_us))
+        is_known = self.estimate_us is not None and self.measured_us
+        wrong = f"{self.estimate_us / self.measured_us - 1:+.0%}" if is_known else "-"  # type: ignore[operator]
+        return {"part": self.part, "estimate": estimate, "measured": measured, "error": wrong}
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The same of kernels that are alike, or of a collective, with their number and name."""
+        return {**self.times, "count": str(self.count), "name": self.name or self.part}
+
 
 @dataclass(frozen=True)
-class ComparedStep:
-    """A step's estimated and measured times.
+class Comparison:
+    """A step's estimated and measured times. ``print`` shows a table of its parts, and of the worst estimates.
 
     Args:
         steps: that the trace holds, of which the times are the mean.
@@ -51,8 +67,14 @@ class ComparedStep:
     parts: tuple[Compared, ...]
     lines: tuple[Compared, ...]
 
+    def __str__(self) -> str:
+        head = f"one step, the mean of {counted(self.steps, 'step')} of a run"
+        parts, lines = table([each.times for each in (self.step, *self.parts)]), [each.facts for each in self.lines]
+        more = [f"and {len(lines) - WORST} more, in the .html file"] if len(lines) > WORST else []
+        return joined([head], parts, ["the worst estimates first"], table(lines[:WORST]) if lines else [], more)
 
-def compare(capture: CapturedModel, path: str | Path) -> ComparedStep:
+
+def compare(capture: CapturedModel, path: str | Path) -> Comparison:
     """Compare a capture with the trace of a run. Errors as of :meth:`Capture.compare`."""
     trace = Trace(path)
     lines = [*_kernels(capture, trace), *_collectives(capture, trace)]
@@ -66,7 +88,7 @@ def compare(capture: CapturedModel, path: str | Path) -> ComparedStep:
     parts = [Compared(part, "", 1, us, measured.get(part) or None) for part, us in estimated.items()]
     lines.sort(key=lambda line: -line.difference_us)
     step = Compared("step", "", 1, capture.step_us, trace.step_us)
-    return ComparedStep(trace.steps, step, tuple(parts), tuple(lines))
+    return Comparison(trace.steps, step, tuple(parts), tuple(lines))
 
 
 def _kernels(capture: CapturedModel, trace: Trace) -> Iterator[Compared]:

@@ -2,23 +2,107 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from ..expect import expect, unexpected
-from ..hooks.state import FSDPState, states_below
+from ..expect import expect
+from ..hooks.state import FSDPState, states_of
 from ..param.param import FSDPParam
 from ..passes.reshard import kept_by
 from ..passes.schedule_policy import DEFAULT, SchedulePolicy
 from ..sharding.spec import CommSpec
 from ..tracing.dynamo import module_inside
 from ..tracing.sharded_module import is_managed, user_class
-from .records import UnitExplanation
 from .render import figures
-from .report import Explanation
+from .render.text import joined, space_beside, table, wrapped
 
 NOTABLE_PADDING = 0.01  # of a unit's size
+
+
+@dataclass(frozen=True)
+class UnitExplanation:
+    """One unit, that is one ``fully_shard`` call.
+
+    Args:
+        name: path of its first module below the explained model; the class name for the model itself.
+        params: full names of its parameters.
+        frozen: of those, the ones that do not require grad: all-gathered, never reduced.
+        kept: of those, the ones that ``keep_unsharded_bytes`` keeps from forward to backward in one full graph.
+            Among parameters of equal size that do not all fit, the graph may choose others.
+        total_bytes: of the unsharded parameters, in their original dtypes.
+        rank_bytes: of the shards on one rank, in their original dtypes; equal on every rank, padding included.
+        all_gather_bytes: of the all-gather outputs of one forward, padding included.
+        all_gather_dtypes: dtypes of the all-gathers; an uncompiled forward launches one for each.
+        reduce_dtypes: dtypes of the reductions; empty if nothing requires grad.
+        shard_world: ranks over which each parameter is sharded.
+        replicate_world: ranks that hold the same shard.
+        reshards: whether forward frees the unsharded parameters, so that backward all-gathers them again.
+        why: the reason for ``reshards``.
+        notes: whatever else is special about the unit, each a sentence.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    frozen: tuple[str, ...]
+    kept: tuple[str, ...]
+    total_bytes: int
+    rank_bytes: int
+    all_gather_bytes: int
+    all_gather_dtypes: tuple[torch.dtype, ...]
+    reduce_dtypes: tuple[torch.dtype, ...]
+    shard_world: int
+    replicate_world: int
+    reshards: bool
+    why: str
+    notes: tuple[str, ...]
+
+    @property
+    def after_forward(self) -> str:
+        """What happens to the unsharded parameters, in two or three words."""
+        if not self.params:
+            return "nothing to free"
+        return "resharded" if self.reshards else "kept for backward"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The units of a model. ``print`` shows a table with the reasons below it.
+
+    Args:
+        model: the class name.
+        units: the outermost first.
+        outside: names of parameters that belong to no unit; every rank holds them unsharded.
+        schedule: of compiled graphs.
+    """
+
+    model: str
+    units: tuple[UnitExplanation, ...]
+    outside: tuple[str, ...]
+    schedule: SchedulePolicy
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all units' unsharded parameters."""
+        return sum(unit.total_bytes for unit in self.units)
+
+    @property
+    def rank_bytes(self) -> int:
+        """Of all units' shards on one rank."""
+        return sum(unit.rank_bytes for unit in self.units)
+
+    def __str__(self) -> str:
+        schedule = self.schedule
+        params = figures.counted(sum(len(unit.params) for unit in self.units), "parameter")
+        size, per_rank = figures.size(self.total_bytes), figures.size(self.rank_bytes)
+        count = figures.counted(len(self.units), "unit")
+        head = f"{self.model}: {count}, {params} of {size}, of which each rank holds {per_rank}"
+        decisions = figures.in_line(figures.schedule(schedule))
+        graph = f"one full graph is scheduled with {decisions}: {_buckets(schedule.bucket)}"
+        return joined(wrapped(head), _units(self.units), _reasons(self), wrapped(graph))
 
 
 def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explanation:
@@ -38,10 +122,7 @@ def explain(model: nn.Module, schedule: SchedulePolicy | None = None) -> Explana
     expect("schedule", schedule, SchedulePolicy | None, "a SchedulePolicy or None")
     model = module_inside(model)
     class_name = user_class(model).__name__
-    states = states_below([model])
-    if not states:
-        do = "call fully_shard on its layers and then on the model"
-        raise unexpected(class_name, "a model with at least one unit", "none", do)
+    states = states_of(model)
     schedule = schedule or DEFAULT
     specs: dict[Hashable, CommSpec] = {param: param.spec for state in states for param in state.params}
     kept = kept_by(schedule, specs, schedule.cluster_for(states[0].device))
@@ -146,3 +227,53 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
 
 def _within(params: Sequence[FSDPParam], unit: str) -> str:
     return figures.listed("parameter", [param.name.removeprefix(f"{unit}.") for param in params])
+
+
+def _units(units: Sequence[UnitExplanation]) -> list[str]:
+    """Return a table; units that differ only in their names share a line."""
+    alike = defaultdict[tuple[tuple[str, str], ...], list[str]](list)
+    for unit in units:
+        alike[tuple(_cells(unit).items())].append(unit.name)
+    width = space_beside([dict(cells) for cells in alike])
+    items = []
+    for cells, names in alike.items():
+        count = f" (each of {len(names)})" if len(names) > 1 else ""
+        items.append({"unit": figures.abbreviate(names, width - len(count)) + count, **dict(cells)})
+    return table(items)
+
+
+def _cells(unit: UnitExplanation) -> dict[str, str]:
+    ranks = str(unit.shard_world) if unit.replicate_world == 1 else f"{unit.shard_world} x {unit.replicate_world}"
+    return {
+        "params": str(len(unit.params)),
+        "size": figures.size(unit.total_bytes),
+        "per rank": figures.size(unit.rank_bytes),
+        "ranks": ranks if unit.params else "-",
+        "all-gathers": figures.size(unit.all_gather_bytes),
+        "in": ", ".join(map(figures.dtype_name, unit.all_gather_dtypes)) or "-",
+        "reduces in": ", ".join(map(figures.dtype_name, unit.reduce_dtypes)) or "-",
+        "after forward": unit.after_forward,
+    }
+
+
+def _reasons(explanation: Explanation) -> Iterator[str]:
+    said = defaultdict[str, list[str]](list)
+    for unit in explanation.units:
+        for text in (unit.why, *unit.notes):
+            said[text].append(unit.name)
+    for text, names in said.items():
+        who = "every unit" if len(names) == len(explanation.units) > 1 else figures.abbreviate(names)
+        yield from wrapped(f"{who}: {text}")
+    if explanation.outside:
+        who = figures.listed("parameter", explanation.outside)
+        why = "given as ignored_params, or fully_shard was not called on a module above"
+        yield from wrapped(f"in no unit: {who}: unsharded on every rank, gradients not averaged; {why}")
+
+
+def _buckets(bucket: str | int) -> str:
+    words = {
+        "auto": "buckets may span units, and their sizes follow from estimated times",
+        "unit": "one bucket for each unit and dtype",
+        "none": "every parameter is all-gathered and reduced alone",
+    }
+    return words[bucket] if isinstance(bucket, str) else f"buckets may span units, up to {figures.size(bucket)} each"

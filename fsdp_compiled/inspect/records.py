@@ -1,4 +1,4 @@
-"""What ``capture`` and ``explain`` find: frozen records of graphs, collectives, their timeline, and units."""
+"""What ``capture`` finds: frozen records of graphs, collectives and their timeline."""
 
 from __future__ import annotations
 
@@ -300,75 +300,3 @@ class CapturedModel:
     def peak_unsharded_bytes(self) -> int:
         """The largest of all graphs."""
         return max((graph.peak_unsharded_bytes for graph in self.graphs), default=0)
-
-
-@dataclass(frozen=True)
-class UnitExplanation:
-    """One unit, that is one ``fully_shard`` call.
-
-    Args:
-        name: path of its first module below the explained model; the class name for the model itself.
-        params: full names of its parameters.
-        frozen: of those, the ones that do not require grad: all-gathered, never reduced.
-        kept: of those, the ones that ``keep_unsharded_bytes`` keeps from forward to backward in one full graph.
-            Among parameters of equal size that do not all fit, the graph may choose others.
-        total_bytes: of the unsharded parameters, in their original dtypes.
-        rank_bytes: of the shards on one rank, in their original dtypes; equal on every rank, padding included.
-        all_gather_bytes: of the all-gather outputs of one forward, padding included.
-        all_gather_dtypes: dtypes of the all-gathers; an uncompiled forward launches one for each.
-        reduce_dtypes: dtypes of the reductions; empty if nothing requires grad.
-        shard_world: ranks over which each parameter is sharded.
-        replicate_world: ranks that hold the same shard.
-        reshards: whether forward frees the unsharded parameters, so that backward all-gathers them again.
-        why: the reason for ``reshards``.
-        notes: whatever else is special about the unit, each a sentence.
-    """
-
-    name: str
-    params: tuple[str, ...]
-    frozen: tuple[str, ...]
-    kept: tuple[str, ...]
-    total_bytes: int
-    rank_bytes: int
-    all_gather_bytes: int
-    all_gather_dtypes: tuple[torch.dtype, ...]
-    reduce_dtypes: tuple[torch.dtype, ...]
-    shard_world: int
-    replicate_world: int
-    reshards: bool
-    why: str
-    notes: tuple[str, ...]
-
-    @property
-    def after_forward(self) -> str:
-        """What happens to the unsharded parameters, in two or three words."""
-        if not self.params:
-            return "nothing to free"
-        return "resharded" if self.reshards else "kept for backward"
-
-
-@dataclass(frozen=True)
-class ExplainedModel:
-    """The units of a model.
-
-    Args:
-        model: the class name.
-        units: the outermost first.
-        outside: names of parameters that belong to no unit; every rank holds them unsharded.
-        schedule: of compiled graphs.
-    """
-
-    model: str
-    units: tuple[UnitExplanation, ...]
-    outside: tuple[str, ...]
-    schedule: SchedulePolicy
-
-    @property
-    def total_bytes(self) -> int:
-        """Of all units' unsharded parameters."""
-        return sum(unit.total_bytes for unit in self.units)
-
-    @property
-    def rank_bytes(self) -> int:
-        """Of all units' shards on one rank."""
-        return sum(unit.rank_bytes for unit in self.units)

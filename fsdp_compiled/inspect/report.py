@@ -1,4 +1,4 @@
-"""What users get: captures and explanations that print tables, files of captures, and what ``TORCH_TRACE`` gets."""
+"""What users get: captures that print tables and are saved as files, and what ``TORCH_TRACE`` gets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ..passes.log import trace_artifact
 from ..passes.schedule_policy import SchedulePolicy
 from ..sharding.dtensor import process_group
 from ..sharding.mesh import siblings_of
-from .comparison import ComparedStep, compare
+from .comparison import Comparison, compare
 from .reading import Scheduled, captured_graph
-from .records import CapturedModel, ExplainedModel, GraphKind
+from .records import CapturedModel, GraphKind
 from .render import figures
 from .render.data import as_json, trace
 from .render.html import html
 from .render.png import png
-from .render.text import capture_text, comparison_text, explanation_text
+from .render.text import capture_text
 
 WRITERS: dict[str, Callable[[CapturedModel], str | bytes]] = {
     ".trace.json": lambda capture: as_json(trace(capture)),  # before .json, which it ends with
@@ -58,10 +58,10 @@ class Capture(CapturedModel):
             OSError: the file cannot be read.
             ValueError: it is no trace, or not one of the collectives that were captured.
         """
-        return Comparison(**vars(compare(self, trace)))
+        return compare(self, trace)
 
     def save(
-        self, path: str | Path, *, beside: CapturedModel | None = None, measured: ComparedStep | None = None
+        self, path: str | Path, *, beside: CapturedModel | None = None, measured: Comparison | None = None
     ) -> Path:
         """Write the capture in the format that the path's suffix names. Equal captures make equal files.
 
@@ -80,7 +80,7 @@ class Capture(CapturedModel):
             OSError: the file cannot be written.
         """
         expect("beside", beside, CapturedModel | None, "another capture")
-        expect("measured", measured, ComparedStep | None, "what compare returned")
+        expect("measured", measured, Comparison | None, "what compare returned")
         path, expected = Path(path), ", ".join(WRITERS)
         writer = next((writer for suffix, writer in WRITERS.items() if path.name.endswith(suffix)), None)
         if writer is None:
@@ -94,18 +94,6 @@ class Capture(CapturedModel):
             return partial.replace(path)
         finally:
             partial.unlink(missing_ok=True)
-
-
-class Comparison(ComparedStep):
-    """A capture and a run. ``print`` shows a table of a step's parts, and of the worst estimates."""
-
-    __str__ = comparison_text
-
-
-class Explanation(ExplainedModel):
-    """What :func:`explain` found. ``print`` shows a table with the reasons below it."""
-
-    __str__ = explanation_text
 
 
 def write_artifacts(graph: fx.Graph, policy: SchedulePolicy, kind: GraphKind, folder: Path, compile_id: str) -> None:

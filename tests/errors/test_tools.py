@@ -69,7 +69,7 @@ def test_compile(model, kwargs, error, message):
         (
             lambda: explain(nn.Linear(2, 2)),
             ValueError,
-            "Linear: expected a model with at least one unit, got none; call",
+            "Linear: expected a sharded model, got one without any unit; call",
         ),
         (
             lambda: explain(sharded_model(), schedule=3),

@@ -14,7 +14,6 @@ from math import floor, log10
 import torch
 
 from ...passes.schedule_policy import SchedulePolicy
-from ..comparison import Compared
 from ..memory import StepMemory
 from ..records import CapturedGraph, CapturedModel, Collective, Kernel, Verdict
 
@@ -153,19 +152,6 @@ def step_lines(capture: CapturedModel) -> list[dict[str, str]]:
     return [
         {"part": part, "share": f"{us / capture.step_us:.1%}", "estimate": duration(us)} for part, us in parts if us
     ]
-
-
-def compared_part(each: Compared) -> dict[str, str]:
-    """Return an estimate, what was measured, and by how much of that the estimate is wrong."""
-    known = each.estimate_us is not None and each.measured_us
-    wrong = f"{each.estimate_us / each.measured_us - 1:+.0%}" if known else "-"  # type: ignore[operator]
-    times = ("-" if us is None else duration(us) for us in (each.estimate_us, each.measured_us))
-    return {"part": each.part, **dict(zip(("estimate", "measured"), times, strict=True)), "error": wrong}
-
-
-def compared_facts(each: Compared) -> dict[str, str]:
-    """Return the same of kernels that are alike, or of a collective, with their number and name."""
-    return {**compared_part(each), "count": str(each.count), "name": each.name or each.part}
 
 
 def memory_facts(memory: StepMemory) -> dict[str, str]:

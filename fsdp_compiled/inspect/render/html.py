@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader
 
-from ..comparison import ComparedStep
+from ..comparison import Comparison
 from ..records import CapturedGraph, CapturedModel, Collective
 from . import figures
 from .drawing import COLOUR_OF, COLOURS, draw
@@ -21,7 +21,7 @@ NAMES = 30  # characters of a table cell's names; they unfold
 WIDEST = 8000  # pixels of a timeline
 
 
-def html(capture: CapturedModel, beside: CapturedModel | None = None, measured: ComparedStep | None = None) -> str:
+def html(capture: CapturedModel, beside: CapturedModel | None = None, measured: Comparison | None = None) -> str:
     """Return the page's source: of one capture, or of two, compared above each other's, or of one and a run."""
     captures = [capture] if beside is None else [capture, beside]
     names, compared = figures.side_by_side(captures) if beside is not None else ([""], [])

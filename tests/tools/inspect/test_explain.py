@@ -176,7 +176,7 @@ def test_a_unit_without_parameters():
 
 def test_mistakes():
     with pytest.raises(
-        ValueError, match="Llama: expected a model with at least one unit, got none; call fully_shard"
+        ValueError, match="Llama: expected a sharded model, got one without any unit; call fully_shard"
     ):
         explain(llama())
     with pytest.raises(TypeError, match="model: expected an nn.Module given to fully_shard, got 'model' of str"):
