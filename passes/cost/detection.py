@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -99,7 +100,8 @@ def _found(device: torch.device) -> Cluster:
     module = torch.get_device_module(device)
     is_there = device.type != "cpu" and module.is_available()
     name = module.get_device_name(device) if is_there else "CPU" if device.type == "cpu" else device.type
-    known = next((cluster for key, cluster in CLUSTERS.items() if key in name), CLUSTERS["H100"])
+    chip = name.replace("GH200", "H100")  # which it has
+    known = next((each for key, each in CLUSTERS.items() if re.search(rf"{key}(?!\d)", chip)), CLUSTERS["H100"])
     local = _local_ranks() or (module.device_count() if is_there else 0) or known.ranks_per_node
     intra, inter = known.intra, known.inter
     if "PCIE" in name.upper():

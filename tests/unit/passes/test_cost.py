@@ -191,6 +191,9 @@ def test_detection_of_gpus(alone):
 
     assert detected("NVIDIA H200 141GB HBM3e") == replace(CLUSTERS["H200"], ranks_per_node=4)
     assert detected("Some new card") == replace(CLUSTERS["H100"], ranks_per_node=4)
+    for other in ("NVIDIA GH200 480GB", "NVIDIA RTX A1000 Laptop GPU"):  # neither an H200 nor an A100
+        assert detected(other) == replace(CLUSTERS["H100"], ranks_per_node=4)
+    assert detected("NVIDIA GB200") == replace(CLUSTERS["B200"], ranks_per_node=4)
     assert detected("NVIDIA A100-PCIE-40GB").intra.bytes_per_s == pytest.approx(25.6e9)
     assert detected("NVIDIA H100 PCIe").intra.bytes_per_s == pytest.approx(51.2e9)  # of a card without NVLink
 
