@@ -6,7 +6,6 @@ import argparse
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -18,15 +17,15 @@ import torch.distributed as dist
 
 from ..inspect import OPTIMIZERS, capture, explain
 from ..inspect.gpu_program import GPUS
+from ..inspect.render.text import WIDTH, wrapped
 from ..inspect.report import WRITERS
 from ..passes.cost import CLUSTERS, VARIABLE, named
-from ..planner import plan
+from ..planner.plan import plan, simulated_group
 from ..policy import SchedulePolicy
 from . import doctor
 from .calibrate import calibrate
 from .target import UsageError, build, find
 
-WIDTH = 118
 WORLD = 8  # ranks of the fake process group that is used where the user's module starts none
 
 _INSPECT = """\
@@ -146,12 +145,9 @@ def _process_group(world: int | None, rank: int | None) -> Iterator[None]:
         raise UsageError(f"--world: expected at least 1, got {world}")
     if not 0 <= rank < world:
         raise UsageError(f"--rank: expected 0 to {world - 1} for --world {world}, got {rank}")
-    dist.init_process_group("fake", rank=rank, world_size=world)
-    _say(f"process group: fake, rank {rank} of {world}; nothing is communicated, so results are garbage")
-    try:
+    with simulated_group(world, rank):
+        _say(f"process group: fake, rank {rank} of {world}; nothing is communicated, so results are garbage")
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 @contextmanager
@@ -210,8 +206,7 @@ def _doctor(_: argparse.Namespace) -> int:
     width = max(len(found.subject) for found in findings)
     for level, subject, text in findings:
         head = f"{level:<7}  {subject:<{width}}  "
-        rest = " " * len(head)
-        print(textwrap.fill(text, WIDTH, initial_indent=head, subsequent_indent=rest, break_on_hyphens=False))
+        print(*wrapped(text, head, " " * len(head)), sep="\n")
     problems = sum(found.level == "problem" for found in findings)
     print(f"\n{problems or 'no'} problem{'' if problems == 1 else 's'}")
     return 1 if problems else 0

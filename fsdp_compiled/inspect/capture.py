@@ -22,7 +22,6 @@ from ..hooks.state import FSDPState, states_of
 from ..passes import Pass, beside_users_passes, slots
 from ..passes.cost import Cluster
 from ..passes.inductor import name_of
-from ..passes.schedule_policy import DEFAULT
 from ..policy import SchedulePolicy
 from ..regions.block import without_failing_regions
 from ..regions.choose import set_default_regions
@@ -120,8 +119,8 @@ def trace(
     model: nn.Module,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    loss: Callable[[Any], Tensor] | None = None,
-    schedule: SchedulePolicy = DEFAULT,
+    loss: Callable[[Any], Tensor] | None,
+    schedule: SchedulePolicy,
     code: bool = False,
     device: str | None = None,
     passes: Sequence[Pass] = (),

@@ -137,14 +137,12 @@ def captured_graph(read: Scheduled, kind: GraphKind, module: fx.GraphModule) -> 
     return CapturedGraph(
         kind=kind,
         module=module,
-        before=None,
         collectives=_collectives(read, module.graph),
         compute=tuple(read.spans()),
         memory=tuple(read.memory()),
         peak_unsharded_bytes=max(read.in_flight),
         bound_bytes=read.plan.bound_bytes,
         kept_bytes=sum(request.kept_bytes for request in read.requests),
-        code="",
         regions=tuple(read.regions()),
         kernels=read.kernels,
     )

@@ -184,14 +184,14 @@ class CapturedGraph:
 
     kind: GraphKind
     module: fx.GraphModule
-    before: fx.GraphModule | None
     collectives: tuple[Collective, ...]
     compute: tuple[ComputeSpan, ...]
     memory: tuple[MemoryStep, ...]
     peak_unsharded_bytes: int
     bound_bytes: int
     kept_bytes: int
-    code: str
+    before: fx.GraphModule | None = None
+    code: str = ""
     regions: tuple[Region, ...] = ()
     passes: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()

@@ -14,11 +14,11 @@ from ..expect import expect, shown, unexpected
 from ..inspect.optimizer_cost import check_optimizer
 from ..passes.cost import Cluster, named
 from ..policy import MixedPrecisionPolicy
-from .options import CHECKPOINTING, Checkpointing, Option, batches, check_counts, layouts
-from .training_plan import TrainingPlan
+from .training_plan import CHECKPOINTING, Checkpointing, Layout, Option, TrainingPlan
 from .trials import Build, Trial, ranks_to_capture, trial
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LARGEST_BATCH = 64  # sequences of a rank at a time
 
 
 def plan(
@@ -61,15 +61,15 @@ def plan(
     expect("cluster", cluster, str | Cluster, "a name, a cluster file or a Cluster")
     expect("memory_bytes", memory_bytes, int | float | None, "a number or None")
     cluster = named(cluster) if isinstance(cluster, str) else cluster
-    check_counts("ranks", ranks)
-    check_counts("tokens_per_step", [tokens_per_step])
+    _check_counts("ranks", ranks)
+    _check_counts("tokens_per_step", [tokens_per_step])
     check_optimizer(optimizer)
     memory_bytes = cluster.memory_bytes if memory_bytes is None else memory_bytes
     if memory_bytes < 1:
         do = "give memory_bytes, or a cluster that has it"
         raise unexpected("memory_bytes", "the bytes of a rank's device memory", memory_bytes, do)
     trials = dict[Checkpointing, Trial]()
-    with _process_group(ranks_to_capture(build, max(2, cluster.ranks_per_node))) as shards:
+    with simulated_group(ranks_to_capture(build, max(2, cluster.ranks_per_node))) as shards:
         for checkpointing in CHECKPOINTING:
             progress(f"capturing with {CHECKPOINTING[checkpointing]}")
             trials[checkpointing] = trial(build, checkpointing, shards, cluster, mp_policy, optimizer)
@@ -83,10 +83,11 @@ def plan(
 
 
 @contextmanager
-def _process_group(world: int) -> Iterator[int]:
+def simulated_group(world: int, rank: int = 0) -> Iterator[int]:
+    """Start a process group that communicates nothing. RuntimeError: there is one already."""
     if dist.is_initialized():
         raise RuntimeError("plan: starts a simulated process group of its own; call it where there is none")
-    dist.init_process_group("fake", rank=0, world_size=world)
+    dist.init_process_group("fake", rank=rank, world_size=world)
     try:
         yield world
     finally:
@@ -123,3 +124,27 @@ def _options(
             yield option
             if option.peak_bytes > memory_bytes:
                 break
+
+
+def layouts(ranks: int, ranks_per_node: int) -> list[Layout]:
+    """Return the meshes to try: fully sharded, and shards within a node, 8 nodes, 64 and so on, with replicas."""
+    found, shards = [Layout(ranks)], ranks_per_node
+    while shards < ranks:
+        found += [Layout(shards, ranks // shards)] if ranks % shards == 0 else []
+        shards *= 8
+    return found
+
+
+def batches(sequences: int) -> Iterator[tuple[int, int]]:
+    """Yield batches and how often they are accumulated, for at least so many sequences of a rank in a step."""
+    batch = 1
+    while batch <= min(sequences, LARGEST_BATCH):
+        yield batch, -(-sequences // batch)
+        batch *= 2
+
+
+def _check_counts(name: str, values: Sequence[int]) -> None:
+    """Raise ValueError unless there are values, all positive integers."""
+    if not isinstance(values, Sequence) or not values or not all(isinstance(n, int) and n >= 1 for n in values):
+        got = list(values) if isinstance(values, Sequence) else values
+        raise ValueError(f"plan: {name}: expected integers of at least 1, got {got}")

@@ -1,20 +1,27 @@
-"""What was tried on each number of ranks, and what of it is fastest and fits: as text, and as one HTML page."""
+"""What was tried on each number of ranks, what each try costs, what fits and is fastest: as text and as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..expect import unexpected
+from ..inspect.lifetimes import Part
+from ..inspect.memory import ALLOCATOR_FRACTION
 from ..inspect.render.drawing import Box
 from ..inspect.render.figures import counted, duration, size, ticks
 from ..inspect.render.html import page
-from ..inspect.render.text import table
+from ..inspect.render.text import joined, table
 from ..passes.cost import Cluster
-from .options import Checkpointing, Layout, Option, describe
 
+Checkpointing = Literal["none", "selective", "blocks"]
+CHECKPOINTING: Mapping[Checkpointing, str] = {
+    "none": "no activation checkpointing",
+    "selective": "attention and every second matrix product of a block saved",
+    "blocks": "blocks recomputed",
+}
 GIB = 2**30
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 64, 44, 16  # pixels of a chart
 SHADES = ("all-gather", "exposed", "copy", "reduce-scatter", "all-reduce", "compute", "muted", "rule", "ink", "panel")
@@ -23,6 +30,87 @@ _REMEDIES = {
     "optimizer": "a cheaper optimizer step: more shards, or more tokens in a step",
     "copies of buffers": "collectives without copies of their buffers",
 }
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks share the model: ``shards`` of them have a part each, and ``replicas`` of those groups the same."""
+
+    shards: int
+    replicas: int = 1
+
+    @property
+    def mesh(self) -> str:
+        return f"{self.replicas} x {self.shards}" if self.replicas > 1 else str(self.shards)
+
+
+@dataclass(frozen=True)
+class Option:
+    """How to train on ``ranks`` ranks, by estimate.
+
+    Args:
+        ranks: all of them.
+        layout: how they share the model.
+        checkpointing: see :data:`CHECKPOINTING`.
+        reshard_after_forward: as of ``fully_shard``, for the blocks.
+        batch: sequences of a rank at a time.
+        accumulation: such batches in a step.
+        tokens: of all ranks in a step.
+        parts_us: what a step takes: compute, waits for collectives, copies of their buffers, the optimizer, the host.
+        parts_bytes: of a rank's memory at its peak.
+        flops: that a rank's step needs, without what is computed again.
+    """
+
+    ranks: int
+    layout: Layout
+    checkpointing: Checkpointing
+    reshard_after_forward: bool
+    batch: int
+    accumulation: int
+    tokens: int
+    parts_us: Mapping[str, float]
+    parts_bytes: Mapping[Part, int]
+    flops: float
+
+    @property
+    def step_us(self) -> float:
+        return sum(self.parts_us.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens that all ranks together train on in a second."""
+        return 1e6 * self.tokens / self.step_us
+
+    @property
+    def peak_bytes(self) -> int:
+        """The peak of live bytes with the allocator's share, see :data:`ALLOCATOR_FRACTION`."""
+        return int((1 + ALLOCATOR_FRACTION) * sum(self.parts_bytes.values()))
+
+    @property
+    def how(self) -> str:
+        """Batch, checkpointing and ``reshard_after_forward`` in a few words."""
+        unsharded = "" if self.reshard_after_forward else ", kept unsharded until backward"
+        return f"batch {self.batch} x {self.accumulation}, {CHECKPOINTING[self.checkpointing]}{unsharded}"
+
+    def mfu(self, cluster: Cluster) -> float:
+        """Return which share of the peak FLOP/s of bf16 products the needed FLOPs take."""
+        return self.flops / (self.step_us / 1e6) / cluster.flops_16bit
+
+    def code(self) -> str:
+        """Return what to write to get it."""
+        made, given = "", f"reshard_after_forward={self.reshard_after_forward}, mp_policy=policy"
+        if self.layout.replicas > 1:
+            sizes = f"({self.layout.replicas}, {self.layout.shards})"
+            made = f'mesh = init_device_mesh(device_type, {sizes}, mesh_dim_names=("replicate", "shard"))\n'
+            given = f"mesh=mesh, {given}"
+        root = given.replace("reshard_after_forward=True, ", "")  # the root stays unsharded unless told otherwise
+        wrap = {"none": "block", "blocks": "checkpoint_wrapper(block)"}.get(self.checkpointing)
+        wrap = wrap or "checkpoint_wrapper(block, context_fn=save_some)"
+        return (
+            f"{made}for index, block in enumerate(blocks):\n    blocks[index] = fully_shard({wrap}, {given})\n"
+            f"model = fsdp_compiled.compile(fully_shard(model, {root}), fullgraph=True)\n"
+            f"# batch {self.batch} x {self.accumulation} a rank"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +164,7 @@ class TrainingPlan:
         larger = max(self.options[ranks], key=lambda option: option.tokens_per_s)
         if not self.fits(larger):
             more = (larger.peak_bytes - self.memory_bytes) / GIB
-            what = f"{more:.1f} GiB more memory, for {describe(larger)}"
+            what = f"{more:.1f} GiB more memory, for {larger.how}"
             gains.append((1 - now.tokens_per_s / larger.tokens_per_s, what))
         for part, what in _REMEDIES.items():
             gains.append((now.parts_us[part] / now.step_us, what))
@@ -87,16 +175,19 @@ class TrainingPlan:
     def __str__(self) -> str:
         lines = table([self.facts(option) for ranks in self.options for option in self.shown(ranks)])
         notes = [f"{ranks} ranks: {note}" for ranks in self.options for note in self.notes(ranks)]
-        best = {ranks: options[0] for ranks in self.options if (options := self.best(ranks, 1))}
-        code = [f"{ranks} ranks:\n{option.code()}" for ranks, option in best.items()]
-        return "\n\n".join(("\n".join([f"{self.model}: {self.about}", *lines]), "\n".join(notes), *code))
+        code = ([f"{option.ranks} ranks:\n{option.code()}"] for option in self._fastest())
+        return joined([f"{self.model}: {self.about}", *lines], notes, *code)
+
+    def _fastest(self) -> list[Option]:
+        """Return the best option for each number of ranks on which one fits."""
+        return [options[0] for ranks in self.options if (options := self.best(ranks, 1))]
 
     def save(self, path: str | Path) -> Path:
         """Write the plan as one page that needs nothing else, and return its path, which ends in ``.html``."""
         path = Path(path)
         if path.suffix != ".html":
             raise ValueError(f"{path}: a plan is saved as .html, not as {path.suffix!r}; rename the file")
-        best = [options[0] for ranks in self.options if (options := self.best(ranks, 1))]
+        best = self._fastest()
         # of all ranks together, and for a million tokens
         costs = {str(o.ranks): {part: us * o.ranks * 1e6 / o.tokens for part, us in o.parts_us.items()} for o in best}
         memory = {str(o.ranks): {part: count / GIB for part, count in o.parts_bytes.items()} for o in best}
@@ -136,7 +227,7 @@ class TrainingPlan:
             "MFU": f"{option.mfu(self.cluster):.1%}",
             "waits": f"{option.parts_us['waits for collectives'] / option.step_us:.1%}",
             "memory": size(option.peak_bytes) + ("" if self.fits(option) else ", too much"),
-            "how": describe(option),
+            "how": option.how,
         }
 
 

@@ -30,7 +30,7 @@ from ..passes.planning.tasks import Plan, Requests, in_order, simulate
 from ..policy import MixedPrecisionPolicy, SchedulePolicy
 from ..sharding.spec import Group
 from ..tracing.sharded_module import user_class
-from .options import Checkpointing, Layout
+from .training_plan import Checkpointing, Layout
 
 LARGEST_SHARDS = 5 * 2**30  # bytes: capturing writes gradients of one rank
 BATCH = 2  # sequences that are traced; what depends on the batch is in proportion

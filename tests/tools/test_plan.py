@@ -16,8 +16,7 @@ from fsdp_compiled.cli import main
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes.cost import CLUSTERS
 from fsdp_compiled.planner import Layout, plan
-from fsdp_compiled.planner.options import batches, layouts
-from fsdp_compiled.planner.plan import BF16
+from fsdp_compiled.planner.plan import BF16, batches, layouts
 from fsdp_compiled.planner.trials import trial
 from fsdp_compiled.testing.llama import Config, Llama
 from tests.support.variants import thorough
