@@ -1,7 +1,7 @@
 """A capture as one HTML page that needs nothing else: summary, timelines, tables and the text of the graphs.
 
-``page.html`` is the template. It lets the page load nothing, and has the hatch that drawings refer to; ``page.css``
-styles the kinds of shapes and the columns of tables, which are classes.
+``page.html`` is the template; ``base.html``, which it extends, lets pages load nothing; ``page.css`` styles the kinds
+of shapes and the columns of tables, which are classes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def html(capture: CapturedModel, beside: CapturedModel | None = None, measured: 
 
 def page(template: Path, **given: Any) -> str:
     """Return the source of a page that needs nothing else; the template has what is given, and the colours."""
-    loader = FileSystemLoader([template.parent, Path(__file__).parent])  # page.css and page.js, which it includes
+    loader = FileSystemLoader([template.parent, Path(__file__).parent])  # base.html, which it extends
     environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     return environment.get_template(template.name).render(colours=COLOURS, **given)
 
