@@ -20,7 +20,6 @@ from ..expect import expect, shown, unexpected
 from ..hooks.forward import tensors_in
 from ..hooks.state import FSDPState, states_of
 from ..passes import Pass, beside_users_passes, slots
-from ..passes.cost import Cluster
 from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import without_failing_regions
@@ -77,42 +76,26 @@ def capture(
         ImportError: ``device`` is given and triton is not installed.
         NotImplementedError: ``device`` is given, and shards of CPUOffloadPolicy.
     """
-    breaks = counters["graph_break"].copy()
     traced = trace(model, args, kwargs, loss, schedule or SchedulePolicy(), code, device, passes, optimizer)
-    cluster = traced.cluster
-    memory = step_memory(traced.scheduled, traced.held, optimizer, traced.updated, traced.shards, cluster.on_host)
-    updated, ranks = traced.updated, traced.ranks
-    optimizer_us = OPTIMIZERS[optimizer].step_us(cluster, memory.reduced_bytes, updated, ranks, traced.shards)
+    found, updated, shards, cluster = traced.capture, traced.updated, traced.shards, traced.capture.cluster
+    graphs = [(kind, read.graph) for kind, read in traced.scheduled]
+    memory = step_memory(graphs, traced.held, optimizer, updated, shards, cluster.on_host)
+    optimizer_us = OPTIMIZERS[optimizer].step_us(cluster, memory.reduced_bytes, updated, traced.ranks, shards)
     if clip_gradients:
         optimizer_us += clipping_us(cluster, memory.reduced_bytes, updated.parameters, traced.sharding)
-    return Capture(
-        model=user_class(model).__name__,
-        parameters=sum(param.numel() for param in model.parameters()),
-        world=traced.world,
-        torch_version=torch.__version__,
-        cluster=cluster,
-        schedule=traced.schedule,
-        graph_breaks=tuple(counters["graph_break"] - breaks),
-        graphs=tuple(traced.graphs),
-        memory=memory,
-        trained=updated.parameters,
-        optimizer_us=optimizer_us,
-    )
+    return replace(found, memory=memory, optimizer_us=optimizer_us)
 
 
 class Traced(NamedTuple):
-    """A model's graphs as :func:`trace` found them, and for which cluster and policy."""
+    """A capture without what the optimizer takes, and what that is computed from."""
 
-    graphs: list[CapturedGraph]
-    scheduled: list[tuple[GraphKind, fx.Graph]]  # before Inductor's own passes
+    capture: Capture
+    scheduled: list[tuple[GraphKind, Scheduled]]  # before Inductor's own passes
     held: list[Allocation]  # by a rank, before a step
     updated: Updated  # by the optimizer
     ranks: list[int]  # of the largest data-parallel mesh
     shards: int  # of these, how many share the parameters
     sharding: list[Group]  # along each mesh dimension that shards, those of tensor parallelism too
-    world: int
-    schedule: SchedulePolicy
-    cluster: Cluster
 
 
 def trace(
@@ -127,6 +110,7 @@ def trace(
     optimizer: str = "adamw",
 ) -> Traced:
     """Compile and run a model once and return its graphs. Parameters and errors as of :func:`capture`."""
+    breaks = counters["graph_break"].copy()
     expect("model", model, nn.Module, "an nn.Module", "give the module, not its result")
     expect("loss", loss, Callable | None, "a function or None")  # type: ignore[arg-type]
     gpu = gpu_of(device)
@@ -143,9 +127,18 @@ def trace(
     meshes = [param.placement.mesh_info for param in params]
     largest = max(meshes, key=lambda info: (info.mesh.size(), info.shard_world), default=None)
     ranks, shards = (largest.mesh.mesh.flatten().tolist(), largest.shard_world) if largest else ([0], 1)
-    world = max((each.device_mesh.size() for each in sharded), default=1)
-    cluster, sharding = policy.cluster_for(states[0].device), list(dict.fromkeys(_sharding(sharded)))
-    return Traced(recorder.graphs, recorder.scheduled, held, updated, ranks, shards, sharding, world, policy, cluster)
+    found = Capture(
+        model=user_class(model).__name__,
+        parameters=sum(param.numel() for param in model.parameters()),
+        world=max((each.device_mesh.size() for each in sharded), default=1),
+        torch_version=torch.__version__,
+        cluster=policy.cluster_for(states[0].device),
+        schedule=policy,
+        graph_breaks=tuple(counters["graph_break"] - breaks),
+        graphs=tuple(recorder.graphs),
+        trained=updated.parameters,
+    )
+    return Traced(found, recorder.scheduled, held, updated, ranks, shards, list(dict.fromkeys(_sharding(sharded))))
 
 
 def _updated(model: nn.Module, states: Sequence[FSDPState]) -> Updated:
@@ -269,7 +262,7 @@ class _Recorder:
 
     def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], code: bool, gpu: Gpu | None) -> None:
         self.graphs = list[CapturedGraph]()
-        self.scheduled = list[tuple[GraphKind, fx.Graph]]()
+        self.scheduled = list[tuple[GraphKind, Scheduled]]()
         self.config = options(policy, own)
         self._policy, self._code, self._gpu = policy, code, gpu
         self.computes = code and gpu is None
@@ -304,7 +297,7 @@ class _Recorder:
         read = Scheduled(self._scheduled or after.graph, self._policy)
         kind: GraphKind = "inference" if kwargs.get("is_inference") else "forward"
         kind = "backward" if kwargs.get("is_backward") else kind
-        self.scheduled.append((kind, self._scheduled or after.graph))
+        self.scheduled.append((kind, read))
         found = captured_graph(read, kind, after)
         self.graphs.append(
             replace(found, before=before, code=code, passes=self._passes, kernels=kernels or found.kernels)

@@ -48,6 +48,7 @@ class Scheduled:
     """
 
     def __init__(self, graph: fx.Graph, policy: SchedulePolicy) -> None:
+        self.graph = graph
         places: dict[fx.Node, Place] = {node: node.meta[PLACE] for node in graph.nodes if PLACE in node.meta}
         self.launches = {(place.task, place.stage): node for node, place in places.items()}
         self.plan = next((place.plan for place in places.values()), Plan((), Load((0.0,), ()), (), 0))

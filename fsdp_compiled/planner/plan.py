@@ -79,7 +79,8 @@ def plan(
         progress(f"deciding for {count} ranks")
         each = _options(trials, count, tokens_per_step, optimizer, memory_bytes)
         found[count] = tuple(sorted(each, key=lambda option: (-option.tokens_per_s, option.peak_bytes)))
-    return TrainingPlan(first.model, first.parameters, cluster, memory_bytes, first.tokens, tokens_per_step, found)
+    model, parameters = first.traced.capture.model, first.traced.capture.parameters
+    return TrainingPlan(model, parameters, cluster, memory_bytes, first.tokens, tokens_per_step, found)
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def _options(
     first = trials["none"]
     sequences = max(1, round(tokens_per_step / (ranks * first.tokens)))
     for (kind, each), layout, reshards in product(
-        trials.items(), layouts(ranks, first.traced.cluster.ranks_per_node), (True, False)
+        trials.items(), layouts(ranks, first.traced.capture.cluster.ranks_per_node), (True, False)
     ):
         plans = each.plans(layout, reshards)
         for batch, accumulation in batches(sequences):

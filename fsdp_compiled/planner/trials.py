@@ -29,7 +29,6 @@ from ..passes.planning.buckets import decide
 from ..passes.planning.tasks import Plan, Requests, in_order, simulate
 from ..policy import MixedPrecisionPolicy, SchedulePolicy
 from ..sharding.spec import Group
-from ..tracing.sharded_module import user_class
 from .training_plan import Checkpointing, Layout
 
 LARGEST_SHARDS = 5 * 2**30  # bytes: capturing writes gradients of one rank
@@ -89,21 +88,16 @@ class Trial:
     """A model with one kind of checkpointing, as captured on ``traced.shards`` ranks.
 
     Args:
-        parameters: number of elements of all of them.
         tokens: of a sequence.
         flops: of a sequence, forward and backward.
-        graphs: as scheduled.
         again: parameters that backward all-gathers.
         reduced_bytes: of all gradients that backward leaves on one of these ranks.
         buffer_bytes: of the model's buffers, as many for any batch.
     """
 
-    model: str
-    parameters: int
     tokens: int
     flops: float
     traced: Traced
-    graphs: tuple[tuple[GraphKind, Scheduled], ...]
     again: frozenset[str]
     events: tuple[Event, ...]
     reduced_bytes: int
@@ -111,17 +105,12 @@ class Trial:
 
     def plans(self, layout: Layout, reshards: bool) -> list[Plan]:
         """Return the schedule of each graph, decided as it would be there."""
-        graphs = [
-            Requests(read.plan.load.compute_us, self._requests(kind, read, layout, reshards), self.traced.cluster)
-            for kind, read in self.graphs
-        ]
-        return [decide(graph, self.traced.schedule) for graph in graphs]
+        asked = (self._asked(kind, read, layout, reshards) for kind, read in self.traced.scheduled)
+        return [decide(requests, self.traced.capture.schedule) for requests in asked]
 
-    def _requests(self, kind: GraphKind, read: Scheduled, layout: Layout, reshards: bool) -> tuple[Request, ...]:
+    def _asked(self, kind: GraphKind, read: Scheduled, layout: Layout, reshards: bool) -> Requests:
         """Return requests as they would be for a layout; if not ``reshards``, backward all-gathers nothing."""
-        if layout.shards * layout.replicas == 1:
-            return ()
-        cluster, ranks = self.traced.cluster, range(layout.shards * layout.replicas)
+        cluster, ranks = self.traced.capture.cluster, range(layout.shards * layout.replicas)
         shards, replicas = Group("shards", layout.shards), Group("replicas", layout.replicas)
         links = {
             "shards": cluster.link_of(ranks[: layout.shards]),
@@ -137,13 +126,13 @@ class Trial:
             kept = request.kept_bytes or (not reshards and request.kind.is_ahead and request.param.name in self.again)
             return replace(request, spec=spec, bytes=size, lanes=lanes, kept_bytes=size if kept else 0)
 
-        here = (r for r in read.requests if reshards or kind == "forward" or not r.kind.is_ahead)
-        return in_order(map(moved, here))
+        here = [r for r in read.requests if reshards or kind == "forward" or not r.kind.is_ahead]
+        return Requests(read.plan.load.compute_us, in_order(map(moved, here if len(ranks) > 1 else [])), cluster)
 
     def parts_us(self, plans: Sequence[Plan], batch: int) -> dict[str, float]:
         """Return what forward and backward of a batch take by these schedules, by part."""
         found = dict.fromkeys(("compute", "waits for collectives", "copies of buffers"), 0.0)
-        for (_, read), plan in zip(self.graphs, plans, strict=True):
+        for (_, read), plan in zip(self.traced.scheduled, plans, strict=True):
             compute_us = tuple(batch / BATCH * us for us in read.load.compute_us)
             timeline = simulate(replace(plan.load, compute_us=compute_us), plan.actions)
             total, exposed = sum(compute_us), sum(timed.exposed_us for timed in timeline.operations.values())
@@ -190,7 +179,7 @@ class Trial:
 
     @cached_property
     def _unsharded_bytes(self) -> Callable[[Layout], int]:
-        forward = next(read for kind, read in self.graphs if kind == "forward")
+        forward = next(read for kind, read in self.traced.scheduled if kind == "forward")
 
         @cache
         def total(layout: Layout) -> int:
@@ -201,14 +190,14 @@ class Trial:
 
     def host_us(self, device_us: float, accumulation: int) -> float:
         """Return by how much the host makes a step longer that takes the device so long."""
-        launches = sum(len(read.kernels) for _, read in self.graphs)
+        launches = sum(len(read.kernels) for _, read in self.traced.scheduled)
         counts = accumulation * launches, accumulation * self.traced.updated.parameters
-        return self.traced.cluster.step_us(device_us, *counts) - device_us
+        return self.traced.capture.cluster.step_us(device_us, *counts) - device_us
 
     def optimizer_us(self, layout: Layout, optimizer: str) -> float:
         reduced = self.reduced_bytes * self.traced.shards / layout.shards
         ranks = range(layout.shards * layout.replicas)
-        cluster, updated = self.traced.cluster, self.traced.updated
+        cluster, updated = self.traced.capture.cluster, self.traced.updated
         return OPTIMIZERS[optimizer].step_us(cluster, reduced, updated, ranks, layout.shards)
 
 
@@ -242,17 +231,14 @@ def trial(
     model.to_empty(device="cpu")  # memory that the system has promised; nothing touches it
     compile(model, regions="auto")
     found = trace(model, args, kwargs, _loss_of, SchedulePolicy(cluster=cluster), optimizer=kind)
-    events = step_events(found.scheduled, found.held, kind, found.updated, shards, cluster.on_host)
-    read = tuple((name, Scheduled(graph, found.schedule)) for name, graph in found.scheduled)
-    behind = (each.requests for name, each in read if name == "backward")
+    graphs = [(name, read.graph) for name, read in found.scheduled]
+    events = step_events(graphs, found.held, kind, found.updated, shards, cluster.on_host)
+    behind = (read.requests for name, read in found.scheduled if name == "backward")
     again = frozenset(r.param.name for requests in behind for r in requests if r.kind.is_ahead)
     return Trial(
-        model=user_class(model).__name__,
-        parameters=sum(param.numel() for param in model.parameters()),
         tokens=_tokens(args, kwargs),
-        flops=sum(map(_flops, (graph for _, graph in found.scheduled))) / BATCH,
+        flops=sum(map(_flops, (graph for _, graph in graphs))) / BATCH,
         traced=found,
-        graphs=read,
         again=again,
         events=tuple(events),
         reduced_bytes=reduced_bytes(events),

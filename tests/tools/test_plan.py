@@ -165,7 +165,7 @@ def test_a_larger_batch_costs_what_a_capture_of_it_says(planned):
 
 def test_the_optimizer_finds_one_sum_of_gradients():
     found = tried(build_short, "adamw")
-    size = 4 * found.parameters
+    size = 4 * found.traced.capture.parameters
     once, often = (found.memory(Layout(1), True, 1, accumulates) for accumulates in (False, True))
     assert once["optimizer state"] == 3 * size == 3 * once["gradients"]  # in the optimizer's step
     assert often["optimizer state"] == 2 * size and sum(often.values()) < 5.5 * size  # before it
