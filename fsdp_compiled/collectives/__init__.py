@@ -2,12 +2,12 @@
 
 from .all_gather import all_gather_bucket as all_gather_bucket
 from .all_gather import launch_all_gather as launch_all_gather
-from .bucket_operators import define_kind as define_kind
 from .communicators import AllGather as AllGather
 from .communicators import Comm as Comm
 from .communicators import Hook as Hook
 from .communicators import ReduceScatter as ReduceScatter
 from .communicators import register as register
+from .operators import define_kind as define_kind
 from .operators import reduce_grad as reduce_grad
 from .operators import unshard as unshard
 from .operators import unshard_all as unshard_all

@@ -1,31 +1,133 @@
-"""The operators that tracing and the joint pass leave in a graph: ``unshard`` and its backward ``reduce_grad``.
+"""The operators that graphs hold: for one tensor alone, and for a bucket a launch and a wait for each stage.
 
-``take_shard`` cuts an unsharded parameter for a smaller group; ``with_gradient`` gives the gradient of ``unshard`` to
-a parameter that an all-gather extension made. Each has a schema, a fake, an autograd formula and an implementation
-by the recipes that the eager hooks use, so a graph that meets no pass still computes the right thing, one parameter
-at a time.
+Tracing and the joint pass leave ``unshard`` and its backward ``reduce_grad``; ``take_shard`` cuts an unsharded
+parameter for a smaller group, and ``with_gradient`` gives the gradient of ``unshard`` to a parameter that an
+all-gather extension made. Each has a schema, a fake, an autograd formula and an implementation by the recipes that
+the eager hooks use, so a graph that meets no pass still computes the right thing, one parameter at a time.
+
+A launch returns a *handle*, a tensor of one element whose Python object carries the work under way; the wait takes
+the handle and returns the results. So nothing aliases, no table of works is needed, and what an exception leaves
+behind is freed with the handle. The wait returns a list, so that every parameter and gradient is a buffer of its own
+to Inductor, and kernels of equal layers are equal. Stages that follow pass handles on between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..agreement.ledger import agree
+from ..errors import FSDPError
+from ..passes import kinds, products
 from ..passes.graph import nodes
+from ..passes.kinds import Kind
+from ..sharding.contract import Contract, contract_of
 from ..sharding.dtensor import process_group
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from . import reference
-from .all_gather import ALL_GATHER, all_gather_bucket
-from .bucket_operators import define, differentiate, opaque_fake, run_alone
+from .all_gather import ALL_GATHER
 from .reduction import REDUCTION
 
+_library = torch.library.Library(nodes.NAMESPACE, "DEF")
 _SHARD, _UNSHARDED, _OTHER = range(3)  # what a gradient goes to: see the first three arguments of unshard
+
+
+# ---- any kind ----
+
+
+def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Define an operator: its schema, what it computes on every device, and on fake tensors."""
+    # CUDA graphs cannot hold what these do: they wait for other streams, and some read from the host.
+    _library.define(schema, tags=(torch.Tag.cudagraph_unsafe,))
+    name = schema.split("(")[0]
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{nodes.NAMESPACE}::{name}", partial(_traced, fake), lib=_library)
+
+
+def _traced(fake: Callable[..., Any], *args: Any) -> Any:
+    products.found_ours()
+    return fake(*args)
+
+
+def _differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Give an operator its autograd formula."""
+    torch.library.register_autograd(f"{nodes.NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
+
+
+def define_kind(kind: Kind) -> None:
+    """Let graphs hold collectives of ``kind``: define its operators. The process keeps them for good."""
+    _define_stages(kind)
+    _define(nodes.OPAQUE_SCHEMA.format(kind.opaque), partial(_opaque, kind), partial(_opaque_fake, kind))
+
+
+def _define_stages(kind: Kind) -> None:
+    kinds.register(kind)
+    for stage in kind.launch:
+        _define(nodes.LAUNCH_SCHEMA.format(stage), partial(_launch, kind, stage), partial(_launch_fake, kind, stage))
+        _define(nodes.WAIT_SCHEMA.format(stage), partial(_wait, kind, stage), partial(_wait_fake, kind, stage))
+
+
+def _opaque(kind: Kind, tensor: Tensor, *others: Any) -> Tensor:
+    """Do for one tensor what its kind does, stage by stage; ranks agree before. The last argument is the text."""
+    bucket = kind.bucket_of_one(others[-1], tensor)
+    agree(contract_of(bucket))
+    given: Any = [tensor]
+    for stage in bucket.stages:
+        given = kind.wait(kind.launch[stage](given, bucket), stage, bucket)
+    (result,) = given
+    return result
+
+
+def _opaque_fake(kind: Kind, tensor: Tensor, text: str) -> Tensor:
+    (result,) = kind.results(tensor, kind.bucket_of_one(text, tensor))
+    return result
+
+
+def _handle(device: torch.device, carried: Any) -> Tensor:
+    handle = torch.empty(1, dtype=torch.uint8, device=device)
+    handle.carried = carried  # type: ignore[attr-defined]
+    return handle
+
+
+def _take(handle: Tensor) -> Any:
+    """Return what a handle carries, once."""
+    carried = handle.__dict__.pop("carried", None)
+    if carried is None:
+        raise FSDPError("a collective was waited for that no launch started, or twice")
+    return carried
+
+
+def _launch(kind: Kind, stage: str, inputs: Sequence[Tensor], text: str, contract: str = "") -> Tensor:
+    """Start a stage on tensors, or on what the handle of the stage before carries."""
+    if contract:  # the first launch of a graph has that of all collectives of the graph
+        agree(Contract.unpack(contract))
+    bucket = kind.bucket.decode(text)
+    given = inputs if stage == bucket.stages[0] else _take(inputs[0])
+    return _handle(bucket.device_of(inputs), kind.launch[stage](given, bucket))
+
+
+def _launch_fake(kind: Kind, stage: str, inputs: Sequence[Tensor], text: str, contract: str = "") -> Tensor:
+    return inputs[0].new_empty(1, dtype=torch.uint8, device=kind.bucket.decode(text).device_of(inputs))
+
+
+def _wait(kind: Kind, stage: str, handle: Tensor, text: str) -> list[Tensor]:
+    """Return the results, or a handle for the stage that follows."""
+    bucket = kind.bucket.decode(text)
+    result = kind.wait(_take(handle), stage, bucket)
+    return result if stage == bucket.stages[-1] else [_handle(handle.device, result)]
+
+
+def _wait_fake(kind: Kind, stage: str, handle: Tensor, text: str) -> list[Tensor]:
+    bucket = kind.bucket.decode(text)
+    return kind.results(handle, bucket) if stage == bucket.stages[-1] else [torch.empty_like(handle)]
+
+
+# ---- all-gathers and reductions ----
 
 
 def unshard(shard: Tensor, unsharded_grad: Tensor | None, shard_grad: Tensor | None, spec: str) -> Tensor:
@@ -93,24 +195,13 @@ def _subclass_with_gradient(unsharded: Tensor, *others: Any) -> Tensor:
     return _WithGradient.apply(unsharded, *others)
 
 
-def _for_each(run: Callable[[Tensor, str], Tensor]) -> Callable[..., list[Tensor]]:
+def _for_each(run: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
     """Return the operator on several tensors: the first argument; the last one is a text for each."""
     return lambda tensors, *others: list(map(run, tensors, others[-1]))
 
 
-def _alone(run: Callable[[Tensor, str], Tensor]) -> Callable[..., Tensor]:
-    """Return the operator on one tensor: the first argument; the last one is its text."""
-    return lambda tensor, *others: run(tensor, others[-1])
-
-
-def _unshard(shard: Tensor, text: str) -> Tensor:
-    bucket = ALL_GATHER.bucket_of_one(text, shard)
-    bucket = all_gather_bucket(bucket.spec, bucket.params, bucket.device_of([shard]))  # type: ignore[arg-type]
-    return run_alone(ALL_GATHER, shard, bucket)
-
-
-def _unshard_fake(shard: Tensor, text: str) -> Tensor:
-    bucket = ALL_GATHER.bucket_of_one(text, shard)
+def _unshard_fake(shard: Tensor, *others: Any) -> Tensor:
+    bucket = ALL_GATHER.bucket_of_one(others[-1], shard)
     if shard.device.type == "meta":
         raise RuntimeError(meta_parameter(bucket.params[0].name))
     return shard.new_empty(bucket.layouts[0].shape, dtype=bucket.spec.dtype, device=bucket.device_of([shard]))
@@ -124,13 +215,8 @@ def meta_parameter(name: str) -> str:
     )
 
 
-def _reduce_grad(grad: Tensor, text: str) -> Tensor:
-    bucket = REDUCTION.bucket_of_one(text, grad)
-    return run_alone(REDUCTION, grad, replace(bucket, inputs_persist=True))  # type: ignore[type-var]
-
-
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, unsharded_grad, shard_grad, ctx.spec = inputs
+    *_, unsharded_grad, shard_grad, ctx.spec = inputs
     ctx.keeps_unsharded, ctx.has_other_shard = unsharded_grad is not None, shard_grad is not None
 
 
@@ -173,16 +259,13 @@ def _take_shard_fake(unsharded: Tensor, dim: int, world: int, group: str) -> Ten
     return unsharded.new_empty(ShardLayout(tuple(unsharded.shape), dim, world).shard_shape)
 
 
-define(nodes.UNSHARD_SCHEMA, _alone(_unshard), _alone(_unshard_fake))
-define(nodes.UNSHARD_ALL_SCHEMA, _for_each(_unshard), _for_each(_unshard_fake))
-define(nodes.REDUCE_ALL_SCHEMA, _for_each(_reduce_grad), _for_each(partial(opaque_fake, REDUCTION)))
-define(nodes.REDUCE_GRAD_SCHEMA, _reduce_grad, partial(opaque_fake, REDUCTION))
-define(nodes.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
-define(nodes.WITH_GRADIENT_SCHEMA, lambda value, *_: value.clone(), lambda value, *_: torch.empty_like(value))
-differentiate("unshard", _unshard_backward, _save_for_backward)
-differentiate("unshard_all", _unshard_all_backward, _save_all_for_backward)
-differentiate(
-    "with_gradient",
-    _WithGradient.backward,
-    lambda ctx, inputs, output: _save_for_backward(ctx, inputs[1:], output),
-)
+define_kind(REDUCTION)
+_define_stages(ALL_GATHER)  # its opaque operator takes more than a tensor
+_define(nodes.UNSHARD_SCHEMA, partial(_opaque, ALL_GATHER), _unshard_fake)
+_define(nodes.UNSHARD_ALL_SCHEMA, _for_each(partial(_opaque, ALL_GATHER)), _for_each(_unshard_fake))
+_define(nodes.REDUCE_ALL_SCHEMA, _for_each(partial(_opaque, REDUCTION)), _for_each(partial(_opaque_fake, REDUCTION)))
+_define(nodes.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
+_define(nodes.WITH_GRADIENT_SCHEMA, lambda value, *_: value.clone(), lambda value, *_: torch.empty_like(value))
+_differentiate("unshard", _unshard_backward, _save_for_backward)
+_differentiate("unshard_all", _unshard_all_backward, _save_all_for_backward)
+_differentiate("with_gradient", _WithGradient.backward, _save_for_backward)

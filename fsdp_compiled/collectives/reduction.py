@@ -181,7 +181,7 @@ def _wait(pending: Pending[Any], stage: str, bucket: ReductionBucket) -> Any:
 
 def _bucket_of_one(text: str, grad: Tensor) -> ReductionBucket:
     spec = CommSpec.decode(text)
-    return ReductionBucket(spec.reduction, (spec.param,))
+    return ReductionBucket(spec.reduction, (spec.param,), inputs_persist=True)
 
 
 def _times(requests: Sequence[Request], cluster: Cluster) -> Times:

@@ -25,7 +25,6 @@ NAMESPACE = "fsdp_compiled"
 UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? shard_grad, str spec) -> Tensor"
 UNSHARD_ALL_SCHEMA = "unshard_all(Tensor[] shards, Tensor[] leaves, int[] targets, str[] specs) -> Tensor[]"
 REDUCE_ALL_SCHEMA = "reduce_all(Tensor[] grads, str[] specs) -> Tensor[]"
-REDUCE_GRAD_SCHEMA = "reduce_grad(Tensor grad, str spec) -> Tensor"
 WITH_GRADIENT_SCHEMA = (
     "with_gradient(Tensor unsharded, Tensor shard, Tensor? unsharded_grad, Tensor? shard_grad, str spec) -> Tensor"
 )

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from fsdp_compiled.collectives import bucket_operators, operators  # noqa: F401  define the operators
+from fsdp_compiled.collectives import operators  # noqa: F401  defines the operators
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.rules import verify
 from fsdp_compiled.sharding.spec import (
