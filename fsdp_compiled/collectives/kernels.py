@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import compress
 from math import frexp, gcd, prod
 from typing import Any, NamedTuple
 
@@ -147,7 +148,7 @@ class _Launch(NamedTuple):
 
     Args:
         chosen: of the tensors, those that it copies.
-        table: of their blocks.
+        table: of their blocks, int64 ``[blocks, 7]``.
         granularity: how many elements may be moved at a time.
         narrowest: bytes of an element, in the tensors or packed, whichever has less.
         bits: the dtype as which the packed buffer moves where nothing is computed.
@@ -178,11 +179,16 @@ def _launches(
     :func:`_addresses`.
     """
     blocks, found = _blocks(tuple(shard_layout(shape, dim, world) for shape, _, dim in kinds)), list[_Launch]()
+    granularity = [_WIDEST_BYTES] * len(kinds)  # how many elements of each may be moved at a time, a power of two
+    for index, *numbers in blocks:
+        granularity[index] = gcd(granularity[index], *numbers)
     widest = [_WIDEST_BYTES // min(dtype.itemsize, packed.itemsize) for _, dtype, _ in kinds]
-    sorts = [(dtype, blocks.granularity(i) >= widest[i]) for i, (_, dtype, _) in enumerate(kinds)]
-    for dtype, is_wide in dict.fromkeys(sorts):
-        chosen = tuple(sort == (dtype, is_wide) for sort in sorts)
-        table, granularity = blocks.table(chosen, is_packing, device)
+    sorts = [(dtype, granularity[i] >= widest[i]) for i, (_, dtype, _) in enumerate(kinds)]
+    for sort in dict.fromkeys(sorts):
+        dtype, chosen = sort[0], tuple(each == sort for each in sorts)
+        # Gaps are among them where they are to be filled with zeros.
+        listed = [block for block in blocks if chosen[block[0]] and (is_packing or block[2])]
+        table = torch.tensor(listed, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
         bits = _BITS[dtype.itemsize] if dtype == packed and divisor == 1.0 else None
         constants = {
             "TENSOR": _DTYPES[bits or dtype],
@@ -193,46 +199,23 @@ def _launches(
             "BLOCK": BLOCK,
             "num_warps": 8,
         }
-        if len(table):
-            found.append(_Launch(chosen, table, granularity, min(dtype.itemsize, packed.itemsize), bits, constants))
+        if listed:
+            moved = gcd(*compress(granularity, chosen))
+            found.append(_Launch(chosen, table, moved, min(dtype.itemsize, packed.itemsize), bits, constants))
     return tuple(found)
 
 
 # ---- tables ----
 
 
-class Blocks:
-    """The pieces of a bucket, cut into blocks.
-
-    Args:
-        blocks: for each the tensor's index, its length, how many of its elements the tensor has, its place in the
-            packed buffer and in the tensor, the length of its runs, and the stride between them in the tensor. A
-            block is a part of one run, or several complete runs; or a gap, of which the tensor has nothing.
-    """
-
-    def __init__(self, blocks: Sequence[tuple[int, ...]]) -> None:
-        self._blocks = blocks
-        self._granularity: dict[int, int] = {}
-        for index, *numbers in blocks:
-            self._granularity[index] = gcd(_WIDEST_BYTES, self._granularity.get(index, 0), *numbers)
-
-    def granularity(self, index: int) -> int:
-        """Return how many elements of a tensor may at most be moved at a time, a power of two."""
-        return self._granularity.get(index, _WIDEST_BYTES)
-
-    def table(self, chosen: tuple[bool, ...], is_packing: bool, device: torch.device) -> tuple[Tensor, int]:
-        """Return the chosen tensors' blocks, int64 ``[blocks, 7]``, and how many elements may be moved at a time.
-
-        Gaps are among them where they are to be filled with zeros.
-        """
-        listed = [block for block in self._blocks if chosen[block[0]] and (is_packing or block[2])]
-        table = torch.tensor(listed, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
-        return table, gcd(*(self.granularity(i) for i, is_chosen in enumerate(chosen) if is_chosen))
-
-
 @lru_cache(maxsize=1024)
-def _blocks(layouts: tuple[ShardLayout, ...]) -> Blocks:
-    """Return the pieces of unsharded tensors in ``[world, packed numel]``."""
+def _blocks(layouts: tuple[ShardLayout, ...]) -> list[tuple[int, ...]]:
+    """Return the pieces of unsharded tensors in ``[world, packed numel]``, cut into blocks.
+
+    Each has the tensor's index, its length, how many of its elements the tensor has, its place in the packed buffer
+    and in the tensor, the length of its runs, and the stride between them in the tensor. A block is a part of one
+    run, or several complete runs; or a gap, of which the tensor has nothing.
+    """
     world, packed = layouts[0].world, packed_layout(tuple(layout.shard_numel for layout in layouts))
     blocks = list[tuple[int, ...]]()
     for index, (layout, gap, offset) in enumerate(zip(layouts, packed.gaps, packed.offsets, strict=True)):
@@ -243,13 +226,13 @@ def _blocks(layouts: tuple[ShardLayout, ...]) -> Blocks:
             place = rank * packed.numel + offset
             blocks += _cut(index, place, rank * inner, present, inner, outer, world * inner)
             blocks += _cut(index, place + numel, 0, 0, gap)
-    return Blocks(blocks)
+    return blocks
 
 
 def _cut(
     index: int, in_packed: int, in_tensor: int, present: int, inner: int, outer: int = 1, stride: int = 0
 ) -> Iterator[tuple[int, ...]]:
-    """Cut a piece of ``outer`` runs into blocks; see :class:`Blocks`."""
+    """Cut a piece of ``outer`` runs into blocks; see :func:`_blocks`."""
     runs, longest = max(1, BLOCK // max(1, inner)), min(inner, BLOCK)
     for run in range(0, outer, runs):
         for start in range(0, inner, BLOCK):

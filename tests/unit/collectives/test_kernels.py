@@ -160,12 +160,18 @@ def test_an_odd_parameter_does_not_narrow_the_others_on_any_rank(kernels):
     layouts = tuple(ShardLayout(shape, 0, 64) for shape in ((5,), (128,), (512, 24)))
     packed = packed_layout(tuple(each.shard_numel for each in layouts))
     assert (packed.numels, packed.offsets, packed.numel) == ((1, 2, 192), (0, 16, 32), 224)
-    blocks = kernels._blocks(layouts)
-    assert [blocks.granularity(index) for index in range(3)] == [1, 2, 16]
-    listed = [block for block in blocks._blocks if block[2] == 0]
-    filled, _ = blocks.table((True, True, True), True, torch.device("cpu"))
-    copied, _ = blocks.table((True, True, True), False, torch.device("cpu"))
-    assert len(filled) - len(copied) == len(listed) > 0  # gaps are filled with zeros, and not read
+
+    def launches(dtypes, is_packing=True):
+        kinds = tuple((torch.Size(each.shape), dtype, 0) for each, dtype in zip(layouts, dtypes, strict=True))
+        return kernels._launches(kinds, 64, torch.float32, 1.0, is_packing, torch.device("cpu"), 0)
+
+    apart, alike = (torch.float16, torch.bfloat16, torch.float32), (torch.float32,) * 3
+    assert [launch.granularity for launch in launches(apart)] == [1, 2, 16]
+    widths = {launch.chosen: launch.granularity for launch in launches(alike)}
+    assert widths == {(True, True, False): 1, (False, False, True): 16}
+    gaps = [block for block in kernels._blocks(layouts) if block[2] == 0]
+    filled, copied = (sum(len(launch.table) for launch in launches(alike, packs)) for packs in (True, False))
+    assert filled - copied == len(gaps) > 0  # gaps are filled with zeros, and not read
 
 
 def test_the_width_follows_what_every_address_and_length_divide_by(kernels, monkeypatch):
