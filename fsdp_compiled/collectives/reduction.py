@@ -43,8 +43,11 @@ def launch_reduction(
         host reads them and has to wait as well.
     """
 
-    def finish(output: Tensor) -> list[Tensor]:
-        packed = _plus_partial(output, partial, bucket)
+    def finish(packed: Tensor) -> list[Tensor]:
+        if any(part is not None for part in partial):
+            for part, piece in zip(partial, bucket.packed.pieces(packed), strict=True):
+                if part is not None:
+                    piece.add_(part.reshape(-1))
         if bucket.spec.replicas.world > 1:
             with profiler.of("all_reduce", bucket):
                 _, work = _all_reduce(packed, bucket)
@@ -144,18 +147,6 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
         if to_host:
             outs = list(map(copies.to_host, outs))
         return reference.packed_shards(outs[0], bucket.layouts) if len(dtypes) == 1 else outs
-
-
-def _plus_partial(packed: Tensor, partial: Sequence[Tensor | None], bucket: ReductionBucket) -> Tensor:
-    if all(part is None for part in partial):
-        return packed
-    parts = [
-        packed.new_zeros(layout.shard_shape) if part is None else part
-        for part, layout in zip(partial, bucket.layouts, strict=True)
-    ]
-    carried = torch.empty_like(packed)
-    copies.pack(parts, carried)
-    return packed.add_(carried)
 
 
 _START: dict[str, Callable[[Tensor, ReductionBucket], Started]] = {

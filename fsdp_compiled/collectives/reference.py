@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
-from ..sharding.layout import PackedLayout, ShardLayout, packed_layout, shard_layout
+from ..sharding.layout import ShardLayout, packed_layout, shard_layout
 
 
 def take_shard(unsharded: Tensor, layout: ShardLayout, rank: int) -> Tensor:
@@ -43,7 +43,10 @@ def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
     if len({chunk.dtype for chunk in chunks}) > 1:
         chunks = [chunk.to(packed.dtype) for chunk in chunks]
     is_cast = chunks[0].dtype != packed.dtype
-    pieces = [piece for piece in _with_gaps(chunks, layout, world) if piece.numel()]  # torch refuses empty ones
+    pieces, zeros = list[Tensor](), chunks[0].new_zeros(world * max(layout.gaps))
+    for chunk, gap in zip(chunks, layout.gaps, strict=True):
+        pieces += [chunk, zeros[: world * gap]] if gap else [chunk]
+    pieces = [piece for piece in pieces if piece.numel()]  # torch refuses empty ones
     if not pieces:
         return
     if world == 1:  # which torch does faster so
@@ -97,18 +100,6 @@ def copy_each(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
     """Copy each tensor into the one at its place in ``outs``, of its shape."""
     if tensors:  # torch refuses none
         torch._foreach_copy_(list(outs), list(tensors))
-
-
-def _with_gaps(pieces: Sequence[Tensor], layout: PackedLayout, world: int = 1) -> list[Tensor]:
-    """Return the pieces with zeros in between where the layout has gaps, which every rank's part has."""
-    if not any(layout.gaps):
-        return list(pieces)
-    zeros = pieces[0].new_zeros(world * max(layout.gaps))
-    return [
-        each
-        for piece, gap in zip(pieces, layout.gaps, strict=True)
-        for each in ((piece, zeros[: world * gap]) if gap else (piece,))
-    ]
 
 
 def _chunks(tensor: Tensor, dim: int, world: int) -> Tensor:
