@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -187,8 +186,7 @@ class FSDPParamGroup:
 
     @property
     def has_gradients(self) -> bool:
-        grads = ((param.unsharded.grad, param.gradients.unsharded.grad) for param in self.params)
-        return any(grad is not None for grad in chain.from_iterable(grads))
+        return any(p.unsharded.grad is not None or p.gradients.unsharded.grad is not None for p in self.params)
 
     @without_grad
     def launch_reduce(self) -> None:

@@ -176,12 +176,12 @@ class FSDPStateContext:
         for group in (group for state in self.states for group in state.groups):
             group.wait_on_host()
 
+    @outside_modes
     def complete_reductions(self) -> None:
-        """Accumulate gradients that are being reduced, if any, or drop those of a step that an exception cut off."""
-        if self.comm.reducing:
-            self.recover()
-            self.comm.finish_reduce()
-            self._wait_on_host()
+        """Accumulate gradients that are being reduced, or drop those of a step that an exception cut off."""
+        self.recover()
+        self.comm.finish_reduce()
+        self._wait_on_host()
 
     def finish_reductions(self, states: Sequence[UnitState]) -> None:
         """Reduce over replicas what ``states`` have reduced over shards only, wait for all, accumulate gradients."""
@@ -191,8 +191,7 @@ class FSDPStateContext:
             group.launch_replica_reduce()
         for group in groups:
             group.wait_reduce()
-        for group in groups:
-            group.wait_on_host()
+        self._wait_on_host()
         self.step.end_reductions()
 
     @outside_modes

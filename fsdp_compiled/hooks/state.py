@@ -99,7 +99,7 @@ class FSDPState(TorchNames):
 
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
-        if self._context is not None:
+        if self._context is not None and self._context.comm.reducing:
             self._context.complete_reductions()
         self._groups: list[FSDPParamGroup] = group_params(self.params, self.unit)
         if self._context is not None:
@@ -166,7 +166,8 @@ class FSDPState(TorchNames):
         """Free the unsharded parameters; the hooks no longer hold them."""
         self.unit.hold(False)
         for unit in (self.unit, self.outermost.unit):
-            unit.turn_hooks_on()  # within unsharded(), so that the next call all-gathers again
+            if not unit.config.has_hooks:  # within unsharded(): the next call all-gathers again
+                unit.configure(has_hooks=True)
         for group in self.groups:
             group.reshard()
 

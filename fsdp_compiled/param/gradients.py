@@ -159,13 +159,8 @@ class Gradients:
             shape = self._storage.layout.shard_shape
             self.accumulate(torch.zeros(shape, dtype=self.leaf.dtype, device=self.leaf.device))
 
-    @property
-    def unreduced(self) -> tuple[Tensor | None, Tensor | None]:
-        """The sums of gradients not reduced yet: unsharded, and reduced over the shards only."""
-        return self.unsharded.grad, self.partial.grad
-
     def zero(self, set_to_none: bool) -> None:
-        """Forget the sharded parameter's gradient and those sums, or fill them with zeros."""
+        """Forget the sharded parameter's gradient and the sums not reduced yet, or fill them with zeros."""
         for holder in (self._sharded, self.unsharded.leaf, self.partial.leaf):
             if holder is not None and holder.grad is not None:
                 if set_to_none:

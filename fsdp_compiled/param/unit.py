@@ -67,11 +67,6 @@ class Unit:
             for param in self.followers:
                 param.follow_hold()
 
-    def turn_hooks_on(self) -> None:
-        """Have the eager hooks run, if they do not."""
-        if not self.config.has_hooks:
-            self.configure(has_hooks=True)
-
     def call(self, in_call: bool) -> None:
         self.in_call = in_call
         for param in self.followers:
