@@ -18,7 +18,7 @@ from ..passes.cost import CLUSTERS, Cluster, Times
 from ..passes.kinds import Kind, Request
 from ..sharding.dtensor import process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, CommSpec, ParamSpec
-from . import backend, copies, profiler, reference, streams
+from . import backend, copies, reference, streams
 from .communicators import AllGather, registered
 from .streams import Pending
 
@@ -49,7 +49,7 @@ def launch_all_gather(
         Work that ends in those tensors; new ones have ``padded_shape``.
     """
     device, world, dtype = bucket.device_of(shards), bucket.spec.group.world, bucket.spec.dtype
-    with profiler.of("all_gather", bucket):
+    with backend.profiled("all_gather", bucket):
         if not bucket.inputs_persist:
             packed = torch.empty(bucket.packed.numel, dtype=dtype, device=device)
             copies.pack([shard.to(device) for shard in shards], packed)
@@ -70,10 +70,11 @@ def launch_all_gather(
             backend.wait(started.work, device)
             if started.output is None:
                 return outs
-            with profiler.of("all_gather_copy_out", bucket):
+            with backend.profiled("all_gather_copy_out", bucket):
                 return _unpack(started.output, outs or (allocate() if allocate else ()), bucket)
 
-        return streams.launch(ALL_GATHERS, device, begin, finish, partial(profiler.of, "all_gather_wait", bucket))
+        waiting = partial(backend.profiled, "all_gather_wait", bucket)
+        return streams.launch(ALL_GATHERS, device, begin, finish, waiting)
 
 
 def _start_packed(shards: Sequence[Tensor], bucket: AllGatherBucket) -> _Started:

@@ -1,4 +1,4 @@
-"""A process group's own collectives on flat tensors, and what else only torch's private names give.
+"""A process group's own collectives on flat tensors, profiler ranges, and what else only torch's private names give.
 
 Each collective starts and returns the work to wait for.
 """
@@ -6,8 +6,10 @@ Each collective starts and returns the work to wait for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -17,12 +19,14 @@ from torch import Tensor
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
 from torch._C._autograd import _profiler_enabled
+from torch.autograd.profiler import record_function
 from torch.distributed import AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 from torch.distributed.fsdp._fully_shard import _fsdp_api
 
 from ..agreement import peers, tripwire
 from ..errors import FSDPError, RankFailureError
+from ..sharding.spec import Bucket
 
 _ATTENTION = timedelta(seconds=2)  # how often a rank that waits asks whether others have failed
 # gloo knows neither floating point of 8 bits nor integers of 16.
@@ -31,8 +35,26 @@ _KNOWN = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 TORCH_ALL_GATHER: type = _fsdp_api.AllGather
 TORCH_REDUCE_SCATTER: type = _fsdp_api.ReduceScatter
-profiler_is_on: Callable[[], bool] = _profiler_enabled
 preserve_version = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+
+
+def profiled(what: str, where: Bucket | str) -> AbstractContextManager[Any]:
+    """Return the range ``FSDP::what (units)`` of a bucket's units, or of the unit of a name, if a profiler is on.
+
+    Its name is FSDP2's where that has one. Only code that runs outside of graphs opens ranges: hooks, and the
+    implementations of operators.
+    """
+    if not _profiler_enabled():
+        return nullcontext()
+    return record_function(_range_name(what, (where,) if isinstance(where, str) else where.units))
+
+
+@cache
+def _range_name(what: str, units: Sequence[str]) -> str:
+    """Return the name with those of the units: of the outermost its class, of others their path in it."""
+    names = [unit.partition(".")[2] or unit for unit in units]
+    shown = ", ".join(names) if len(names) <= 3 else f"{names[0]} to {names[-1]}, {len(names)} units"
+    return f"FSDP::{what} ({shown})"
 
 
 # torch 2.11.0 has the second of two names only. Collectives are asynchronous by the options' defaults.

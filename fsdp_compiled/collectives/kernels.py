@@ -144,23 +144,14 @@ def _run(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
 
 
 class _Launch(NamedTuple):
-    """One launch of the kernel, whatever the addresses are.
+    """One launch of the kernel, whatever the addresses are."""
 
-    Args:
-        chosen: of the tensors, those that it copies.
-        table: of their blocks, int64 ``[blocks, 7]``.
-        granularity: how many elements may be moved at a time.
-        narrowest: bytes of an element, in the tensors or packed, whichever has less.
-        bits: the dtype as which the packed buffer moves where nothing is computed.
-        constants: of the kernel.
-    """
-
-    chosen: tuple[bool, ...]
-    table: Tensor
-    granularity: int
-    narrowest: int
-    bits: torch.dtype | None
-    constants: Mapping[str, Any]
+    chosen: tuple[bool, ...]  # of the tensors, those that it copies
+    table: Tensor  # of their blocks, int64 ``[blocks, 7]``
+    granularity: int  # how many elements may be moved at a time
+    narrowest: int  # bytes of an element, in the tensors or packed, whichever has less
+    bits: torch.dtype | None  # the dtype as which the packed buffer moves where nothing is computed
+    constants: Mapping[str, Any]  # of the kernel
 
 
 @lru_cache(maxsize=1024)

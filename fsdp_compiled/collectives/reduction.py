@@ -19,7 +19,7 @@ from ..passes.cost import Cluster, Times
 from ..passes.kinds import Kind, Request
 from ..sharding.dtensor import process_group
 from ..sharding.spec import CommSpec, ReductionBucket, ReductionSpec
-from . import backend, copies, profiler, reference, streams
+from . import backend, copies, reference, streams
 from .communicators import Hook, ReduceScatter, registered
 from .streams import Pending
 
@@ -49,9 +49,9 @@ def launch_reduction(
                 if part is not None:
                     piece.add_(part.reshape(-1))
         if bucket.spec.replicas.world > 1:
-            with profiler.of("all_reduce", bucket):
+            with backend.profiled("all_reduce", bucket):
                 _, work = _all_reduce(packed, bucket)
-            with profiler.of("all_reduce_wait", bucket):
+            with backend.profiled("all_reduce_wait", bucket):
                 backend.wait(work, packed.device)
         return finish_reduction(packed, bucket)
 
@@ -79,7 +79,7 @@ def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
     if len(grads) == 1 and _needs_no_packing(grads[0], bucket):
         return grads[0].reshape(spec.shards.world, -1)
     dims = [layout.dim for layout in bucket.layouts]
-    with profiler.of("gradient_copy_in", bucket):
+    with backend.profiled("gradient_copy_in", bucket):
         packed = grads[0].new_empty(spec.shards.world, bucket.packed.numel, dtype=spec.dtype)
         copies.pack(grads, packed, dims, spec.scaling.pre_divide)
         return packed
@@ -104,8 +104,8 @@ def _launch_stage(
             backend.wait(work, packed.device)
         return finish(output)
 
-    waiting = partial(profiler.of, f"{stage}_wait", bucket)
-    with profiler.of(stage, bucket):
+    waiting = partial(backend.profiled, f"{stage}_wait", bucket)
+    with backend.profiled(stage, bucket):
         begin = partial(_START[stage], packed.view(-1), bucket)
         return streams.launch(_STREAMS[stage], packed.device, begin, end, waiting)
 
@@ -134,7 +134,7 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
     """Return the padded sharded gradients from reduced, packed ones, 1-D: hook, divide, cast, unpack, to the host."""
     to_host, divisor = bucket.spec.to_host, bucket.spec.scaling.post_divide
     dtypes = {param.gradient_dtype for param in bucket.params}
-    with profiler.of("gradient_copy_out", bucket):
+    with backend.profiled("gradient_copy_out", bucket):
         if bucket.spec.hook:
             registered(bucket.spec.hook, Hook)(packed)
         if dtypes == {packed.dtype} and divisor == 1.0:

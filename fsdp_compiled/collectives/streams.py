@@ -88,15 +88,10 @@ _streams_of = cache(AcceleratorStreams)
 
 @dataclass(eq=False)
 class Pending(Generic[Result]):
-    """Work under way: a collective and the copies around it.
+    """Work under way: a collective and the copies around it."""
 
-    Args:
-        finish: does or awaits the rest of the work and returns its result; it holds what the work needs.
-        waiting: makes what is entered around the wait.
-    """
-
-    finish: Callable[[], Result] | None
-    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    finish: Callable[[], Result] | None  # does or awaits the rest and returns its result; holds what the work needs
+    waiting: Callable[[], AbstractContextManager[Any]] = nullcontext  # makes what is entered around the wait
     _event: torch.Event | None = None  # after the work; None on a device without streams
     _join: Callable[[], None] | None = None  # lets compute wait for the event, until it has
     _held: object = None  # what the work reads, until compute has waited

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ..collectives import profiler
+from ..collectives import backend
 from ..sharding.local_types import keeps_types, unchecked
 from ..tracing.dynamo import skipped
 from .forward import EagerHooks, map_tensors, tensors_in
@@ -58,7 +58,7 @@ def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(method: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(method)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            with profiler.of(what, args[0].unit.config.name):  # type: ignore[attr-defined]
+            with backend.profiled(what, args[0].unit.config.name):  # type: ignore[attr-defined]
                 return method(*args, **kwargs)
 
         return outside_modes(run)

@@ -27,19 +27,14 @@ from .group import FSDPParamGroup
 
 
 class TrainingState(Enum):
-    """Where a unit is in an eager step.
+    """Where a unit is in an eager step."""
 
-    IDLE: outside forward and backward.
-    FORWARD: between its pre-forward and post-forward hooks.
-    PRE_BACKWARD: from its first output gradient until its gradients are reduced; forward hooks that run now
-        belong to a recomputation under activation checkpointing.
-    POST_BACKWARD: its gradients were handed to the reduction in this backward.
-    """
-
-    IDLE = auto()
-    FORWARD = auto()
+    IDLE = auto()  # outside forward and backward
+    FORWARD = auto()  # between its pre-forward and post-forward hooks
+    # From its first output gradient until its gradients are reduced; forward hooks that run now belong to a
+    # recomputation under activation checkpointing.
     PRE_BACKWARD = auto()
-    POST_BACKWARD = auto()
+    POST_BACKWARD = auto()  # its gradients were handed to the reduction in this backward
 
 
 @dataclass(eq=False)

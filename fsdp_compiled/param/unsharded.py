@@ -139,7 +139,5 @@ class Unsharded:
     def take_grad(self) -> Tensor | None:
         """Return that gradient, local and unsharded, and forget it."""
         grad = self.grad
-        if self.param is None or grad is None:
-            return None
-        self.param.grad = None
-        return grad if self._outer is None else self._outer.local_grad(grad)
+        self.drop_grad()
+        return grad if grad is None or self._outer is None else self._outer.local_grad(grad)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.profiler import profile
 
 from fsdp_compiled import RankMismatchError, SchedulePolicy, compile, fully_shard
-from fsdp_compiled.collectives import Pending, define_kind, profiler, streams
+from fsdp_compiled.collectives import Pending, backend, define_kind, streams
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.passes.kinds import Kind
 from fsdp_compiled.sharding.dtensor import process_group
@@ -60,8 +60,8 @@ def launch(tensors: Sequence[Tensor], bucket: BroadcastBucket) -> Pending[list[T
         pieces = packed.split([layout.numel for layout in bucket.layouts])
         return [piece.view(layout.shape).clone() for piece, layout in zip(pieces, bucket.layouts, strict=True)]
 
-    with profiler.of("broadcast", bucket):
-        waiting = partial(profiler.of, "broadcast_wait", bucket)
+    with backend.profiled("broadcast", bucket):
+        waiting = partial(backend.profiled, "broadcast_wait", bucket)
         return streams.launch("broadcasts", packed.device, begin, finish, waiting)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import fully_shard
-from fsdp_compiled.collectives import profiler
+from fsdp_compiled.collectives import backend
 from tests.support.training import compiled, without_codegen
 
 
@@ -150,6 +150,6 @@ def test_ranges_are_in_no_graph_even_while_a_profiler_is_on():
 
 
 def test_without_a_profiler_no_range_is_opened(monkeypatch):
-    monkeypatch.delattr(profiler, "record_function")
-    with profiler.of("all_gather", "Net.blocks.0"):
+    monkeypatch.delattr(backend, "record_function")
+    with backend.profiled("all_gather", "Net.blocks.0"):
         pass
