@@ -128,7 +128,8 @@ def _in_memory(tensor: Tensor) -> Tensor:
 
 
 def _run(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor: float, *, is_packing: bool) -> None:
-    device, stream = packed.device, _stream(packed.device)
+    device = packed.device
+    stream = torch.accelerator.current_stream(device.index).stream_id if device.type != "cpu" else 0
     kinds = tuple([(tensor.shape, tensor.dtype, dim) for tensor, dim in zip(tensors, dims, strict=True)])
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
     for launch in _launches(kinds, packed.shape[0], packed.dtype, divisor, is_packing, device, stream):
@@ -236,7 +237,7 @@ def _cut(
 @lru_cache(maxsize=_TABLES)
 def _alignment(addresses: tuple[int, ...], chosen: tuple[bool, ...]) -> int:
     """Return the bytes, 16 at most, that every chosen address is a multiple of."""
-    return gcd(_WIDEST_BYTES, *(address for address, is_chosen in zip(addresses, chosen, strict=True) if is_chosen))
+    return gcd(_WIDEST_BYTES, *compress(addresses, chosen))
 
 
 @lru_cache(maxsize=_TABLES)
@@ -244,7 +245,3 @@ def _addresses(addresses: tuple[int, ...], device: torch.device, stream: int) ->
     """Return the addresses on ``device``; made anew on each stream, in whose order the table is filled."""
     table = torch.tensor(addresses, dtype=torch.int64, device="cpu", pin_memory=device.type != "cpu")
     return table.to(device, non_blocking=True)
-
-
-def _stream(device: torch.device) -> int:
-    return torch.accelerator.current_stream(device.index).stream_id if device.type != "cpu" else 0
