@@ -202,7 +202,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         for state in _states(self, recurse):
             state.max_reducing = max_input_buffers
             if (context := state._context) is not None:
-                context.comm.max_reducing = max(each.max_reducing for each in context.states)
+                context.comm.max_reducing = max(each.max_reducing for each in context.all_states)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Give reduce-scatters a process group of their own, or take it away; call it on every rank.

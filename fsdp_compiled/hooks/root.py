@@ -58,7 +58,7 @@ class GradientReductionHandle(_TorchHandle):
             self._context = None
             where, got = "GradientReductionHandle.wait", "one that a reset has dropped"
             raise unexpected(where, "a reduction under way", got, "run the step again", RuntimeError)
-        context.finish_reductions(context.states)
+        context.finish_reductions(context.all_states)
         context.step.end_finalizing()
         self._context = None
 
@@ -67,18 +67,13 @@ class GradientReductionHandle(_TorchHandle):
 class FSDPStateContext:
     """What the units below one root share."""
 
-    states: Sequence[UnitState]  # the root's unit and all below it, outermost first
+    all_states: Sequence[UnitState]  # the root's and all below it, outermost first; pipelining reads this name
     tree: ModuleTree  # that they were found in
     comm: FSDPCommContext = field(default_factory=FSDPCommContext)
     step: Step = field(default_factory=Step)
     is_last_backward: bool = True  # each backward waits for all reductions, or leaves them to a later one
     finalizes_manually: bool = False  # it leaves that to finalize in any case
     post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
-
-    @property
-    def all_states(self) -> Sequence[UnitState]:
-        """``states`` by FSDP2's name for it, which ``torch.distributed.pipelining`` reads."""
-        return self.states
 
     @property
     def ends_with_backward(self) -> bool:
@@ -91,14 +86,14 @@ class FSDPStateContext:
 
     def check_parameters(self) -> None:
         """Check that the user has put nothing in the parameters' place since the last call of the outermost unit."""
-        self.step.enter_thread(self.states)
+        self.step.enter_thread(self.all_states)
         self.tree.check_untouched()
         self.step.note_check()
 
     def begin_call(self) -> None:
         """Begin a call of the outermost module; all-gather what was resharded within ``unsharded()`` before it."""
-        self.step.call(self.states, True)
-        for state in self.states:
+        self.step.call(self.all_states, True)
+        for state in self.all_states:
             if not state.unit.config.trains:
                 state.unshard()
                 state.unit.hold(True)
@@ -113,7 +108,7 @@ class FSDPStateContext:
 
     def begin_backward(self) -> None:
         """Begin the backward of a unit; the first of a backward has it end with :meth:`finish_backward`."""
-        self.step.begin_backward(self.states[0], self.finish_backward)
+        self.step.begin_backward(self.all_states[0], self.finish_backward)
 
     @outside_modes
     def finish_backward(self) -> None:
@@ -123,28 +118,28 @@ class FSDPStateContext:
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
         """
         if not self.step.is_checked:
-            self.states[0].check_parameters()
-        self._start_reductions(self.states)
+            self.all_states[0].check_parameters()
+        self._start_reductions(self.all_states)
         if self.ends_with_backward:
-            self.finish_reductions(self.states)
+            self.finish_reductions(self.all_states)
         else:
             self._wait_on_host()
         self._accumulate_compiled()
-        for state in self.states:
+        for state in self.all_states:
             state.end_step()
-        self.step.end_backward(self.states)
+        self.step.end_backward(self.all_states)
 
     @without_grad
     def _accumulate_compiled(self) -> None:
-        for state in self.states:
+        for state in self.all_states:
             if state.unit.has_compiled_gradients:
                 for param in state.params:
                     param.gradients.accumulate()
 
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""
-        self._start_reductions(self.states)
-        for state in self.states:
+        self._start_reductions(self.all_states)
+        for state in self.all_states:
             if state.unit.config.reshard_after_backward:  # which pipelining sets between the last backward and this
                 state.reshard()
         handle = GradientReductionHandle(self)
@@ -173,7 +168,7 @@ class FSDPStateContext:
                 self.comm.start_reduce(state)
 
     def _wait_on_host(self) -> None:
-        for group in (group for state in self.states for group in state.groups):
+        for group in (group for state in self.all_states for group in state.groups):
             group.wait_on_host()
 
     @outside_modes
@@ -198,18 +193,18 @@ class FSDPStateContext:
     def reset(self, drop_accumulated: bool) -> None:
         """Return to the state between two steps after an exception; gradients accumulated without sync may stay."""
         self.step.begin_reset()
-        for state in self.states:
+        for state in self.all_states:
             for group in state.groups:
                 group.drop_reduce()
-        others = [state for state in self.comm.reducing if state not in self.states]  # of models that share it
+        others = [state for state in self.comm.reducing if state not in self.all_states]  # of models that share it
         self.comm.reducing = deque(others)
-        for state in self.states:
+        for state in self.all_states:
             state.reset(drop_accumulated)
         self.step = Step()
 
     def recover(self, begins_step: bool = False) -> None:
         """Reset what an exception has cut off, unless backward is under way; forward is not if this begins a step."""
-        if self.step.was_cut_off(self.states, begins_step):
+        if self.step.was_cut_off(self.all_states, begins_step):
             self.reset(drop_accumulated=False)
 
 

@@ -179,7 +179,7 @@ class FSDPState(TorchNames):
         """All-gather the unit before its module's forward."""
         context = self._lazy_init()
         self.check_trains()
-        context.step.enter_thread(context.states)
+        context.step.enter_thread(context.all_states)
         context.recover()
         if self.unit.is_recomputing:
             self.unshard()
@@ -221,7 +221,7 @@ class FSDPState(TorchNames):
         elif self.outermost.unit.training_state is not TrainingState.FORWARD:
             self.complete_list_unit()  # no outer forward is under way whose end could complete it
         if self.is_root:
-            for state in self._lazy_init().states:
+            for state in self._lazy_init().all_states:
                 state.complete_list_unit()
 
     def _complete_forward(self) -> None:
@@ -254,7 +254,7 @@ class FSDPState(TorchNames):
         if context.step.backward_has_died:  # this is one through another graph
             context.reset(drop_accumulated=False)
         context.begin_backward()
-        context.step.call_in_backward(context.states)
+        context.step.call_in_backward(context.all_states)
         if self.unit.begin_backward():
             if self.unit.config.unshard_in_backward:
                 self.unshard()
@@ -330,7 +330,7 @@ class FSDPState(TorchNames):
     def enter_thread(self) -> None:
         """Note that this thread calls the outermost unit; RuntimeError if another one is in forward or backward."""
         context = self._lazy_init()
-        context.step.enter_thread(context.states)
+        context.step.enter_thread(context.all_states)
 
     def check_trains(self) -> None:
         """Raise RuntimeError for a forward with gradients while :func:`unsharded` keeps the parameters."""
@@ -352,7 +352,7 @@ class FSDPState(TorchNames):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end_call(self) -> None:
         context = self._lazy_init()
-        context.step.call(context.states, False)
+        context.step.call(context.all_states, False)
         note(self.mesh, "call", "")
 
     def note(self, what: str) -> None:
@@ -370,9 +370,9 @@ class FSDPState(TorchNames):
         tree = ModuleTree(self.modules, [param for state in states for param in state.params])
         if context is None:
             context = FSDPStateContext(states, tree)
-        for left in set(context.states).difference(states):
+        for left in set(context.all_states).difference(states):
             left.leave()
-        context.states, context.tree = states, tree
+        context.all_states, context.tree = states, tree
         context.comm.max_reducing = max(state.max_reducing for state in states)
         for state in reversed(states):  # this one at last: while it has none, the next step collects again
             state._context = context
