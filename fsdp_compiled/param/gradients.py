@@ -13,7 +13,7 @@ from ..expect import unexpected
 from ..sharding.dtensor import local_of
 from ..sharding.spec import CommSpec
 from .placement import ParamPlacement
-from .sharded import ShardStorage, without_memory
+from .storage import ShardStorage, without_memory
 from .unit import Unit, UnitConfig
 
 

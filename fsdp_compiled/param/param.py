@@ -20,9 +20,8 @@ from ..sharding.spec import CommSpec
 from .extension import POST, PRE, check_extension, inner_tensors, is_extended
 from .gradients import Gradients
 from .placement import ParamPlacement, Place, ShardedState, TakenOriginal, comm_spec
-from .sharded import ShardStorage, same_memory, unpadded, without_memory
+from .storage import ShardStorage, Unsharded, same_memory, unpadded, without_memory
 from .unit import Unit
-from .unsharded import Unsharded
 
 HELD = ""  # in place of a spec: hooks hold the unsharded parameter, so a traced read is of what is registered
 HELD_SPECS = (HELD, HELD), (HELD, HELD)
