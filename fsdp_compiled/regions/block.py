@@ -21,27 +21,8 @@ from torch.compiler import nested_compile_region
 from .. import collectives, passes
 from ..param.param import FSDPParam
 from ..param.unit import Unit
-from ..tracing import reads
-from ..tracing.dynamo import (
-    TorchDynamoException,
-    attention_backends,
-    began_with,
-    begin_body,
-    branches_around,
-    comptime,
-    describe_arguments,
-    end_body,
-    entered_function_modes,
-    get_eval_frame_callback,
-    guard_as_reused,
-    inductor_options,
-    known_internals,
-    local_value,
-    of_trace,
-    set_eval_frame,
-    set_local,
-    skipped,
-)
+from ..tracing import dynamo, reads
+from ..tracing.dynamo import comptime
 from ..tracing.sharded_module import MixinOrder, rebase
 
 T = TypeVar("T")
@@ -127,13 +108,13 @@ def _body(module: Any, which: str | type, *operands: Any, **kwargs: Any) -> Any:
 
 def _enter_body(context: Any) -> None:
     if REUSES_TRACES:
-        begin_body(context)
-    reads.enter_region(context, local_value(context, "module")._fsdp_region.params)
+        dynamo.begin_body(context)
+    reads.enter_region(context, dynamo.local_value(context, "module")._fsdp_region.params)
 
 
 def _leave_body(context: Any) -> None:
     if REUSES_TRACES:
-        end_body(context)
+        dynamo.end_body(context)
 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.
@@ -153,7 +134,7 @@ _entered: ContextVar[type | None] = ContextVar("the class of the region that Dyn
 _repeated: ContextVar[tuple[CodeType, ...]] = ContextVar("the call that is made again if a region fails", default=())
 
 
-@known_internals("compare the arguments of equal blocks")
+@dynamo.known_internals("compare the arguments of equal blocks")
 def _enter(context: Any) -> None:
     """Set the caller's ``is_region``, and ``call`` if a trace of an equal block that is called alike may be reused.
 
@@ -161,30 +142,29 @@ def _enter(context: Any) -> None:
     the graph if the trace's first region was called under others, or in a torch function mode. In a branch or a loop
     it is a part of that.
     """
-    block, first, here = local_value(context, "self"), of_trace(_modes), _modes()
+    block, first, here = dynamo.local_value(context, "self"), dynamo.of_trace(_modes), _modes()
     by_default = block._fsdp_region.by_default
-    if branches_around(context) or entered_function_modes(context) or (by_default and not _is_safe(context)):
-        set_local(context, "is_region", False)
-        return
-    if first != here:
-        if not by_default:
-            warnings.warn(
-                f"regions: a block ({type(block)._fsdp_user_class.__name__}) is compiled as a part of the graph, "
-                f"because it is called under other modes than the first region: {here}, not {first}",
-                stacklevel=2,
-            )
-        set_local(context, "is_region", False)
+    is_possible = not dynamo.branches_around(context) and not dynamo.entered_function_modes(context)
+    is_possible = is_possible and (not by_default or _is_safe(context))
+    if is_possible and first != here and not by_default:
+        warnings.warn(
+            f"regions: a block ({type(block)._fsdp_user_class.__name__}) is compiled as a part of the graph, "
+            f"because it is called under other modes than the first region: {here}, not {first}",
+            stacklevel=2,
+        )
+    if not is_possible or first != here:
+        dynamo.set_local(context, "is_region", False)
         return
     _entered.set(type(block))
-    if block._fsdp_region.is_reused and (call := describe_arguments(context)) is not None:
-        set_local(context, "call", f"{_hooks_of(block)} {call}")
+    if block._fsdp_region.is_reused and (call := dynamo.describe_arguments(context)) is not None:
+        dynamo.set_local(context, "call", f"{_hooks_of(block)} {call}")
     reads.check_below(context)
 
 
 def _is_safe(context: Any) -> bool:
     """Tell whether a region that nobody has asked for changes nothing but the time to compile."""
-    options = inductor_options(context)
-    return options is not None and passes.suits_default(options) and began_with(context, _repeated.get())
+    options = dynamo.inductor_options(context)
+    return options is not None and passes.suits_default(options) and dynamo.began_with(context, _repeated.get())
 
 
 def _modes() -> str:
@@ -192,7 +172,7 @@ def _modes() -> str:
     devices = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
     modes: dict[str, Any] = {f"autocast on {each}": torch.is_autocast_enabled(each) for each in sorted(devices)}
     modes |= {f"autocast dtype on {each}": torch.get_autocast_dtype(each) for each in sorted(devices)}
-    modes["attention"] = [each.name for each in attention_backends()]
+    modes["attention"] = [each.name for each in dynamo.attention_backends()]
     return f"gradients {torch.is_grad_enabled()}, {modes}, {torch.get_default_dtype()}"
 
 
@@ -214,14 +194,14 @@ def _hooks_of(block: nn.Module) -> str:
     return str(functions)
 
 
-@known_internals("guard a block for which the trace of an equal one is reused")
+@dynamo.known_internals("guard a block for which the trace of an equal one is reused")
 def _guard(context: Any) -> None:
     """Guard the caller's ``self``, after its region, as the block of a reused trace is guarded.
 
     Torch compares a block with the one that it traced, but installs no guards for it: what changes in it later, such
     as its training mode, would go unnoticed.
     """
-    guard_as_reused(context, _body.__code__)
+    dynamo.guard_as_reused(context, _body.__code__)
 
 
 _operator: Any = torch.ops.higher_order.invoke_subgraph
@@ -249,7 +229,7 @@ def derive_schemas_always() -> None:
 
 
 def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
-    known, key = of_trace(_Schemas), (id(subgraph), identifier, tuple(map(type, operands)))
+    known, key = dynamo.of_trace(_Schemas), (id(subgraph), identifier, tuple(map(type, operands)))
     if key not in known:
         # Torch does it without gradients. Then DTensor.to_local() of an operand detaches it in place, which counts as
         # a write to the operand.
@@ -263,7 +243,7 @@ def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Freevar has no source|Unsafe side effect")
 
 
-@skipped  # or Dynamo would trace it and what it calls as one
+@dynamo.skipped  # or Dynamo would trace it and what it calls as one
 def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run; where torch cannot compile a region, compile its block as a part of the graph, and warn or log.
 
@@ -271,27 +251,28 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: A
     """
     dropped: dict[nn.Module, Region] = {}
     why: Exception | None = None
-    dynamo = get_eval_frame_callback()
+    tracing = dynamo.get_eval_frame_callback()
     begins = (getattr(run, "__wrapped__", run).__code__, *model.__dict__.get(COMPILED_IN_PLACE, ()))  # type: ignore[attr-defined]
     while True:
         before, call = _entered.set(None), _repeated.set(begins)
         try:
             result = run(*args, **kwargs)
-        except (TorchDynamoException, AssertionError) as error:  # Dynamo lets assertions of its own out
-            left = set_eval_frame(None)  # or Dynamo would trace what is called here, after an error in compiled code
-            is_running = dynamo is not None and left is dynamo  # an error in Dynamo ends that
+        except (dynamo.TorchDynamoException, AssertionError) as error:  # Dynamo lets assertions of its own out
+            # Or Dynamo would trace what is called here, after an error in compiled code; one in Dynamo ends that.
+            left = dynamo.set_eval_frame(None)
+            is_running = tracing is not None and left is tracing
             failing = [] if is_running and isinstance(error, AssertionError) else _failing(model, error)
             if not failing:
                 for module, region in dropped.items():
                     make_region(module, region.unit, region.by_default)
-                set_eval_frame(left)
+                dynamo.set_eval_frame(left)
                 raise
             if not _trace_each(failing, error):
                 why = why or error
                 for module in failing:
                     dropped[module] = module._fsdp_region
                     drop_region(module)
-            set_eval_frame(dynamo)
+            dynamo.set_eval_frame(tracing)
         else:
             if why is not None:
                 _tell(dropped, why)

@@ -20,18 +20,7 @@ from ..param.extension import AllGatherExtension
 from ..param.param import FSDPParam, not_registered
 from ..sharding.dtensor import local_of
 from ..sharding.spec import CommSpec
-from .dynamo import (
-    branches_around,
-    call_outside_branches,
-    changed_dict,
-    fake_input,
-    graphs_around,
-    known_internals,
-    local_value,
-    local_variable,
-    of_trace,
-    set_local,
-)
+from . import dynamo
 
 _WHAT = "tell whether functional_call gave a sharded model other parameters"
 
@@ -40,7 +29,7 @@ class _Operands(dict[Any, dict[FSDPParam, Any]]):
     """Of each region that a trace is in or was in, by what traces its graph."""
 
 
-@known_internals(_WHAT)
+@dynamo.known_internals(_WHAT)
 def begin(context: Any) -> None:
     """Begin a read of the caller's ``param`` of ``module``; set its ``operand`` in a region that has one.
 
@@ -50,15 +39,15 @@ def begin(context: Any) -> None:
     read would ignore: it takes the shard, and a guard on what is registered would be slow in every step. Breaks the
     graph where the trace has written to the sharded parameter.
     """
-    _check(context, local_value(context, "module"))
-    param = local_value(context, "param")
-    sharded = fake_input(context, param.sharded_param)
+    _check(context, dynamo.local_value(context, "module"))
+    param = dynamo.local_value(context, "param")
+    sharded = dynamo.fake_input(context, param.sharded_param)
     if sharded is not None and sharded._version:
         context.graph_break(str(_written(param.name, "a change before it is read, which the graph makes at its end")))
     _find_operand(context)
 
 
-@known_internals("tell whether a parameter was written to in forward")
+@dynamo.known_internals("tell whether a parameter was written to in forward")
 def check_unwritten(context: Any) -> None:
     """Raise RuntimeError if the traced program has written to an all-gathered parameter: a graph would lose that."""
     for node in context.graph().find_nodes(op="call_function", target=torch.ops.fsdp_compiled.unshard):
@@ -90,39 +79,39 @@ def _written(name: str, got: str) -> Exception:
     return unexpected(name, "not to be written to in a compiled forward", got, do, RuntimeError)
 
 
-@known_internals(_WHAT)
+@dynamo.known_internals(_WHAT)
 def check_below(context: Any) -> None:
     """Raise as :func:`begin` for the caller's ``self`` and all modules below it, whose reads Dynamo may not trace."""
-    for module in local_value(context, "self").modules():
+    for module in dynamo.local_value(context, "self").modules():
         if "_fsdp_params" in module.__dict__:
             _check(context, module)
 
 
 def _check(context: Any, module: Any) -> None:
-    for name, variable in changed_dict(context, module._parameters).items():
+    for name, variable in dynamo.changed_dict(context, module._parameters).items():
         # A tensor keeps the source by which the program reached it first, in any module's parameters, or in ours;
         # else the program has computed it.
         if name in module._fsdp_params and not re.search("_parameters|_fsdp_params", repr(variable.source)):
             raise not_registered(module._fsdp_params[name].name, "Tensor")
 
 
-@known_internals("compile blocks as regions")
+@dynamo.known_internals("compile blocks as regions")
 def enter_region(context: Any, params: Iterable[FSDPParam]) -> None:
     """Let the first of the caller's ``operands`` be the unsharded ``params`` in the graph that it is in."""
-    variables = local_variable(context, "operands").realize().items
-    of_trace(_Operands)[next(graphs_around(context))] = dict(zip(params, variables, strict=False))
+    variables = dynamo.local_variable(context, "operands").realize().items
+    dynamo.of_trace(_Operands)[next(dynamo.graphs_around(context))] = dict(zip(params, variables, strict=False))
 
 
-@known_internals("compile blocks as regions")
+@dynamo.known_internals("compile blocks as regions")
 def _find_operand(context: Any) -> None:
-    if known := of_trace(_Operands):
-        innermost = next((known[graph] for graph in graphs_around(context) if graph in known), {})
-        param = local_value(context, "param")
+    if known := dynamo.of_trace(_Operands):
+        innermost = next((known[graph] for graph in dynamo.graphs_around(context) if graph in known), {})
+        param = dynamo.local_value(context, "param")
         if param in innermost:
-            set_local(context, "operand", innermost[param])
+            dynamo.set_local(context, "operand", innermost[param])
             return
-    if branches_around(context):
-        set_local(context, "operand", call_outside_branches(context, _local_unless_held, "param"))
+    if dynamo.branches_around(context):
+        dynamo.set_local(context, "operand", dynamo.call_outside_branches(context, _local_unless_held, "param"))
 
 
 def _local_unless_held(param: FSDPParam) -> Tensor | None:
