@@ -134,18 +134,17 @@ class _Sweep:
 
     def _follow_up(self, position: int) -> None:
         """Go on to the next stage of tasks whose last launch must be complete by now."""
-        for index in list(self.first):
-            if not self._follows(position, index, 0, self.load.tasks[index].ready):
-                break
+        while self.first and self._follows(position, index := next(iter(self.first))):
             self._advance(position, index)
-        for index, (stage, since) in list(self.later.items()):
-            if self._follows(position, index, stage, since):
+        for index in list(self.later):
+            if self._follows(position, index):
                 self._advance(position, index)
 
-    def _follows(self, position: int, index: int, stage: int, since: int) -> bool:
-        clock, stages = self.load.clock, self.load.tasks[index].stages
-        is_done = clock[position] - clock[since] >= stages[stage].hideable_us
-        return is_done and any(each.us for each in stages[stage + 1 :])
+    def _follows(self, position: int, index: int) -> bool:
+        clock, task = self.load.clock, self.load.tasks[index]
+        stage, since = self.later.get(index, (0, task.ready))
+        done, *following = task.stages[stage:]
+        return any(each.us for each in following) and clock[position] - clock[since] >= done.hideable_us
 
     def _advance(self, position: int, index: int) -> None:
         """Wait for the stage that a task is in, and launch the next one."""
