@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..expect import unexpected
 from ..tracing.sharded_module import user_class
-from .items import Item, base_of, names_of_tensors
+from .items import Item, base_of, name_in_state, names_of_tensors
 
 
 def merged_items(model: nn.Module) -> list[Item]:
@@ -22,7 +22,7 @@ def merged_items(model: nn.Module) -> list[Item]:
             or adapters change a tied weight under some of its names.
     """
     base = base_of(model)
-    modules = dict(base.named_modules(remove_duplicate=False))
+    modules = {name_in_state(name): each for name, each in base.named_modules(remove_duplicate=False)}
     adapted = {name: each for name, each in modules.items() if hasattr(each, "base_layer")}
     replaced = {name: each for name, each in modules.items() if hasattr(each, "modules_to_save")}
     if not adapted and not replaced:

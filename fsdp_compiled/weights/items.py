@@ -52,6 +52,11 @@ def batches_of(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> It
         yield taken
 
 
+def name_in_state(name: str) -> str:
+    """Return how state dicts call a module, whose name may hold what ``checkpoint_wrapper`` put around it."""
+    return f"{name}.".replace("_checkpoint_wrapped_module.", "")[:-1]
+
+
 def names_of_tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
     """Yield each parameter and persistent buffer once, with all of its names in the state dict."""
     return each_once(model.state_dict(keep_vars=True))

@@ -15,6 +15,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from peft import LoraConfig, PromptTuningConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled import RankFailureError, fully_shard, stream_parameters
@@ -65,6 +66,18 @@ def test_adapters_are_merged_as_peft_merges_them(kind, dtype):
     assert all(torch.equal(bf16[name], tensor.bfloat16()) for name, tensor in got.items())
     as_they_are = dict(stream_parameters(model))
     assert list(as_they_are) == list(dict(model.named_parameters()))
+
+
+@on_ranks(2)
+def test_adapters_of_checkpointed_layers_are_merged():
+    model, want = _with_lora("saved modules"), _with_lora("saved modules").merge_and_unload().state_dict()
+    layers = model.get_base_model().model.layers
+    for index, layer in enumerate(layers):
+        layers[index] = checkpoint_wrapper(layer)
+    fully_shard(model)
+    got = dict(stream_parameters(model, merge_adapters=True))
+    assert got.keys() == want.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in want.items())
 
 
 @on_ranks(2)
