@@ -44,7 +44,7 @@ def stream_parameters(
 
     Call it on all ranks, between two training steps, and iterate at once; parameters must not change meanwhile. A
     rank that stops in the middle ends the stream of the others with an error. Each tensor comes once, under its first
-    name in the state dict: of tied weights under one of theirs.
+    name in torch's ``get_model_state_dict``: of tied weights under one of theirs.
 
     Args:
         model: a module with units, which may be compiled.

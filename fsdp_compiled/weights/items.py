@@ -53,13 +53,13 @@ def batches_of(items: Iterable[T], nbytes: Callable[[T], int], limit: int) -> It
 
 
 def name_in_state(name: str) -> str:
-    """Return how state dicts call a module, whose name may hold what ``checkpoint_wrapper`` put around it."""
-    return f"{name}.".replace("_checkpoint_wrapped_module.", "")[:-1]
+    """Return a name as of ``get_model_state_dict``: without what ``checkpoint_wrapper`` and ``torch.compile`` add."""
+    return f"{name}.".replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")[:-1]
 
 
 def names_of_tensors(model: nn.Module) -> Iterable[tuple[list[str], Tensor]]:
     """Yield each parameter and persistent buffer once, with all of its names in the state dict."""
-    return each_once(model.state_dict(keep_vars=True))
+    return each_once({name_in_state(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()})
 
 
 def each_once(state_dict: Mapping[str, Any]) -> Iterable[tuple[list[str], Tensor]]:

@@ -23,7 +23,7 @@ _AT_ONCE = 2**20  # elements that are hashed together; as many weights of 8 byte
 class LocalShard(NamedTuple):
     """What this rank has of one tensor."""
 
-    name: str  # in the state dict
+    name: str  # as of ``stream_parameters``
     tensor: Tensor  # without padding
     part: tuple[slice, ...]  # of the complete tensor
     shape: tuple[int, ...]  # of the complete tensor

@@ -164,11 +164,17 @@ def test_a_meta_model_whose_buffers_cannot_be_computed_stays_on_meta(tmp_path, f
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+@pytest.mark.parametrize("compiles_a_layer", [False, True])
 @on_ranks(2)
-def test_a_compiled_model_reads_what_it_has_written(tmp_path):
-    model = shard_pretrained(huggingface.build("llama"))
-    want = full_params(model)
+def test_a_compiled_model_reads_what_it_has_written(compiles_a_layer, tmp_path):
+    model = huggingface.build("llama")
+    names, layers = model.state_dict().keys(), model.model.layers
+    if compiles_a_layer:
+        layers[0] = torch.compile(layers[0])
+    want = full_params(shard_pretrained(model))
     save_pretrained(torch.compile(model), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert names == set(file.keys())
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
