@@ -26,7 +26,8 @@ class ShardStorage:
         self.local = local_of(param)  # it lies in ``padded``
         if not self.local.numel() and padded.numel():
             # accelerate finds an optimizer's parameters again by this address, which is 0 for every empty tensor.
-            self.local.data_ptr = padded.data_ptr  # type: ignore[method-assign]
+            # It is pickled without these attributes, which torch.load(weights_only=True) refuses.
+            vars(self.local).update(data_ptr=padded.data_ptr, __reduce_ex__=self.local.detach().__reduce_ex__)
         self.of_dtensor = param.untyped_storage()  # without memory; another one after ``sharded.data = ...``
 
     def unpadded(self, padded: Tensor) -> Tensor:

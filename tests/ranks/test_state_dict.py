@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from fsdp_compiled import step_on_shards
+from fsdp_compiled import fully_shard, step_on_shards
 from tests.support.parity import row
 from tests.support.ranks import on_ranks, same_on_ranks
 from tests.support.training import (
@@ -238,6 +239,15 @@ def test_full_state_dicts(mode, on_shards):
     third, third_call = _sharded(mode, _other())
     set_model_state_dict(third, everywhere, options=StateDictOptions(full_state_dict=True))
     torch.testing.assert_close(mean_over_ranks(square_loss(third_call, my_part(data[2]))), want[0], rtol=1e-6, atol=0)
+
+
+@on_ranks(2)
+def test_empty_shards_are_pickled_as_any():
+    model, file = fully_shard(nn.Linear(3, 1)), io.BytesIO()
+    torch.save(model.state_dict(keep_vars=True), file)
+    file.seek(0)
+    for name, value in torch.load(file, weights_only=True).items():
+        assert torch.equal(value.to_local(), model.get_parameter(name).to_local())
 
 
 # ---- distributed checkpoints ----
