@@ -24,8 +24,8 @@ class unsharded(ContextDecorator, AbstractContextManager[None]):
 
     Calls of the model in it, uncompiled or compiled, communicate nothing, so that ranks may stop at different
     lengths: Hugging Face's ``generate`` needs no ``synced_gpus``. Gradients are off. Afterwards, also after an
-    exception, parameters are sharded. Enter it on all ranks. State dicts are taken and loaded inside as outside; the
-    next call, on all ranks, all-gathers again.
+    exception, parameters are sharded. Enter it on all ranks. The model's state dicts are taken and loaded inside as
+    outside; the next call, on all ranks, all-gathers again. Take and load those of optimizers outside.
 
     Args:
         model: a module with units.
