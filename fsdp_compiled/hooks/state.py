@@ -42,8 +42,7 @@ def states_of(model: nn.Module) -> list[FSDPState]:
     expect("model", model, nn.Module, "an nn.Module")
     states = states_below([model])
     if not states:
-        do = "call fully_shard on its layers and then on the model"
-        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", do)
+        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard on it")
     return states
 
 
