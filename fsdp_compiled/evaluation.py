@@ -128,7 +128,7 @@ def _versions(states: Sequence[FSDPState]) -> dict[FSDPParam, int]:
 
 
 def _refuse_steps(states: Sequence[FSDPState]) -> RemovableHandle:
-    """Refuse optimizers' steps of these units' parameters, which calls in the block would not see."""
+    """Refuse optimizers' steps of these units' parameters, unseen by calls, until the handle is removed."""
     names = {id(param.sharded_param): param.name for state in states for param in state.params}
 
     def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

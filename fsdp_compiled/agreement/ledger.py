@@ -168,9 +168,9 @@ class Ledger:
         if odd is None:
             return _AGREED, ""
         sides = [[self.ranks[r] for r, digest in enumerate(digests) if digest == digests[one]] for one in (0, odd)]
-        contracts = map(Contract.decode, _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)]))
+        posts = _values(self.store, [f"{prefix}/post/{rank}" for rank in (0, odd)])
         found = [digests[rank].split(" ", 2)[2] for rank in (0, odd)]
-        return _DIFFER, mismatch.difference(sides, found, list(contracts))
+        return _DIFFER, mismatch.difference(sides, found, posts)
 
     def _wait(self, prefix: str, contract: Contract) -> None:
         """Return when there is a verdict; leave one for the others if interrupted."""

@@ -9,11 +9,12 @@ from typing import TypedDict
 from ..sharding.contract import Collective, Contract
 
 
-def difference(sides: Sequence[Sequence[int]], versions: Sequence[str], contracts: Sequence[Contract]) -> str:
+def difference(sides: Sequence[Sequence[int]], versions: Sequence[str], posts: Sequence[str]) -> str:
     """Return in what two groups of ranks differ, from the versions that run on one of each, and its contract."""
     who = [ranks(side) for side in sides]
     if versions[0] != versions[1]:
         return f"ranks run other versions: {_listed(who, versions)}; install one on all"
+    contracts = list(map(Contract.decode, posts))  # which other versions may write differently
     if contracts[0].collectives == contracts[1].collectives:
         return (
             f"{who[0]} and {who[1]} came to {described(contracts[0])} after different collectives; "

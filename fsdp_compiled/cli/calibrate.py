@@ -1,4 +1,7 @@
-"""Measures the machine that it runs on, all ranks together, and writes what estimates need as a cluster file."""
+"""Measures the machine that it runs on, all ranks together, and writes what estimates need as a cluster file.
+
+What the host takes is found by compiling and training two small models.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _LENGTHS = (4, 16, 64, 256, 1024, 4096)  # of attention's sequences
 _LONGEST_S = 0.1  # larger products, and longer attention, are left out
 _COLD = 128  # MiB, more than what caches hold
 _PIECES = 16  # buffers of the all-gather that tells what a further one costs
-_WIDTH = 16  # of matrices whose products take no time
+_LAYER_WIDTH = 16  # of matrices whose products take no time
 _LAYERS = 96  # so that what a step takes whatever its parameters counts little
 
 
@@ -317,7 +320,7 @@ class _Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(_LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(_LAYER_WIDTH, _LAYER_WIDTH, bias=False) for _ in range(_LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -328,10 +331,11 @@ class _Layers(nn.Module):
 def _with_host_costs(cluster: Cluster, bench: _Bench) -> Cluster:
     """Return the cluster with what the host takes for a kernel and for a parameter, by compiling two small models.
 
-    A kernel's time is that of a forward, less what its work is taken to last if ranks compute on the host. A
-    parameter's is what a training step takes beyond everything else that it is estimated to take.
+    All ranks of the default group must call it. A kernel's time is that of a forward, less what its work is taken to
+    last if ranks compute on the host. A parameter's is what a training step takes beyond everything else that it is
+    estimated to take.
     """
-    model, batch = _Layers().to(bench.device), torch.randn(_WIDTH, _WIDTH, device=bench.device)
+    model, batch = _Layers().to(bench.device), torch.randn(_LAYER_WIDTH, _LAYER_WIDTH, device=bench.device)
     forward = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         kernel_us = 1e6 * bench.seconds(lambda: forward(batch), 20) / (2 * _LAYERS)

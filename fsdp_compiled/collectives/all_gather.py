@@ -144,7 +144,7 @@ def _into_place(bucket: AllGatherBucket, cluster: Cluster, sizes: Sequence[int] 
 
 def _bucket_of_one(text: str, shard: Tensor) -> AllGatherBucket:
     spec = CommSpec.decode(text).for_input(shard.shape, shard.dtype)
-    return all_gather_bucket(spec.all_gather, (spec.param,), shard.device)
+    return all_gather_bucket(spec.all_gather, (spec.param,), shard.device)  # every device decides alike for one
 
 
 def _bucket_of(requests: Sequence[Request], cluster: Cluster) -> AllGatherBucket:

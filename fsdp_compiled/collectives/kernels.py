@@ -175,11 +175,13 @@ def _launches(
     for index, *numbers in blocks:
         granularity[index] = gcd(granularity[index], *numbers)
     widest = [_WIDEST_BYTES // min(dtype.itemsize, packed.itemsize) for _, dtype, _ in kinds]
-    sorts = [(dtype, granularity[i] >= widest[i]) for i, (_, dtype, _) in enumerate(kinds)]
-    for sort in dict.fromkeys(sorts):
-        dtype, chosen = sort[0], tuple(each == sort for each in sorts)
+    variants = [(dtype, granularity[i] >= widest[i]) for i, (_, dtype, _) in enumerate(kinds)]
+    for variant in dict.fromkeys(variants):
+        dtype, chosen = variant[0], tuple(each == variant for each in variants)
         # Gaps are among them where they are to be filled with zeros.
         listed = [block for block in blocks if chosen[block[0]] and (is_packing or block[2])]
+        if not listed:
+            continue
         table = torch.tensor(listed, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
         bits = _BITS[dtype.itemsize] if dtype == packed and divisor == 1.0 else None
         constants = {
@@ -191,9 +193,8 @@ def _launches(
             "BLOCK": BLOCK,
             "num_warps": 8,
         }
-        if listed:
-            moved = gcd(*compress(granularity, chosen))
-            found.append(_Launch(chosen, table, moved, min(dtype.itemsize, packed.itemsize), bits, constants))
+        moved = gcd(*compress(granularity, chosen))
+        found.append(_Launch(chosen, table, moved, min(dtype.itemsize, packed.itemsize), bits, constants))
     return tuple(found)
 
 

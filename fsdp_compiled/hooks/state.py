@@ -42,7 +42,8 @@ def states_of(model: nn.Module) -> list[FSDPState]:
     expect("model", model, nn.Module, "an nn.Module")
     states = states_below([model])
     if not states:
-        raise unexpected(type(model).__name__, "a sharded model", "one without any unit", "call fully_shard on it")
+        got, do = "one without any unit", "call fully_shard on its layers, then on it"
+        raise unexpected(type(model).__name__, "a sharded model", got, do)
     return states
 
 
@@ -60,12 +61,11 @@ class FSDPState(TorchNames):
         self.params = list(params)
         self.shared: list[tuple[FSDPState, FSDPParam]] = []  # parameters that other units have sharded
         self.ignored: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # names of parameters left alone
-        self.mp_policy = default.mp_policy
+        self.mp_policy = policy = default.mp_policy
         self.unit = unit  # its configuration and phase, which the parameters see
         self.device = default.device  # where compute runs
         self.mesh, self.number = default.mesh_info.mesh, number_in(default.mesh_info.mesh)
         self.outermost = self  # until an outer fully_shard adopts this unit
-        policy = self.mp_policy
         inputs_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.pre_forward = PreForward(self, self.device, inputs_dtype)
         self.post_forward = PostForward(self, policy.output_dtype)

@@ -1,6 +1,7 @@
 """Inspects the graphs and units of a sharded model: its collectives, when they run and what they cost.
 
-``capture`` reads a model into ``records``, which ``report`` prints and saves through ``render``.
+``capture`` reads a model into ``records``, which ``report`` prints and saves through ``render``; ``explain`` and
+``comparison`` hold records that print themselves.
 """
 
 from .capture import capture as capture

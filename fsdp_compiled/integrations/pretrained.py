@@ -226,8 +226,9 @@ def save_pretrained(
 ) -> None:
     """Write a sharded model as safetensors files, which ``from_pretrained`` and :func:`load_pretrained` read.
 
-    Call it on all ranks; rank 0 writes, and holds the tensors of one file and the next one in its host's memory. If
-    the model has a ``config`` and a ``generation_config``, they are written too, with the dtype of the files.
+    Call it on all ranks; rank 0 writes, and holds the tensors of one file, and the first of the next, in its host's
+    memory. If the model has a ``config`` and a ``generation_config``, they are written too, with the dtype of the
+    files.
 
     Args:
         model: as :func:`fsdp_compiled.stream_parameters` takes it, and ``dtype`` and ``merge_adapters``.

@@ -1,20 +1,23 @@
-"""What was tried on each number of ranks, what each try costs, what fits and is fastest: as text and as a page."""
+"""What was tried on each number of ranks, what each try costs, what fits and is fastest: as text and as a page.
+
+It must not know a graph.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal
 
 from ..expect import unexpected
 from ..inspect.lifetimes import Part
 from ..inspect.memory import ALLOCATOR_FRACTION
-from ..inspect.render.drawing import Box
-from ..inspect.render.figures import counted, duration, size, ticks
+from ..inspect.render.figures import counted, duration, size
 from ..inspect.render.html import page
 from ..inspect.render.text import joined, table
 from ..passes.cost import Cluster
+from .chart import HEIGHT, LEFT, WIDTH, chart
 
 Checkpointing = Literal["none", "selective", "blocks"]
 CHECKPOINTING: Mapping[Checkpointing, str] = {
@@ -23,8 +26,6 @@ CHECKPOINTING: Mapping[Checkpointing, str] = {
     "blocks": "blocks recomputed",
 }
 GIB = 2**30
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 540, 300, 64, 44, 16  # pixels of a chart
-SHADES = ("all-gather", "exposed", "copy", "reduce-scatter", "all-reduce", "compute", "muted", "rule", "ink", "panel")
 _REMEDIES = {
     "waits for collectives": "hiding all collectives: more tokens for each rank, or faster links",
     "optimizer": "a cheaper optimizer step: more shards, or more tokens in a step",
@@ -161,7 +162,7 @@ class TrainingPlan:
             missing = (self.smallest(ranks).peak_bytes - self.memory_bytes) / GIB
             return f"nothing fits: at least {missing:.1f} GiB too much for each rank; shard over more ranks"
         now, gains = best[0], list[tuple[float, str]]()
-        larger = max(self.options[ranks], key=lambda option: option.tokens_per_s)
+        larger = max(self._tried(ranks), key=lambda option: option.tokens_per_s)
         if not self.fits(larger):
             more = (larger.peak_bytes - self.memory_bytes) / GIB
             what = f"{more:.1f} GiB more memory, for {larger.how}"
@@ -188,7 +189,7 @@ class TrainingPlan:
         if path.suffix != ".html":
             raise ValueError(f"{path}: a plan is saved as .html, not as {path.suffix!r}; rename the file")
         best = self._fastest()
-        # of all ranks together, and for a million tokens
+        # What all ranks together spend on a million tokens.
         costs = {str(o.ranks): {part: us * o.ranks * 1e6 / o.tokens for part, us in o.parts_us.items()} for o in best}
         memory = {str(o.ranks): {part: count / GIB for part, count in o.parts_bytes.items()} for o in best}
         charts = [
@@ -208,7 +209,7 @@ class TrainingPlan:
 
     def notes(self, ranks: int) -> list[str]:
         """Return how many tokens a step has, if not about as many as were asked for, and advice."""
-        notes, tokens = list[str](), min(option.tokens for option in self.options[ranks])
+        notes, tokens = list[str](), min(option.tokens for option in self._tried(ranks))
         if abs(tokens / self.tokens_per_step - 1) > 0.01:
             each = tokens // (ranks * self.tokens_per_sequence)
             notes.append(f"{counted(each, 'sequence')} of each rank: {tokens:,} tokens a step")
@@ -229,36 +230,3 @@ class TrainingPlan:
             "memory": size(option.peak_bytes) + ("" if self.fits(option) else ", too much"),
             "how": option.how,
         }
-
-
-class Chart(NamedTuple):
-    title: str
-    bars: list[Box]  # of parts; their kinds are colours of the page
-    names: list[tuple[float, str]]  # of bars, and where
-    lines: list[tuple[float, str]]  # height and label
-    limit: float | None  # height
-    legend: list[tuple[str, str]]  # part and colour
-
-
-def chart(
-    title: str,
-    values: Mapping[str, Mapping[Any, float]],
-    shown: Callable[[float], str],
-    limit: float | None = None,
-) -> Chart:
-    """Return stacked bars: for each name the values of parts."""
-    parts = list(dict.fromkeys(part for each in values.values() for part in each))
-    colour = {part: SHADES[index % len(SHADES)] for index, part in enumerate(parts)}
-    top = 1.05 * max([limit or 0.0, *(sum(each.values()) for each in values.values()), 1e-9])
-    scale, step = (HEIGHT - BOTTOM - TOP) / top, (WIDTH - LEFT) / max(1, len(values))
-    bars, names = list[Box](), list[tuple[float, str]]()
-    for index, (name, each) in enumerate(values.items()):
-        x, level = LEFT + (index + 0.2) * step, 0.0
-        names.append((x + 0.3 * step, name))
-        for part in parts:
-            value = each.get(part, 0.0)
-            level += value
-            tip = f"{name} ranks\n{part}: {shown(value)}"
-            bars.append(Box(colour[part], x, HEIGHT - BOTTOM - level * scale, 0.6 * step, value * scale, tip))
-    lines = [(HEIGHT - BOTTOM - value * scale, shown(value)) for value in ticks(top, 5)]
-    return Chart(title, bars, names, lines, limit and HEIGHT - BOTTOM - limit * scale, list(colour.items()))

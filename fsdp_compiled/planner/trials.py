@@ -90,7 +90,9 @@ class Trial:
     Args:
         tokens: of a sequence.
         flops: of a sequence, forward and backward.
+        traced: what was captured, with the graphs as read.
         again: parameters that backward all-gathers.
+        events: of memory in a step, in order.
         reduced_bytes: of all gradients that backward leaves on one of these ranks.
         buffer_bytes: of the model's buffers, as many for any batch.
     """

@@ -258,7 +258,7 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: A
         try:
             result = run(*args, **kwargs)
         except (dynamo.TorchDynamoException, AssertionError) as error:  # Dynamo lets assertions of its own out
-            # Or Dynamo would trace what is called here, after an error in compiled code; one in Dynamo ends that.
+            # After an error in compiled code Dynamo would trace what is called here. One of Dynamo's own unsets it.
             left = dynamo.set_eval_frame(None)
             is_running = tracing is not None and left is tracing
             failing = [] if is_running and isinstance(error, AssertionError) else _failing(model, error)

@@ -94,12 +94,16 @@ class OuterParallelism:
     dp_dims: frozenset[int] = frozenset()  # data-parallel dimensions of its mesh; they do not redistribute gradients
     types: LocalTypes | None = None  # of a plain parameter
     reduction: torch.dtype = torch.float32  # in which gradients are reduced; over the other dimensions, or wider
-    # Decides how gradients are reduced, if need be: wraps a local tensor, or takes what DTensor.from_local returned.
+    # Decides how gradients are reduced, if need be. It takes a local tensor if it ``_wraps``, else a DTensor of it.
     _opaque: Callable[[Tensor], DTensor] | None = field(init=False, repr=False, compare=False, default=None)
+
+    @property
+    def _wraps(self) -> bool:
+        return bool(self.dp_dims) and not _TAKES_GRAD_PLACEMENTS
 
     def __post_init__(self) -> None:
         if self.dp_dims or any(self._may_be_partial(dim) for dim in range(self.spec.mesh.ndim)):
-            function = _WrapLocal if self.dp_dims and not _TAKES_GRAD_PLACEMENTS else _ReduceGradient
+            function = _WrapLocal if self._wraps else _ReduceGradient
 
             # A function of this object's own: Dynamo hands such a function nothing but tensors and constants.
             def opaque(tensor: Tensor) -> DTensor:
@@ -125,7 +129,7 @@ class OuterParallelism:
 
     def dtensor(self, local: Tensor) -> DTensor:
         """Return the DTensor of which ``local`` is this rank's part, differentiable."""
-        if self._opaque is not None and self.dp_dims and not _TAKES_GRAD_PLACEMENTS:
+        if self._opaque is not None and self._wraps:
             return self._opaque(local)
         spec = self.spec
         options: dict[str, Any] = {"run_check": False, "shape": spec.shape, "stride": spec.stride}

@@ -43,8 +43,9 @@ def stream_parameters(
     """Return an iterator of a sharded model's complete parameters and persistent buffers, for an inference engine.
 
     Call it on all ranks, between two training steps, and iterate at once; parameters must not change meanwhile. A
-    rank that stops in the middle ends the stream of the others with an error. Each tensor comes once, under its first
-    name in torch's ``get_model_state_dict``: of tied weights under one of theirs.
+    rank that stops in the middle ends the streams of those that hold the other shards with an error; replicas go on.
+    Each tensor comes once, under its first name in torch's ``get_model_state_dict``: of tied weights under one of
+    theirs.
 
     Args:
         model: a module with units, which may be compiled.
@@ -126,7 +127,7 @@ def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dty
 
 
 def _groups_of(tensor: Tensor | OuterParallelism | None) -> list[Group]:
-    """Return the groups over which a DTensor, or what a parameter is beyond data parallelism, is made complete."""
+    """Return the groups over which a DTensor, or a parameter's other parallelism, is made complete."""
     spec = tensor.spec if isinstance(tensor, OuterParallelism) else getattr(tensor, "_spec", None)
     if spec is None:
         return []

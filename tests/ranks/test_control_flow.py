@@ -113,7 +113,7 @@ def _check(make, mode):
 @row("control flow")
 @pytest.mark.parametrize("block", [Branches, Loop])
 @each_with_regions
-@thorough(when=lambda mode, block: mode == "regional" or (mode, block) in {("full", Loop), ("regions", Branches)})
+@thorough(when=lambda mode, block: (mode, block) in {("regional", Branches), ("full", Loop), ("regions", Branches)})
 @on_ranks(2)
 def test_parameters_read_inside(mode, block):
     _check(lambda: Stack(block), mode)

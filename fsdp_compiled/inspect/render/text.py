@@ -10,15 +10,7 @@ from . import figures
 
 WIDTH = 118
 LEAST_NAMES = 16  # characters left for names of parameters or units, however wide the figures are
-LEFT = {
-    "kind",
-    "dtype",
-    "unit",
-    "in",
-    "reduces in",
-    "part",
-    "mesh",
-}  # aligned left, as the last column is
+LEFT = {"kind", "dtype", "unit", "in", "reduces in", "part", "mesh"}  # aligned left, as the last column is
 TIED = "\u00a0"  # a space at which no line is broken
 
 

@@ -35,7 +35,7 @@ BASIS = ("schedule: SchedulePolicy()", "cluster: CPU, 1 ranks on a node")
 
 
 def _difference(ours, theirs, sides=([0], [1]), versions=("1", "1")):
-    return mismatch.difference(sides, versions, (ours, theirs))
+    return mismatch.difference(sides, versions, (ours.encode(), theirs.encode()))
 
 
 def _graph(*collectives, **changed):
@@ -97,6 +97,8 @@ def test_other_versions_come_before_other_collectives():
         _difference(Contract((FIRST,)), Contract((SECOND,)), versions=("fsdp_compiled 1, torch 2", "torch 3")),
         """ranks run other versions: rank 0: fsdp_compiled 1, torch 2; rank 1: torch 3; install one on all""",
     )
+    posts = ('{"collectives":[],"basis":[]}', '{"a field of another version":1}')
+    assert mismatch.difference(([0], [1]), ("1", "2"), posts).startswith("ranks run other versions: ")
 
 
 def test_the_same_collective_after_others():
