@@ -76,7 +76,6 @@ class FSDPParam:
         self.leaf_is_current = False
         self.gradients = Gradients(self.leaf, self.storage, self.placement, self.unit)
         self.unsharded = Unsharded(self.placement.device, self.outer, self.extension)
-        self.post_forward: tuple[Tensor, CommSpec] | None = None  # padded shard over the smaller group
         self.follow_config(respec=True)
 
     def follow_config(self, respec: bool) -> None:
@@ -221,8 +220,8 @@ class FSDPParam:
 
     def all_gather_inputs(self) -> tuple[list[Tensor], list[CommSpec]]:
         """Return what this rank sends, and for each the spec by which it is all-gathered."""
-        if self.post_forward is not None:
-            shard, spec = self.post_forward
+        if self.unsharded.post_forward is not None:
+            shard, spec = self.unsharded.post_forward
             return [shard], [spec]
         if self.extension is None:
             return [self.storage.padded], [self.spec]
@@ -240,7 +239,7 @@ class FSDPParam:
         param.requires_grad = self.sharded_param.requires_grad
         self.state = ShardedState.UNSHARDED  # before it is true: a reset must see what an exception has cut off
         self.register(param)
-        self.post_forward = None
+        self.unsharded.post_forward = None
 
     def drop_unsharded(self, is_lost: bool) -> None:
         """Free what was allocated for an all-gather that nobody needs, unless the parameter is unsharded.
@@ -248,7 +247,9 @@ class FSDPParam:
         The memory of one that ``is_lost`` is left to it, and the next all-gather gets memory of its own.
         """
         if is_lost:
-            abandoned, self.unsharded = self.unsharded, Unsharded(self.placement.device, self.outer, self.extension)
+            abandoned = self.unsharded
+            self.unsharded = Unsharded(self.placement.device, self.outer, self.extension)
+            self.unsharded.post_forward = abandoned.post_forward
             abandoned.forbid_use()
         elif self.state is not ShardedState.UNSHARDED and not self.unit.config.keep_unsharded_storage:
             self.unsharded.free()
@@ -258,7 +259,7 @@ class FSDPParam:
         self.register(self.sharded_param)
         if not self.unit.config.keep_unsharded_storage:
             self.unsharded.free()
-        self.post_forward = None
+        self.unsharded.post_forward = None
         self.state = ShardedState.SHARDED
 
     def to_sharded_post_forward(self) -> None:
@@ -269,7 +270,7 @@ class FSDPParam:
         rank = self.placement.mesh_info.shard_rank % world
         kept = take_shard(local_of(self.unsharded.param.detach()), replace(self.storage.layout, world=world), rank)
         self.to_sharded()
-        self.post_forward = (kept, self.spec.after_forward)
+        self.unsharded.post_forward = (kept, self.spec.after_forward)
         self.state = ShardedState.SHARDED_POST_FORWARD
 
 

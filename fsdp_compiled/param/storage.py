@@ -86,6 +86,7 @@ class Unsharded:
         self, device: torch.device, outer: OuterParallelism | None, extension: AllGatherExtension | None
     ) -> None:
         self.param: nn.Parameter | None = None  # with memory or without, once there has been one
+        self.post_forward: tuple[Tensor, CommSpec] | None = None  # padded shard over the smaller group
         self._device = device  # of compute
         self._outer = outer  # other parallelism, of which what is all-gathered is the local part
         self._extension = extension  # makes the parameter of several all-gather outputs
