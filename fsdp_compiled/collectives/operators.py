@@ -5,7 +5,7 @@ parameter for a smaller group, and ``with_gradient`` gives the gradient of ``uns
 all-gather extension made. Each has a schema, a fake, an autograd formula and an implementation by the recipes that
 the eager hooks use, so a graph that meets no pass still computes the right thing, one parameter at a time.
 
-A launch returns a *handle*, a tensor of one element whose Python object carries the work under way; the wait takes
+A launch returns a *handle*, a tensor of one element whose Python object carries the started work; the wait takes
 the handle and returns the results. So nothing aliases, no table of works is needed, and what an exception leaves
 behind is freed with the handle. The wait returns a list, so that every parameter and gradient is a buffer of its own
 to Inductor, and kernels of equal layers are equal. Stages that follow pass handles on between them.

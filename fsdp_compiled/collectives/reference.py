@@ -43,9 +43,11 @@ def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
     if len({chunk.dtype for chunk in chunks}) > 1:
         chunks = [chunk.to(packed.dtype) for chunk in chunks]
     is_cast = chunks[0].dtype != packed.dtype
-    pieces, zeros = list[Tensor](), chunks[0].new_zeros(world * max(layout.gaps))
-    for chunk, gap in zip(chunks, layout.gaps, strict=True):
-        pieces += [chunk, zeros[: world * gap]] if gap else [chunk]
+    pieces = chunks
+    if any(layout.gaps):
+        zeros = chunks[0].new_zeros(world * max(layout.gaps))
+        parts = zip(chunks, layout.gaps, strict=True)
+        pieces = [piece for chunk, gap in parts for piece in (chunk, zeros[: world * gap])]
     pieces = [piece for piece in pieces if piece.numel()]  # torch refuses empty ones
     if not pieces:
         return

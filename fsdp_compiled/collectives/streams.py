@@ -88,7 +88,7 @@ _streams_of = cache(AcceleratorStreams)
 
 @dataclass(eq=False)
 class Pending(Generic[Result]):
-    """Work under way: a collective and the copies around it."""
+    """Started work: a collective and the copies around it."""
 
     finish: Callable[[], Result] | None  # does or awaits the rest and returns its result; holds what the work needs
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext  # makes what is entered around the wait

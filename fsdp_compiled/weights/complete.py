@@ -128,10 +128,13 @@ def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dty
 
 def _groups_of(tensor: Tensor | OuterParallelism | None) -> list[Group]:
     """Return the groups over which a DTensor, or a parameter's other parallelism, is made complete."""
-    spec = tensor.spec if isinstance(tensor, OuterParallelism) else getattr(tensor, "_spec", None)
-    if spec is None:
+    if isinstance(tensor, OuterParallelism):
+        mesh, placements = tensor.spec.mesh, tensor.spec.placements
+    elif isinstance(tensor, DTensor):
+        mesh, placements = tensor.device_mesh, tensor.placements
+    else:
         return []
-    pairs = zip(spec.mesh.get_all_groups(), spec.placements, strict=True)
+    pairs = zip(mesh.get_all_groups(), placements, strict=True)
     return [Group(group.group_name, group.size()) for group, placement in pairs if not placement.is_replicate()]
 
 
