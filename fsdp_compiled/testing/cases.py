@@ -6,7 +6,7 @@ import functools
 import importlib
 import unittest
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
@@ -75,22 +75,64 @@ class RankTestCase(unittest.TestCase):
         run_subtests(self, subtest_config, test_fn, *args, **kwargs)
 
     def assertEqual(
-        self, first: Any, second: Any, msg: Any = None, *, rtol: float | None = None, atol: float | None = None
+        self,
+        first: Any,
+        second: Any,
+        msg: Any = None,
+        *,
+        rtol: float | None = None,
+        atol: float | None = None,
+        equal_nan: bool = True,
+        exact_dtype: bool = True,
+        exact_device: bool = False,
     ) -> None:
-        """Compare as unittest does, but tensors, and lists and dicts of them, as ``torch.testing.assert_close``.
+        """Compare as unittest does, but tensors, also within mappings and sequences, as ``torch.testing`` does.
 
         Args:
-            first: what is compared with ``second``.
-            second: a tensor if ``first`` is one.
+            first: what is compared with ``second``. A tensor may be compared with numbers, whatever its dtype.
+            second: what is expected.
             msg: said beside what differs.
             rtol: relative tolerance of tensors; by default torch's for the dtype, as for ``atol``.
             atol: absolute tolerance.
+            equal_nan: NaN equals NaN.
+            exact_dtype: tensors have one dtype.
+            exact_device: tensors are on one device.
         """
-        if not _has_tensor(first):
+        if not _has_tensor(first) and not _has_tensor(second):
             super().assertEqual(first, second, msg)
             return
-        said = (lambda text: f"{text}\n{msg}") if msg is not None else None
-        torch.testing.assert_close(first, second, rtol=rtol, atol=atol, msg=said)
+        for one, other in _pairs(self, first, second, msg):
+            if not isinstance(one, Tensor) and not isinstance(other, Tensor):
+                super().assertEqual(one, other, msg)
+                continue
+            exact = exact_dtype and isinstance(one, Tensor) and isinstance(other, Tensor)
+            torch.testing.assert_close(
+                _comparable(one, other),
+                _comparable(other, one),
+                rtol=rtol,
+                atol=atol,
+                equal_nan=equal_nan,
+                check_dtype=exact,
+                check_device=exact_device,
+                msg=None if msg is None else lambda text: f"{text}\n{msg}",
+            )
+
+    def assertNotEqual(self, first: Any, second: Any, msg: Any = None, **how: Any) -> None:
+        """Require that :meth:`assertEqual` fails; ``how`` is what it takes by name."""
+        try:
+            self.assertEqual(first, second, **how)
+        except AssertionError:
+            return
+        self.fail(self._formatMessage(msg, f"{first!r} == {second!r}"))
+
+    def assertExpectedInline(self, actual: str, expect: str, skip: int = 0) -> None:
+        """Compare with a text in the test as package ``expecttest`` does; rank 0 accepts a new one if asked for."""
+        from expecttest import assert_expected_inline
+
+        if self.rank in (CALLER, 0):
+            assert_expected_inline(actual, expect, skip=skip + 1)
+        else:
+            self.assertEqual(actual, expect)
 
 
 class FSDPTest(RankTestCase):
@@ -159,3 +201,25 @@ def _has_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
     return isinstance(value, Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensor, value)))
+
+
+def _pairs(case: unittest.TestCase, first: Any, second: Any, msg: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield what stands at the same place in two values; mappings have equal keys, sequences one length."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        unittest.TestCase.assertEqual(case, set(first), set(second), msg)
+        for key in first:
+            yield from _pairs(case, first[key], second[key], msg)
+    elif isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        unittest.TestCase.assertEqual(case, len(first), len(second), msg)
+        for one, other in zip(first, second, strict=True):
+            yield from _pairs(case, one, other, msg)
+    else:
+        yield first, second
+
+
+def _comparable(value: Any, other: Any) -> Any:
+    """Return ``value`` as a tensor that can be compared with ``other``, where one of both is a tensor."""
+    if isinstance(value, (bool, int, float, complex, list, tuple)):
+        return torch.as_tensor(value)
+    alone = isinstance(value, Tensor) and value.numel() == 1 and isinstance(other, (bool, int, float, complex))
+    return value.reshape(()) if alone else value

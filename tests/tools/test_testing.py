@@ -325,6 +325,26 @@ class OnThreads(FSDPTestMultiThread):
         with pytest.raises(AssertionError):
             self.assertEqual("a", "b")
 
+    def test_comparisons_that_torchs_test_cases_know(self):
+        one, two = torch.tensor([1.0]), torch.tensor([2.0])
+        self.assertEqual(one, True)
+        self.assertEqual(2, two)
+        self.assertEqual(torch.tensor([1.0, 2.0]), [1, 2])
+        self.assertEqual(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
+        self.assertEqual({"name": "a", "values": (one, None)}, {"name": "a", "values": [one.clone(), None]})
+        self.assertEqual(one, one.double(), exact_dtype=False)
+        self.assertNotEqual(one, two)
+        self.assertNotEqual({"a": one}, {"b": one})
+        self.assertNotEqual([one], [one, one])
+        self.assertNotEqual(one, 1.5)
+        self.assertNotEqual(one, one.double())
+        self.assertNotEqual({"name": "a", "value": one}, {"name": "b", "value": one})
+        with pytest.raises(AssertionError, match="so it is"):
+            self.assertNotEqual([one], [one.clone()], "so it is")
+        self.assertExpectedInline(str(one), """tensor([1.])""")
+        with pytest.raises(AssertionError):
+            self.assertExpectedInline(str(one), """tensor([2.])""")
+
     def test_training_and_what_each_rank_intercepts(self):
         counts = {"unshard": 0, "reshard": 0}
 
