@@ -163,7 +163,7 @@ class FSDPParamGroup:
         """Let shards follow what forward wrote to parameters, as modules do that clamp or normalise one."""
         for param in self.params if self.is_unsharded else ():
             if (changed := param.unsharded.take_change()) is not None:
-                param.storage.follow(changed, param.placement.mesh_info.shard_rank)
+                param.storage.follow(changed, param.placement.mesh_info.shard_mesh_rank)
                 self._sent = self._versions()
 
     def reshard(self) -> None:

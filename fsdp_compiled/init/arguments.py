@@ -70,7 +70,7 @@ def checked_reshard(value: bool | int | None, mesh_info: DataParallelMeshInfo) -
     if value is None or isinstance(value, bool):
         return value
     expect("reshard_after_forward", value, int, "True, False, None or the size of a smaller group")
-    world = mesh_info.shard_world
+    world = mesh_info.shard_mesh_size
     if value < 1 or world % value:
         raise unexpected("reshard_after_forward", f"a divisor of the shard world size {world}", value)
     return value == world if value in (1, world) else value

@@ -99,12 +99,12 @@ def checked_placements(
         info, dim = _chosen(name, None if choose is None else own_record(choose(param)), default.mesh_info)
         _check_dtensor(name, param, info)
         local = local_of(param.detach())
-        check_extension(name, local, 1 if isinstance(reshard, bool | None) else info.shard_world)
-        dim = _checked_dim(name, local, dim, info.shard_world)
-        layout = ShardLayout(tuple(local.shape), dim, info.shard_world)
+        check_extension(name, local, 1 if isinstance(reshard, bool | None) else info.shard_mesh_size)
+        dim = _checked_dim(name, local, dim, info.shard_mesh_size)
+        layout = ShardLayout(tuple(local.shape), dim, info.shard_mesh_size)
         inner_tensors(name, local, layout)  # whether it can be sharded
-        if not isinstance(reshard, bool | None) and info.shard_world % reshard and info.shard_world != 1:
-            ranks = f"the {info.shard_world} ranks that it is sharded over"
+        if not isinstance(reshard, bool | None) and info.shard_mesh_size % reshard and info.shard_mesh_size != 1:
+            ranks = f"the {info.shard_mesh_size} ranks that it is sharded over"
             raise unexpected(name, f"reshard_after_forward to be a divisor of {ranks}", reshard)
         policy = default.mp_policy.for_param(name, param)
         own = default.following(param)

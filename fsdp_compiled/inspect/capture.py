@@ -125,8 +125,8 @@ def trace(
     params = [param for state in states for param in state.params]
     sharded: list[Any] = [param.sharded_param for param in params]  # DTensors
     meshes = [param.placement.mesh_info for param in params]
-    largest = max(meshes, key=lambda info: (info.mesh.size(), info.shard_world), default=None)
-    ranks, shards = (largest.mesh.mesh.flatten().tolist(), largest.shard_world) if largest else ([0], 1)
+    largest = max(meshes, key=lambda info: (info.mesh.size(), info.shard_mesh_size), default=None)
+    ranks, shards = (largest.mesh.mesh.flatten().tolist(), largest.shard_mesh_size) if largest else ([0], 1)
     found = Capture(
         model=user_class(model).__name__,
         parameters=sum(param.numel() for param in model.parameters()),

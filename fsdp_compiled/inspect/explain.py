@@ -151,7 +151,7 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashab
         all_gather_bytes=sum(param.spec.all_gather_bytes for param in params),
         all_gather_dtypes=tuple(dict.fromkeys(param.spec.all_gather.dtype for param in params)),
         reduce_dtypes=tuple(dict.fromkeys(param.spec.reduction.dtype for param in params if param not in frozen)),
-        shard_world=params[0].placement.mesh_info.shard_world if params else 1,
+        shard_world=params[0].placement.mesh_info.shard_mesh_size if params else 1,
         replicate_world=params[0].placement.mesh_info.replicas.world if params else 1,
         reshards=state.unit.config.reshard_after_forward,
         why=_why(state),
@@ -183,11 +183,11 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield f"different dtypes, meshes or sharing: {len(state.groups)} all-gathers in an uncompiled forward"
     for other in dict.fromkeys(param.placement.mesh_info for param in params if param.placement.mesh_info != info):
         there = [param for param in params if param.placement.mesh_info == other]
-        yield f"on another mesh, sharded over {other.shard_world} ranks: {_within(there, unit)}"
-    if info.shard_world == 1:
+        yield f"on another mesh, sharded over {other.shard_mesh_size} ranks: {_within(there, unit)}"
+    if info.shard_mesh_size == 1:
         yield "sharded over one rank: its all-gather sends nothing"
     if info.replicas.world > 1 and len(frozen) < len(params):
-        yield f"gradients are reduced over {info.shard_world} shards, then over {info.replicas.world} replicas"
+        yield f"gradients are reduced over {info.shard_mesh_size} shards, then over {info.replicas.world} replicas"
     if any(param.spec.post_forward.world > 1 for param in params):
         yield f"kept from forward sharded over {config.post_forward_size} ranks, where backward all-gathers it"
     if shared := [param for param in params if len(param.users) > 1]:
@@ -217,7 +217,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
     layouts = [param.storage.layout for param in params]
     padding = 1 - sum(each.numel for each in layouts) / sum(each.shard_numel * each.world for each in layouts)
     if padding >= NOTABLE_PADDING:
-        yield f"{padding:.0%} of each all-gather is padding: dimensions do not divide by {info.shard_world} ranks"
+        yield f"{padding:.0%} of each all-gather is padding: dimensions do not divide by {info.shard_mesh_size} ranks"
     if any(param.leaf.device.type == "meta" for param in params):
         yield "on the meta device: call to_empty and initialise the parameters before running the model"
     if kept:

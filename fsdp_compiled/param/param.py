@@ -45,13 +45,13 @@ class FSDPParam:
         self.original = TakenOriginal(first, self)
         self.users = [unit]  # every unit that has modules which share it
         self.outer = outer_parallelism(name, mesh_info, first)
-        layout = ShardLayout(tuple(unsharded.shape), placement.dim, mesh_info.shard_world)
+        layout = ShardLayout(tuple(unsharded.shape), placement.dim, mesh_info.shard_mesh_size)
         self.state = ShardedState.SHARDED
         inner = inner_tensors(name, unsharded, layout)
-        padded = take_shard(unsharded, layout, mesh_info.shard_rank)
+        padded = take_shard(unsharded, layout, mesh_info.shard_mesh_rank)
         if placement.offload is not None and padded.device.type != "meta":
             padded = placement.pinned(padded.cpu())
-        local = unpadded(padded, layout, layout.length(mesh_info.shard_rank))
+        local = unpadded(padded, layout, layout.length(mesh_info.shard_mesh_rank))
         sharded = DTensor(local, sharded_spec(mesh_info, first, self.outer, placement.dim), requires_grad=False)
         sharded_param = nn.Parameter(sharded, requires_grad=first.requires_grad)
         self._link(ShardStorage(sharded_param, padded, layout, inner))
@@ -267,7 +267,7 @@ class FSDPParam:
         world = self.spec.post_forward.world
         if world == 1 or self.unsharded.param is None or self.extension is not None:
             raise FSDPError(f"{self.name}: expected an unsharded parameter and a smaller group, found {self.state}")
-        rank = self.placement.mesh_info.shard_rank % world
+        rank = self.placement.mesh_info.shard_mesh_rank % world
         kept = take_shard(local_of(self.unsharded.param.detach()), replace(self.storage.layout, world=world), rank)
         self.to_sharded()
         self.unsharded.post_forward = (kept, self.spec.after_forward)

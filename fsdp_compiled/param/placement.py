@@ -82,7 +82,7 @@ def comm_spec(
     The first call that asks for a smaller or a separate process group makes it; every rank must make that call.
     """
     info, dtypes = placement.mesh_info, placement.dtypes(dtype)
-    offloads, world = placement.offload is not None, info.shard_world * info.replicas.world
+    offloads, world = placement.offload is not None, info.shard_mesh_size * info.replicas.world
     device = placement.device.type if offloads else ""
     grad_dtype = None if dtypes.gradient == dtype else dtypes.gradient
     smaller = config.post_forward_size if config.reshard_after_forward else 0
@@ -91,7 +91,7 @@ def comm_spec(
         AllGatherSpec(info.shards, dtypes.all_gather, config.all_gather_comm, device),
         ReductionSpec(
             dtypes.reduction,
-            info.another_group(info.shard_world) if config.separate_reduce_group else info.shards,
+            info.another_group(info.shard_mesh_size) if config.separate_reduce_group else info.shards,
             info.replicas,
             scaling_for(dtypes.reduction, world, config.divide_factor, config.sum_only),
             config.reduce_scatter_comm,
@@ -99,6 +99,6 @@ def comm_spec(
             to_host=offloads,
         ),
         reshard=config.reshard_after_forward,
-        post_forward=info.another_group(smaller) if 1 < smaller < info.shard_world else Group(),
+        post_forward=info.another_group(smaller) if 1 < smaller < info.shard_mesh_size else Group(),
         reshard_is_set=not config.reshards_by_default,
     )

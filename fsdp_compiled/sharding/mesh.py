@@ -110,12 +110,12 @@ class DataParallelMeshInfo:
         return self.mesh[names[self.shard_mesh_dim]]
 
     @property
-    def shard_world(self) -> int:
+    def shard_mesh_size(self) -> int:
         """Ranks over which parameters are sharded."""
         return 1 if self.shard_mesh_dim is None else self.mesh.size(self.shard_mesh_dim)
 
     @property
-    def shard_rank(self) -> int:
+    def shard_mesh_rank(self) -> int:
         """This rank's index among them."""
         return 0 if self.shard_mesh_dim is None else self.mesh.get_local_rank(self.shard_mesh_dim)
 
@@ -143,10 +143,10 @@ class DataParallelMeshInfo:
         shard_group = self.mesh.get_group(self.shard_mesh_dim)
         made = _more_groups.setdefault(shard_group, {})
         if size not in made:
-            first = self.shard_rank // size * size
+            first = self.shard_mesh_rank // size * size
             ranks = dist.get_process_group_ranks(shard_group)[first : first + size]
             made[size] = dist.new_group(ranks, use_local_synchronization=True)
-        cuts = [slice(first, first + size) for first in range(0, self.shard_world, size)]
+        cuts = [slice(first, first + size) for first in range(0, self.shard_mesh_size, size)]
         note_siblings(made[size], (each[cut] for each in siblings_of(shard_group) for cut in cuts))
         return Group(made[size].group_name, size)
 

@@ -18,7 +18,7 @@ def spec_of(config: UnitConfig, info=None, offload=None):
     info = info or FSDPMeshInfo(init_device_mesh("cpu", (4,)), shard_mesh_dim=0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     placement = ParamPlacement(info, 0, policy, torch.device("cpu"), offload)
-    return comm_spec("unit.weight", ShardLayout((8, 3), 0, info.shard_world), torch.float32, placement, config)
+    return comm_spec("unit.weight", ShardLayout((8, 3), 0, info.shard_mesh_size), torch.float32, placement, config)
 
 
 def test_what_travels():

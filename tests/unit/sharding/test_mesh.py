@@ -15,27 +15,27 @@ pytestmark = pytest.mark.usefixtures("fake_group")
 def test_one_dimension_shards():
     info = data_parallel_mesh(init_device_mesh("cpu", (4,)))
     assert type(info) is FSDPMeshInfo
-    assert (info.shard_world, info.shard_rank, info.replicas.world) == (4, 0, 1)
+    assert (info.shard_mesh_size, info.shard_mesh_rank, info.replicas.world) == (4, 0, 1)
     assert info.placements(Shard(1)) == (Shard(1),)
     assert info.shards.name != ""
     assert info.replicas.name == ""
 
 
 def test_no_mesh_is_one_over_all_ranks():
-    assert data_parallel_mesh(None).shard_world == 4
+    assert data_parallel_mesh(None).shard_mesh_size == 4
 
 
 def test_two_dimensions_replicate_and_shard():
     info = data_parallel_mesh(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     assert type(info) is HSDPMeshInfo
-    assert (info.shard_world, info.replicas.world) == (2, 2)
+    assert (info.shard_mesh_size, info.replicas.world) == (2, 2)
     assert info.placements(Shard(0)) == (Replicate(), Shard(0))
     assert info.shards != info.replicas
 
 
 def test_replicas_only():
     info = DDPMeshInfo(init_device_mesh("cpu", (4,)), replicate_mesh_dim=0)
-    assert (info.shard_world, info.shard_rank, info.replicas.world, info.shards.name) == (1, 0, 4, "")
+    assert (info.shard_mesh_size, info.shard_mesh_rank, info.replicas.world, info.shards.name) == (1, 0, 4, "")
     assert info.placements(Shard(0)) == (Replicate(),)
 
 
@@ -45,7 +45,7 @@ def test_smaller_groups_within_a_part_of_the_world():
     mesh = init_device_mesh("cpu", (8, 2), mesh_dim_names=("data", "model"))["data"]  # ranks 1, 3, 5, ... 15
     info = data_parallel_mesh(mesh)
     small = info.another_group(4)
-    assert (small.world, info.shard_rank) == (4, 2)
+    assert (small.world, info.shard_mesh_rank) == (4, 2)
     assert dist.get_process_group_ranks(process_group(small.name)) == [1, 3, 5, 7]
     assert info.another_group(4) == small  # made once
     assert info.another_group(1) == Group() and info.another_group(8) != info.shards
