@@ -20,9 +20,14 @@ import torch.distributed.fsdp as torch_fsdp
 
 from .. import api
 
-# Where libraries look the function up, or import it from, when they shard a model; the last has imported it before.
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0, and transformers 5.23.0.
-_PLACES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp", "transformers.distributed.fsdp")
+# Where libraries look the function up, or import it from, when they shard a model; the last two imported it before.
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0, transformers 5.23.0 and torchtitan 0.3.0.
+_PLACES = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "transformers.distributed.fsdp",
+    "torchtitan.distributed.fsdp",
+)
 
 _theirs = torch_fsdp.fully_shard
 _here: ContextVar[bool] = ContextVar("as_torch_fsdp", default=False)  # whether the caller is within a block

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from threading import Barrier, Thread
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed._composable.fsdp as composable
@@ -38,6 +40,15 @@ def test_within_a_block():
     assert not _is_ours(torch_fsdp.fully_shard)
     assert not _is_ours(kept)  # which a library may have kept from inside
     assert not _is_ours(TORCHS)
+
+
+@pytest.mark.parametrize("library", ["transformers.distributed.fsdp", "torchtitan.distributed.fsdp"])
+def test_libraries_that_have_imported_it_before(monkeypatch, library):
+    imported = SimpleNamespace(fully_shard=TORCHS)
+    monkeypatch.setitem(sys.modules, library, imported)
+    with as_torch_fsdp():
+        assert _is_ours(imported.fully_shard)
+    assert imported.fully_shard is TORCHS
 
 
 def test_nested_blocks_and_errors():
