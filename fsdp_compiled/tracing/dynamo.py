@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
-from torch._dynamo import OptimizedModule, trace_rules
+from torch._dynamo import OptimizedModule, trace_rules, utils
 from torch._dynamo import compiled_autograd as compiled_autograd
 from torch._dynamo.callback import callback_handler as callback_handler
 
@@ -31,12 +31,12 @@ from torch._dynamo.exc import TorchDynamoException as TorchDynamoException
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.guards import install_guard
 from torch._dynamo.source import DictGetItemSource, GetItemSource, LocalSource, UnspecializedNNModuleSource
-from torch._dynamo.utils import counters as counters
 from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, NewGlobalVariable, UserFunctionVariable
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._guards import Source, TracingContext
 
+counters, is_parameter_freezing = utils.counters, utils.is_parameter_freezing
 is_skipped = trace_rules.check  # whether Dynamo skips a function, as it does torch's own
 attention_backends = torch.nn.attention._cur_sdpa_kernel_backends  # those that are enabled where it is called
 

@@ -48,6 +48,13 @@ def begin(context: Any) -> None:
 
 
 @dynamo.known_internals("tell whether a parameter was written to in forward")
+def check_not_frozen(_context: Any) -> None:
+    """Raise NotImplementedError if Dynamo keeps modules in graphs, where parameters become constants."""
+    if dynamo.is_parameter_freezing():
+        setting, do = "torch._inductor.config.freezing", "compile without it: what is all-gathered is no constant"
+        raise unexpected(setting, "False", "True under no_grad", do, NotImplementedError)
+
+
 def check_unwritten(context: Any) -> None:
     """Raise RuntimeError if the traced program has written to an all-gathered parameter: a graph would lose that."""
     for node in context.graph().find_nodes(op="call_function", target=torch.ops.fsdp_compiled.unshard):

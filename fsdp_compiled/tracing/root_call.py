@@ -12,7 +12,7 @@ from ..agreement import peers
 from ..agreement.ledger import register_callbacks
 from ..passes import log
 from .dynamo import callback_handler, comptime, is_skipped, skipped, with_code_of_its_own, with_room_for_callees
-from .reads import check_unwritten
+from .reads import check_not_frozen, check_unwritten
 from .sharded_module import MixinOrder, UnitState
 
 
@@ -72,6 +72,7 @@ class TracedCall:
             self._fsdp_state.end_call()
 
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
+        comptime(check_not_frozen)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         comptime(check_unwritten)
         return output

@@ -288,3 +288,14 @@ def test_two_models_in_two_threads():
     model(X).sum().backward()
     assert not errors
     assert all(param.grad is not None for each in (model, second) for param in each.parameters())
+
+
+# ---- options of the compiler ----
+
+
+def test_parameters_as_constants():
+    _, call = _sharded("full")
+    message = "freezing: expected False, got True under no_grad; compile without it"
+    with torch._inductor.config.patch(freezing=True), torch.no_grad(), pytest.raises(Exception, match=message):
+        call(X)
+    call(X).sum().backward()
