@@ -80,10 +80,10 @@ def disable() -> None:
 def as_torch_fsdp() -> Iterator[None]:
     """Let ``torch.distributed.fsdp.fully_shard`` be ours within the block, or the decorated function.
 
-    For libraries that call it for you: ``Trainer`` and ``Accelerator`` with FSDP version 2, TRL, Lightning, and
-    ``from_pretrained`` with a ``distributed_config``. It counts for this thread alone; :func:`enable` is for all.
-    Blocks may be nested. Modules that were sharded inside stay ours outside. Other code that imported the name before
-    the block keeps the function that it has; a function that was imported inside is PyTorch's again outside.
+    For libraries that call it for you: ``Trainer`` and ``Accelerator`` with FSDP version 2, TRL, Lightning,
+    torchtitan, and ``from_pretrained`` with a ``distributed_config``. It counts for this thread alone; :func:`enable`
+    is for all. Blocks may be nested. Modules that were sharded inside stay ours outside. Other code that imported the
+    name before the block keeps the function that it has; one that was imported inside is PyTorch's again outside.
     """
     with _switch.changed():
         _switch.blocks += 1

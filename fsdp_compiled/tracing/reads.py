@@ -47,7 +47,6 @@ def begin(context: Any) -> None:
     _find_operand(context)
 
 
-@dynamo.known_internals("tell whether a parameter was written to in forward")
 def check_not_frozen(_context: Any) -> None:
     """Raise NotImplementedError if Dynamo keeps modules in graphs, where parameters become constants."""
     if dynamo.is_parameter_freezing():
@@ -55,6 +54,7 @@ def check_not_frozen(_context: Any) -> None:
         raise unexpected(setting, "False", "True under no_grad", do, NotImplementedError)
 
 
+@dynamo.known_internals("tell whether a parameter was written to in forward")
 def check_unwritten(context: Any) -> None:
     """Raise RuntimeError if the traced program has written to an all-gathered parameter: a graph would lose that."""
     for node in context.graph().find_nodes(op="call_function", target=torch.ops.fsdp_compiled.unshard):
