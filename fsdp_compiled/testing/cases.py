@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import unittest
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -86,34 +87,38 @@ class RankTestCase(unittest.TestCase):
         exact_dtype: bool = True,
         exact_device: bool = False,
     ) -> None:
-        """Compare as unittest does, but tensors, also within mappings and sequences, as ``torch.testing`` does.
+        """Compare as unittest does, but tensors, also within mappings, lists and tuples, as ``torch.testing`` does.
+
+        Lists and tuples are interchangeable where there are tensors.
 
         Args:
-            first: what is compared with ``second``. A tensor may be compared with numbers, whatever its dtype.
+            first: the value found. A tensor may be compared with a number, a list or tuple of numbers, or an array;
+                dtypes and devices may differ then.
             second: what is expected.
-            msg: said beside what differs.
-            rtol: relative tolerance of tensors; by default torch's for the dtype, as for ``atol``.
+            msg: added to the message about the difference.
+            rtol: relative tolerance of tensors and of numbers; by default torch's for the dtype, as for ``atol``.
             atol: absolute tolerance.
-            equal_nan: NaN equals NaN.
-            exact_dtype: tensors have one dtype.
-            exact_device: tensors are on one device.
+            equal_nan: whether NaN equals NaN.
+            exact_dtype: whether two tensors must have the same dtype.
+            exact_device: whether two tensors must be on the same device.
         """
-        if not _has_tensor(first) and not _has_tensor(second):
+        if rtol is None and atol is None and not _has_tensor(first) and not _has_tensor(second):
             super().assertEqual(first, second, msg)
             return
         for one, other in _pairs(self, first, second, msg):
-            if not isinstance(one, Tensor) and not isinstance(other, Tensor):
-                super().assertEqual(one, other, msg)
+            are_tensors = isinstance(one, Tensor) and isinstance(other, Tensor)
+            left, right = _comparable(one, other), _comparable(other, one)
+            if not _is_numeric(left) or not _is_numeric(right):
+                super().assertEqual(left, right, msg)
                 continue
-            exact = exact_dtype and isinstance(one, Tensor) and isinstance(other, Tensor)
             torch.testing.assert_close(
-                _comparable(one, other),
-                _comparable(other, one),
+                left,
+                right,
                 rtol=rtol,
                 atol=atol,
                 equal_nan=equal_nan,
-                check_dtype=exact,
-                check_device=exact_device,
+                check_dtype=are_tensors and exact_dtype,
+                check_device=are_tensors and exact_device,
                 msg=None if msg is None else lambda text: f"{text}\n{msg}",
             )
 
@@ -131,7 +136,7 @@ class RankTestCase(unittest.TestCase):
 
         if self.rank in (CALLER, 0):
             assert_expected_inline(actual, expect, skip=skip + 1)
-        else:
+        elif not os.environ.get("EXPECTTEST_ACCEPT"):
             self.assertEqual(actual, expect)
 
 
@@ -204,7 +209,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _pairs(case: unittest.TestCase, first: Any, second: Any, msg: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield what stands at the same place in two values; mappings have equal keys, sequences one length."""
+    """Yield what two nested values have at one place; mappings must have equal keys, lists and tuples one length."""
     if isinstance(first, Mapping) and isinstance(second, Mapping):
         unittest.TestCase.assertEqual(case, set(first), set(second), msg)
         for key in first:
@@ -218,8 +223,15 @@ def _pairs(case: unittest.TestCase, first: Any, second: Any, msg: Any) -> Iterat
 
 
 def _comparable(value: Any, other: Any) -> Any:
-    """Return ``value`` as a tensor that can be compared with ``other``, where one of both is a tensor."""
-    if isinstance(value, (bool, int, float, complex, list, tuple)):
-        return torch.as_tensor(value)
-    alone = isinstance(value, Tensor) and value.numel() == 1 and isinstance(other, (bool, int, float, complex))
-    return value.reshape(()) if alone else value
+    """Return ``value`` as it compares with a tensor ``other``: numbers as a tensor, a tensor of one number as it."""
+    if isinstance(value, Tensor):
+        return value.reshape(()) if value.numel() == 1 and isinstance(other, (bool, int, float, complex)) else value
+    has_numbers = isinstance(value, (bool, int, float, complex, list, tuple)) or hasattr(value, "__array__")
+    if not isinstance(other, Tensor) or not has_numbers:
+        return value
+    dtype = torch.promote_types(torch.as_tensor(value).dtype, other.dtype)
+    return torch.as_tensor(value, dtype=dtype)
+
+
+def _is_numeric(value: Any) -> bool:
+    return isinstance(value, (Tensor, int, float, complex)) and not isinstance(value, bool)

@@ -20,7 +20,8 @@ import torch.distributed.fsdp as torch_fsdp
 
 from .. import api
 
-# Where libraries look the function up, or import it from, when they shard a model; the last two imported it before.
+# Where libraries look the function up, or import it from, when they shard a model; the last two hold it since
+# their own import, which may be earlier.
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0, transformers 5.23.0 and torchtitan 0.3.0.
 _PLACES = (
     "torch.distributed.fsdp",
@@ -81,9 +82,10 @@ def as_torch_fsdp() -> Iterator[None]:
     """Let ``torch.distributed.fsdp.fully_shard`` be ours within the block, or the decorated function.
 
     For libraries that call it for you: ``Trainer`` and ``Accelerator`` with FSDP version 2, TRL, Lightning,
-    torchtitan, and ``from_pretrained`` with a ``distributed_config``. It counts for this thread alone; :func:`enable`
-    is for all. Blocks may be nested. Modules that were sharded inside stay ours outside. Other code that imported the
-    name before the block keeps the function that it has; one that was imported inside is PyTorch's again outside.
+    torchtitan's language models, and ``from_pretrained`` with a ``distributed_config``. It counts for this thread
+    alone; :func:`enable` is for all. Blocks may be nested. Modules that were sharded inside stay ours outside. Other
+    code that imported the name before the block keeps the function that it has; one that was imported inside is
+    PyTorch's again outside.
     """
     with _switch.changed():
         _switch.blocks += 1

@@ -48,7 +48,7 @@ def begin(context: Any) -> None:
 
 
 def check_not_frozen(_context: Any) -> None:
-    """Raise NotImplementedError if Dynamo keeps modules in graphs, where parameters become constants."""
+    """Raise NotImplementedError if Inductor's freezing is on, under which Dynamo makes constants of parameters."""
     if dynamo.is_parameter_freezing():
         setting, do = "torch._inductor.config.freezing", "compile without it: what is all-gathered is no constant"
         raise unexpected(setting, "False", "True under no_grad", do, NotImplementedError)

@@ -16,7 +16,7 @@ import torch.distributed.fsdp
 
 pytest.importorskip("torchtitan")
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
-    pytest.skip("torchtitan 0.3.0 needs torch 2.13", allow_module_level=True)
+    pytest.skip("torchtitan 0.3.0 needs torch 2.13 or later", allow_module_level=True)
 
 from fsdp_compiled import FSDPModule, as_torch_fsdp
 from tests.ecosystem.training import BACKEND, watch
@@ -28,13 +28,13 @@ EXPERTS = {"parallelism.expert_parallel_degree": 2}
 
 @pytest.fixture(autouse=True, scope="module")
 def own_processes():
-    """Other tests run in other processes: torchtitan replaces functions of Dynamo where it is imported."""
+    """End the ranks' processes: torchtitan replaces FakeTensorMode.__init__ and changes settings of Dynamo."""
     yield
     close_pool()
 
 
 def _import_on_cpu():
-    """Import torchtitan with the CPU as its accelerator: there it would take CUDA."""
+    """Import torchtitan with the CPU as its device; where it finds no accelerator it would take CUDA."""
     with mock.patch("torch._utils._get_available_device_type", return_value="cpu"):
         import torchtitan.trainer
     return torchtitan.trainer
@@ -94,7 +94,7 @@ def _config(model, folder=None, steps=3, **options):
         "validator.enable": False,
         "debug.seed": 0,
         "debug.enable_structured_logging": False,
-        "dump_folder": str(folder),
+        "dump_folder": str(folder or ""),
         **options,
     }
     for name, value in options.items():
@@ -129,7 +129,7 @@ def _train(model, ours, mode="eager", **options):
         options["compile.components"] = ["model"]
         with as_torch_fsdp() if ours else nullcontext():
             trainer = _config(model, **options).build()
-        gc.enable()  # which torchtitan does by itself, between steps
+        gc.enable()  # torchtitan turns collection off, and collects between steps
         (built,) = trainer.model_parts
         assert isinstance(built, FSDPModule) == ours
         for unit in built.modules():
@@ -142,7 +142,6 @@ def _train(model, ours, mode="eager", **options):
     return seen, full_params(built)
 
 
-# The loss of the first step sets reshard_after_forward of the head, so that the second compiles again.
 CASES = [(model, mode) for model in ("llama3", "deepseek_v3") for mode in ("eager", "blocks", "full")]
 
 
@@ -154,6 +153,7 @@ def test_trains_like_torch(model, mode):
     want, want_params = _train(model, False, **options)
     with watch() as seen:
         got, params = _train(model, True, mode, **options)
+    # full: the first loss sets reshard_after_forward of the head, and the second step compiles again
     assert seen.graphs == {"eager": 0, "blocks": 1 if model == "llama3" else 2, "full": 2}[mode], seen
     assert seen.hooked > 0 and not seen.breaks and (seen.in_graphs > 0) == (mode == "full"), seen
     assert len(got) == 3
@@ -165,6 +165,8 @@ def test_trains_like_torch(model, mode):
 def test_resumes_what_torch_saved(tmp_path):
     uninterrupted, want = _train("llama3", True, steps=4)
     before, _ = _train("llama3", False, steps=2, folder=tmp_path)
-    after, got = _train("llama3", True, "full", steps=4, folder=tmp_path)
+    with watch() as seen:
+        after, got = _train("llama3", True, "full", steps=4, folder=tmp_path)
+    assert seen.in_graphs > 0, seen
     torch.testing.assert_close(before + after, uninterrupted, rtol=1e-5, atol=0)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import unittest
 
 import pytest
@@ -327,23 +328,41 @@ class OnThreads(FSDPTestMultiThread):
 
     def test_comparisons_that_torchs_test_cases_know(self):
         one, two = torch.tensor([1.0]), torch.tensor([2.0])
-        self.assertEqual(one, True)
-        self.assertEqual(2, two)
-        self.assertEqual(torch.tensor([1.0, 2.0]), [1, 2])
-        self.assertEqual(torch.tensor([float("nan")]), torch.tensor([float("nan")]))
-        self.assertEqual({"name": "a", "values": (one, None)}, {"name": "a", "values": [one.clone(), None]})
+        large = torch.tensor([0.1, 1e300], dtype=torch.float64)
+        for first, second in (
+            (one, True),
+            (2, two),
+            (torch.tensor([1.0, 2.0]), [1, 2]),
+            (large, [0.1, 1e300]),
+            (one, one.numpy()),
+            (torch.tensor([float("nan")]), torch.tensor([float("nan")])),
+            ({"name": "a", "values": (one, None)}, {"name": "a", "values": [one.clone(), None]}),
+            ([one, 1.0], [one, 1.0 + 1e-9]),
+        ):
+            self.assertEqual(first, second)
         self.assertEqual(one, one.double(), exact_dtype=False)
-        self.assertNotEqual(one, two)
-        self.assertNotEqual({"a": one}, {"b": one})
-        self.assertNotEqual([one], [one, one])
-        self.assertNotEqual(one, 1.5)
-        self.assertNotEqual(one, one.double())
-        self.assertNotEqual({"name": "a", "value": one}, {"name": "b", "value": one})
+        self.assertEqual([one, 1.0], [one + 0.05, 1.05], rtol=0, atol=0.1)
+        self.assertEqual(1.0, 1.05, rtol=0, atol=0.1)
+        for first, second in (
+            (one, two),
+            ({"a": one}, {"b": one}),
+            ([one], [one, one]),
+            (one, 1.5),
+            (large * float("inf"), [float("inf"), 1e300]),
+            (one, one.double()),
+            (one, {"a": one}),
+            (one, None),
+            ({"name": "a", "value": one}, {"name": "b", "value": one}),
+        ):
+            self.assertNotEqual(first, second)
         with pytest.raises(AssertionError, match="so it is"):
             self.assertNotEqual([one], [one.clone()], "so it is")
-        self.assertExpectedInline(str(one), """tensor([1.])""")
-        with pytest.raises(AssertionError):
-            self.assertExpectedInline(str(one), """tensor([2.])""")
+
+    def test_a_text_in_the_test(self):
+        self.assertExpectedInline(str(torch.tensor([1.0])), """tensor([1.])""")
+        if not os.environ.get("EXPECTTEST_ACCEPT"):
+            with pytest.raises(AssertionError):
+                self.assertExpectedInline(str(torch.tensor([1.0])), """tensor([2.])""")
 
     def test_training_and_what_each_rank_intercepts(self):
         counts = {"unshard": 0, "reshard": 0}
