@@ -31,8 +31,9 @@ from . import staged
 WORLD = 4
 DEVICE = "FSDP_COMPILED_TESTS_DEVICE"  # set by --device, for the ranks' processes
 
-# Seen once in some 20 runs of all tests, in a thread of gloo (pt_gloo_runloop); one that comes again fails the test.
-_CRASHED = "its process died of SIGSEGV"
+# Seen once in some 20 runs of all tests, in a thread of gloo (pt_gloo_runloop); an abort once, where is not known, in
+# a test that passed 216 times afterwards. One that comes again fails the test.
+_CRASHED = ("its process died of SIGSEGV", "its process died of SIGABRT")
 
 # torch's caches keep process groups of compiled models, and gloo's threads for each take time as long as it lives.
 TESTS_PER_POOL = 80
@@ -74,7 +75,7 @@ def on_ranks(world: int, timeout_s: float = 90) -> Callable[[Callable[..., None]
             try:
                 pool().run(world, body, setting)
             except AssertionError as error:
-                if _CRASHED not in str(error):
+                if not any(crash in str(error) for crash in _CRASHED):
                     raise
                 warnings.warn(f"{test.__name__}: once more, after {error}", stacklevel=2)
                 pool().run(world, body, setting)
