@@ -21,6 +21,7 @@ from .processes import RankProcesses, Setting
 from .threads import run_on_threads
 
 CALLER = -1  # the rank of an instance that only waits for the ranks
+_NUMBER = (int, float, complex)  # and bool, which is an int
 
 
 class RankTestCase(unittest.TestCase):
@@ -225,8 +226,8 @@ def _pairs(case: unittest.TestCase, first: Any, second: Any, msg: Any) -> Iterat
 def _comparable(value: Any, other: Any) -> Any:
     """Return ``value`` as it compares with a tensor ``other``: numbers as a tensor, a tensor of one number as it."""
     if isinstance(value, Tensor):
-        return value.reshape(()) if value.numel() == 1 and isinstance(other, (bool, int, float, complex)) else value
-    has_numbers = isinstance(value, (bool, int, float, complex, list, tuple)) or hasattr(value, "__array__")
+        return value.reshape(()) if value.numel() == 1 and isinstance(other, _NUMBER) else value
+    has_numbers = isinstance(value, (*_NUMBER, list, tuple)) or hasattr(value, "__array__")
     if not isinstance(other, Tensor) or not has_numbers:
         return value
     dtype = torch.promote_types(torch.as_tensor(value).dtype, other.dtype)
@@ -234,4 +235,4 @@ def _comparable(value: Any, other: Any) -> Any:
 
 
 def _is_numeric(value: Any) -> bool:
-    return isinstance(value, (Tensor, int, float, complex)) and not isinstance(value, bool)
+    return isinstance(value, (Tensor, *_NUMBER)) and not isinstance(value, bool)
