@@ -32,6 +32,15 @@ def ignore_compiles() -> None:
             callback_handler.remove_end_callback(end)
 
 
+def _begin_trace(context: Any) -> None:
+    """Check and note what a trace of the outermost unit needs, where a compiled function may be what calls it."""
+    check_not_frozen(context)
+    begin, _ = peers.callbacks
+    if begin not in callback_handler.start_callbacks:  # since torch._dynamo.reset()
+        watch_compiles()
+        begin()
+
+
 class TracedCall:
     """Mixin of the outermost unit: ``torch.compile(model)`` traces its hooks and not only its forward.
 
@@ -72,7 +81,7 @@ class TracedCall:
             self._fsdp_state.end_call()
 
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
-        comptime(check_not_frozen)
+        comptime(_begin_trace)
         output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         comptime(check_unwritten)
         return output

@@ -51,3 +51,12 @@ def test_a_second_threads_error_is_not_and_leaves_the_step():
     assert "expected one thread at a time in the model's forward" in errors.pop()
     reported.assert_not_called()
     assert model[0].weight.grad is not None
+
+
+def test_a_compilation_of_a_function_after_dynamo_was_reset_is_told(monkeypatch):
+    model, told = fully_shard(nn.Linear(4, 4)), []
+    monkeypatch.setattr(peers, "callbacks", (lambda *_: told.append("begins"), lambda *_: told.append("ends")))
+    torch._dynamo.reset()  # forgets callbacks, and no call of the model outside of the graph sets them again
+    torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(X)
+    torch._dynamo.reset()
+    assert told == ["begins", "ends"]
