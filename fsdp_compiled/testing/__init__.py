@@ -8,7 +8,7 @@ Differences that a test may notice:
 * ``init`` of the models takes arguments of ``fully_shard`` as ``fsdp_kwargs``; delays make the host sleep.
 * The functions given to ``patch_*`` take what this library passes at that place; each docstring says what. The
   context managers give the original as their ``as`` value. Where ranks are threads each rank sees its own.
-* Collectives inside a compiled graph do not come back to Python, so no ``patch_*`` sees them.
+* The patches of collectives see those of compiled graphs, too; those of a unit's operations see few of a graph's.
 * ``FSDPTest`` starts its processes once per class and not once per test; each test gets a new process group.
 
 Left out, because only torch's first FSDP has it: ``FSDPTestMixin`` with ``_test_fsdp_parity`` and its checks of
