@@ -1,6 +1,6 @@
-"""PyTorch's name ``fully_shard``, made to mean ours: the only name in PyTorch's modules that this library replaces.
+"""PyTorch's name ``fully_shard``, made to mean ours in all modules: the only name in PyTorch's that we replace.
 
-Libraries such as accelerate import ``torch.distributed.fsdp.fully_shard`` when they shard a model. Nothing else needs
+Libraries import ``torch.distributed.fsdp.fully_shard`` when they shard a model or are imported. Nothing else needs
 a replacement: our modules are instances of PyTorch's ``FSDPModule``, its policies are taken as they are, and its
 ``register_fsdp_forward_method``, ``share_comm_ctx`` and ``fully_shard.state`` work on our modules. What sharding a
 model puts into torch is listed in ``installed.py``.
@@ -20,22 +20,12 @@ import torch.distributed.fsdp as torch_fsdp
 
 from .. import api
 
-# Where libraries look the function up, or import it from, when they shard a model; the last two hold it since
-# their own import, which may be earlier.
-# Checked on torch 2.11.0, 2.13.0 and 2.15.0, transformers 5.23.0 and torchtitan 0.3.0.
-_PLACES = (
-    "torch.distributed.fsdp",
-    "torch.distributed._composable.fsdp",
-    "transformers.distributed.fsdp",
-    "torchtitan.distributed.fsdp",
-)
-
 _theirs = torch_fsdp.fully_shard
 _here: ContextVar[bool] = ContextVar("as_torch_fsdp", default=False)  # whether the caller is within a block
 
 
 class _Switch:
-    """Stands for PyTorch's function in its modules as long as someone uses it."""
+    """Stands for PyTorch's function in all modules that have it as long as someone uses it."""
 
     def __init__(self) -> None:
         self._lock = Lock()  # around what changes the users and the modules
@@ -50,12 +40,12 @@ class _Switch:
 
     @contextmanager
     def changed(self) -> Iterator[None]:
-        """Let the block change who uses it, then put it into PyTorch's modules or take it out."""
+        """Let the block change who uses it, then put it into those modules or take it out."""
         with self._lock:
             yield
             old, new = (_theirs, self) if self.blocks or self.is_for_all else (self, _theirs)
-            for module in filter(None, map(sys.modules.get, _PLACES)):
-                if getattr(module, "fully_shard", None) is old:  # not what someone else put there
+            for module in list(sys.modules.values()):
+                if getattr(module, "__dict__", {}).get("fully_shard") is old:  # not what someone else put there
                     module.fully_shard = new  # type: ignore[attr-defined]
 
 
@@ -82,9 +72,9 @@ def as_torch_fsdp() -> Iterator[None]:
     """Let ``torch.distributed.fsdp.fully_shard`` be ours within the block, or the decorated function.
 
     For libraries that call it for you: ``Trainer`` and ``Accelerator`` with FSDP version 2, TRL, Lightning,
-    torchtitan's language models, and ``from_pretrained`` with a ``distributed_config``. It counts for this thread
-    alone; :func:`enable` is for all. Blocks may be nested. Modules that were sharded inside stay ours outside. Other
-    code that imported the name before the block keeps the function that it has; one that was imported inside is
+    torchtitan, torchtune, OLMo-core, verl, and ``from_pretrained`` with a ``distributed_config``. It counts for this
+    thread alone; :func:`enable` is for all. Blocks may be nested. Modules that were sharded inside stay ours outside.
+    Code that imported the function under another name before the block keeps PyTorch's; what was imported inside is
     PyTorch's again outside.
     """
     with _switch.changed():

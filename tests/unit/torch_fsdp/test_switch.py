@@ -42,13 +42,25 @@ def test_within_a_block():
     assert not _is_ours(TORCHS)
 
 
-@pytest.mark.parametrize("library", ["transformers.distributed.fsdp", "torchtitan.distributed.fsdp"])
-def test_libraries_that_have_imported_it_before(monkeypatch, library):
+def test_libraries_that_have_imported_it_before(monkeypatch):
     imported = SimpleNamespace(fully_shard=TORCHS)
-    monkeypatch.setitem(sys.modules, library, imported)
+    monkeypatch.setitem(sys.modules, "a_library", imported)
+    monkeypatch.setitem(sys.modules, "another", SimpleNamespace(fully_shard=nn.Linear))
+    for _ in range(2):
+        with as_torch_fsdp():
+            assert _is_ours(imported.fully_shard)
+        assert imported.fully_shard is TORCHS
+    assert sys.modules["another"].fully_shard is nn.Linear
+
+
+def test_a_library_that_imports_it_inside(monkeypatch):
+    imported = SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "a_library", imported)
+    with as_torch_fsdp():
+        imported.fully_shard = torch_fsdp.fully_shard
+    assert imported.fully_shard is TORCHS
     with as_torch_fsdp():
         assert _is_ours(imported.fully_shard)
-    assert imported.fully_shard is TORCHS
 
 
 def test_nested_blocks_and_errors():
