@@ -46,6 +46,15 @@ def is_wrapper(tensor: Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__")
 
 
+def take_extended(unsharded: Tensor, layout: ShardLayout, rank: int) -> Tensor:
+    """Return the padded shard that ``take_shard`` would; a subclass may have no operations but those of FSDP2."""
+    parts = unsharded.chunk(layout.world, layout.dim)
+    padded = unsharded.new_zeros(layout.shard_shape)
+    if rank < len(parts):
+        padded.narrow(layout.dim, 0, parts[rank].shape[layout.dim]).copy_(parts[rank])
+    return padded
+
+
 def check_extension(name: str, tensor: Tensor, after_forward: int) -> None:
     """Raise ValueError unless ``tensor`` has both methods or none, and the first takes 1 or 5 arguments.
 

@@ -17,7 +17,7 @@ from ..expect import unexpected
 from ..sharding.dtensor import local_of, outer_parallelism, sharded_spec
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
-from .extension import POST, PRE, check_extension, inner_tensors, is_extended
+from .extension import POST, PRE, check_extension, inner_tensors, is_extended, take_extended
 from .gradients import Gradients
 from .placement import ParamPlacement, Place, ShardedState, TakenOriginal, comm_spec
 from .storage import ShardStorage, Unsharded, same_memory, unpadded, without_memory
@@ -48,7 +48,8 @@ class FSDPParam:
         layout = ShardLayout(tuple(unsharded.shape), placement.dim, mesh_info.shard_mesh_size)
         self.state = ShardedState.SHARDED
         inner = inner_tensors(name, unsharded, layout)
-        padded = take_shard(unsharded, layout, mesh_info.shard_mesh_rank)
+        take = take_extended if is_extended(unsharded) else take_shard
+        padded = take(unsharded, layout, mesh_info.shard_mesh_rank)
         if placement.offload is not None and padded.device.type != "meta":
             padded = placement.pinned(padded.cpu())
         local = unpadded(padded, layout, layout.length(mesh_info.shard_mesh_rank))

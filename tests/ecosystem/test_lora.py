@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 pytest.importorskip("peft")
@@ -12,12 +13,13 @@ pytest.importorskip("transformers")
 
 from peft import LoraConfig, get_peft_model
 from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, PerTensor, quantize_
+from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
 
 from fsdp_compiled import fully_shard
 from tests.ecosystem.training import MODES, assert_equal_losses, losses_of, watch
 from tests.support import huggingface
 from tests.support.ranks import on_ranks
-from tests.support.training import assert_close, compiled, full, my_part
+from tests.support.training import assert_close, batches, compiled, full, my_part
 
 CONFIGS = {
     "int8": Int8WeightOnlyConfig(),
@@ -89,3 +91,46 @@ def test_what_cannot_be_sharded_names_the_way(mode):
         {"bias": full(model[0].bias.grad), "weight": full(model[1].weight.grad)},
         {"bias": alone[0].bias.grad, "weight": alone[1].weight.grad},
     )
+
+
+class Adapted(torch.nn.Linear):
+    """A frozen weight of torchao's NF4Tensor, which has an all-gather for FSDP2, and an adapter, as in QLoRA."""
+
+    def __init__(self):
+        super().__init__(512, 512, bias=False)
+        self.weight = torch.nn.Parameter(nf4_tensor.to_nf4(self.weight.detach()), requires_grad=False)
+        self.down, self.up = torch.nn.Linear(512, 2, bias=False), torch.nn.Linear(2, 512, bias=False)
+
+    def forward(self, x):
+        return nf4_tensor.linear_nf4(x, self.weight) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@on_ranks(2)
+def test_weights_that_only_do_what_fsdp2_asks_of_them(reshard):
+    """An NF4Tensor cannot be narrowed, and a clone of one is quantised anew."""
+
+    def train(shard):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Adapted(), Adapted())
+        for layer in model:
+            shard(layer, reshard_after_forward=reshard)
+        shard(model)
+        local = model[0].weight._local_tensor
+        assert isinstance(local, nf4_tensor.NF4Tensor) and local.quantized_data.numel() == 512 * 512 // 4
+        optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=10.0)
+        losses = []
+        for data in batches(3, 8, 512):
+            loss = model(my_part(data)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses, {name: full(param) for name, param in model.named_parameters() if param.requires_grad}
+
+    def torchs(module, **kwargs):
+        torch_fully_shard(module, **kwargs).set_force_sum_reduction_for_comms(True)  # gloo cannot scale
+
+    got, want = train(fully_shard), train(torchs)
+    assert len(set(got[0])) == 3
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
