@@ -16,12 +16,18 @@ from ..tracing.dynamo import skipped
 
 
 class _Group:
-    """Stands for a unit's groups of parameters where a tool wants to end each one's backward before all of them."""
+    """Stands for a unit's groups of parameters where a tool wants to end each one's backward."""
 
     comm_ctx: object
 
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
     def post_backward(self) -> None:
-        """Leave everything to the callback that follows, which reduces what is left in all units."""
+        """Reduce what is left in all units, with the last one: OLMo-core's stages call nothing afterwards."""
+        context = self._state._lazy_init()
+        if self._state is context.all_states[-1]:
+            context.finish_backward()
 
 
 class TorchNames:
@@ -30,7 +36,6 @@ class TorchNames:
     pre_forward: Any
     post_forward: Any
     _lazy_init: Any
-    _fsdp_param_groups = (_Group(),)
 
     @skipped
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -42,7 +47,11 @@ class TorchNames:
 
     @property
     def _fsdp_param_group(self) -> _Group:
-        return _Group()
+        return _Group(self)
+
+    @property
+    def _fsdp_param_groups(self) -> tuple[_Group]:
+        return (_Group(self),)
 
     @property
     def _state_ctx(self) -> Any:

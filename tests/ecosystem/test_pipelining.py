@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -131,3 +132,30 @@ def test_an_interleaved_schedule_unshards_once_and_reduces_once_a_step():
     ):
         step()
     assert gathers.call_count == reductions.call_count == 2  # one unit of parameters in each of the two stages
+
+
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_groups_end_a_step_without_a_callback_after_them(mode):
+    """As in OLMo-core's pipeline stages, where no backward knows that it is the last."""
+    alone, blocks = nn.Sequential(*_blocks()), _blocks()
+    model = _stage_module(blocks, init_device_mesh("cpu", (2,)), mode)
+    models = (alone, model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models]
+    for data in batches(STEPS, 2, 8, WIDTH):
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+        for batch in data:
+            F.mse_loss(alone(batch), batch.roll(1, dims=-1)).backward()
+            mine = batch.chunk(2)[torch.distributed.get_rank()]
+            F.mse_loss(model(mine), mine.roll(1, dims=-1)).backward()
+        model.set_is_last_backward(True)
+        model.set_reshard_after_backward(True)
+        model.set_requires_gradient_sync(True)
+        for state in torch_fully_shard.state(model)._state_ctx.all_states:
+            state._fsdp_param_group.post_backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(full_params(model), full_params(alone))
