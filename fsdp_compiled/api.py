@@ -66,7 +66,7 @@ def fully_shard(
         shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, None for
             ``Shard(0)``, or a ``ShardPlacementResult`` for another mesh too. Only dimension 0 may be uneven.
         mp_policy: dtypes of communication and compute. PyTorch's own policies are accepted, here and below.
-        offload_policy: where shards, gradients and optimizer state live.
+        offload_policy: where shards, gradients and optimizer state live. None is the default, as in FSDP2.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where it has others, and parameters are
             DTensors on it. With replicate dimensions only, parameters are replicated and gradients averaged.

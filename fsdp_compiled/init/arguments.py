@@ -57,7 +57,7 @@ def check_options(
 ) -> None:
     """Raise TypeError for a wrong type."""
     expect("mp_policy", mp_policy, MixedPrecisionPolicy, "a MixedPrecisionPolicy")
-    expect("offload_policy", offload_policy, OffloadPolicy, "an OffloadPolicy")
+    expect("offload_policy", offload_policy, OffloadPolicy | None, "an OffloadPolicy")
     expect("shard_placement_fn", shard_placement_fn, Callable | None, "a function or None")
     expect("ignored_params", ignored_params, set | frozenset | None, "a set of parameters")
     for param in ignored_params or ():

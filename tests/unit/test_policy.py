@@ -102,3 +102,11 @@ def test_the_reduce_dtype_is_that_of_the_installed_torch(fake_group):
         model.set_all_reduce_hook(lambda grad: found.append(grad.dtype))
         model(torch.ones(2, 4)).sum().backward()
     assert found == [REDUCED_IN] * 2
+
+
+def test_no_offload_policy_is_the_default_one(fake_group):
+    """As verl and NeMo AutoModel give it to FSDP2."""
+    for shard in (fsdp2.fully_shard, fully_shard):
+        model = shard(torch.nn.Linear(4, 4), offload_policy=None)
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.weight.grad.shape == (4, 4)
