@@ -118,7 +118,7 @@ def _leave_body(context: Any) -> None:
 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.
-# torch 2.11 traces every block. Within a checkpoint, which allows no side effects, every block is traced, too.
+# torch before 2.13 traces every block. Within a checkpoint, which allows no side effects, every block is traced, too.
 _LIMIT: dict[str, Any] = (
     {"max_reuse_entries": 16} if "max_reuse_entries" in signature(nested_compile_region).parameters else {}
 )

@@ -35,7 +35,7 @@ def with_regions(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwarg
 def set_default_regions(model: nn.Module) -> None:
     """Make the regions of "auto" if nobody has chosen regions of an outermost unit.
 
-    Not with torch 2.11, which traces every block, refuses more of them, and has met fewer drawn ones.
+    Not before torch 2.13, which traces every block, refuses more of them, and has met fewer drawn ones.
     """
     if "_fsdp_regions" not in model.__dict__:
         set_regions(model, "auto" if REUSES_TRACES else "off")

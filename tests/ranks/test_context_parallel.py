@@ -71,7 +71,9 @@ def _loss(call, x, target):
 @on_ranks(4)
 def test_ranks_that_share_a_sequence_train_as_one_process(mode):
     if mode == "regions" and torch.__version__ < "2.13":
-        raise unittest.SkipTest("torch 2.11 makes no regions of blocks that communicate")
+        raise unittest.SkipTest("torch before 2.13 makes no regions of blocks that communicate")
+    if mode == "full" and torch.__version__.startswith("2.12"):
+        raise unittest.SkipTest("torch 2.12 breaks the graph at all_gather_tensor_autograd along another dimension")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
     alone, model = Model(), Model()
     for block in model.blocks:

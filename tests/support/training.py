@@ -96,12 +96,13 @@ def call_of(model: nn.Module, mode: str, inductor: bool = False) -> Callable[...
 def with_regions(model: nn.Module, blocks: Iterable[nn.Module]) -> None:
     """Make ``blocks`` regions, as ``fsdp_compiled.compile`` does; a test fails where torch refuses one.
 
-    torch 2.11 also refuses blocks that change buffers or hold DTensors; there they are parts of the graph.
+    torch before 2.13 also refuses blocks that change buffers or hold DTensors; there they are parts of the graph.
     """
     set_regions(model, list(blocks))
     warnings.filterwarnings("error", message="regions:")
     if torch.__version__ < "2.13":
-        warnings.filterwarnings("default", message="regions:.*(backend='without_codegen' raised|Expected FakeTensor)")
+        reasons = "backend='without_codegen' raised|Backend compiler exception|Expected FakeTensor"
+        warnings.filterwarnings("default", message=f"regions:.*({reasons})")
 
 
 def units_inside(model: nn.Module) -> list[nn.Module]:
