@@ -43,7 +43,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),  # noqa: B008
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> ModuleOrModules:
@@ -66,7 +66,7 @@ def fully_shard(
         shard_placement_fn: called with each original parameter; returns the ``Shard`` to use, None for
             ``Shard(0)``, or a ``ShardPlacementResult`` for another mesh too. Only dimension 0 may be uneven.
         mp_policy: dtypes of communication and compute. PyTorch's own policies are accepted, here and below.
-        offload_policy: where shards, gradients and optimizer state live. None is the default, as in FSDP2.
+        offload_policy: where shards, gradients and optimizer state live. None offloads nothing, as in FSDP2.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where it has others, and parameters are
             DTensors on it. With replicate dimensions only, parameters are replicated and gradients averaged.

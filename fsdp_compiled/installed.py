@@ -1,7 +1,7 @@
 """All that sharding a model puts into torch and the interpreter, and how each is taken out again.
 
-Besides, the library defines operators in a namespace of its own, and ``as_torch_fsdp`` and ``enable`` replace the
-name ``torch.distributed.fsdp.fully_shard`` until they are ended. It must not know what any of these is for.
+Besides, the library defines operators in a namespace of its own, and ``as_torch_fsdp`` and ``enable`` replace
+PyTorch's ``fully_shard`` in all modules that have it until they are ended. It must not know what any of these is for.
 """
 
 from __future__ import annotations

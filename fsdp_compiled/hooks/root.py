@@ -73,6 +73,7 @@ class FSDPStateContext:
     step: Step = field(default_factory=Step)
     is_last_backward: bool = True  # each backward waits for all reductions, or leaves them to a later one
     finalizes_manually: bool = False  # it leaves that to finalize in any case
+    finished_by_groups: object | None = None  # the end of the backward after which a pipeline has finished the step
     post_optim_event: torch.Event | None = None  # what the root's next forward waits for before it all-gathers
 
     @property

@@ -47,7 +47,10 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def take_extended(unsharded: Tensor, layout: ShardLayout, rank: int) -> Tensor:
-    """Return the padded shard that ``take_shard`` would; a subclass may have no operations but those of FSDP2."""
+    """Return the padded shard that ``take_shard`` would, by the operations that FSDP2 asks of such a subclass.
+
+    They are ``chunk``, ``new_zeros``, ``narrow`` and ``copy_``.
+    """
     parts = unsharded.chunk(layout.world, layout.dim)
     padded = unsharded.new_zeros(layout.shard_shape)
     if rank < len(parts):

@@ -24,10 +24,11 @@ class _Group:
         self._state = state
 
     def post_backward(self) -> None:
-        """Reduce what is left in all units, with the last one: OLMo-core's stages call nothing afterwards."""
+        """Called for the last unit, finish the backward of all: OLMo-core's stages make no callback afterwards."""
         context = self._state._lazy_init()
         if self._state is context.all_states[-1]:
             context.finish_backward()
+            context.finished_by_groups = context.step.at_end
 
 
 class TorchNames:
@@ -58,7 +59,9 @@ class TorchNames:
         return self._lazy_init()
 
     def _root_post_backward_final_callback(self) -> None:
-        self._lazy_init().finish_backward()
+        context = self._lazy_init()
+        if context.finished_by_groups is None or context.finished_by_groups is not context.step.at_end:
+            context.finish_backward()
 
     @property
     def _comm_ctx(self) -> Any:

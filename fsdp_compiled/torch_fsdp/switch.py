@@ -1,7 +1,7 @@
-"""PyTorch's name ``fully_shard``, made to mean ours in all modules: the only name in PyTorch's that we replace.
+"""Replaces PyTorch's ``fully_shard`` by ours in every module that has imported it by that name, and puts it back.
 
-Libraries import ``torch.distributed.fsdp.fully_shard`` when they shard a model or are imported. Nothing else needs
-a replacement: our modules are instances of PyTorch's ``FSDPModule``, its policies are taken as they are, and its
+Libraries import it at the top of a module or when they shard a model. Nothing else needs a replacement: our modules
+are instances of PyTorch's ``FSDPModule``, its policies are taken as they are, and its
 ``register_fsdp_forward_method``, ``share_comm_ctx`` and ``fully_shard.state`` work on our modules. What sharding a
 model puts into torch is listed in ``installed.py``.
 """
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import update_wrapper
 from threading import Lock
+from types import ModuleType
 from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
@@ -44,9 +45,10 @@ class _Switch:
         with self._lock:
             yield
             old, new = (_theirs, self) if self.blocks or self.is_for_all else (self, _theirs)
-            for module in list(sys.modules.values()):
-                if getattr(module, "__dict__", {}).get("fully_shard") is old:  # not what someone else put there
-                    module.fully_shard = new  # type: ignore[attr-defined]
+            for module in [each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)]:
+                names = object.__getattribute__(module, "__dict__")  # does not load one that waits for its first use
+                if names.get("fully_shard") is old:  # not what someone else put there
+                    names["fully_shard"] = new
 
 
 _switch = _Switch()

@@ -33,12 +33,10 @@ def ignore_compiles() -> None:
 
 
 def _begin_trace(context: Any) -> None:
-    """Check and note what a trace of the outermost unit needs, where a compiled function may be what calls it."""
+    """Check the outermost unit, and tell other ranks that this one goes on: torch's reset drops callbacks."""
     check_not_frozen(context)
-    begin, _ = peers.callbacks
-    if begin not in callback_handler.start_callbacks:  # since torch._dynamo.reset()
-        watch_compiles()
-        begin()
+    peers.withdraw_report()
+    watch_compiles()  # from the next compilation on: nothing may end the beats of this one, as in torch.export
 
 
 class TracedCall:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import fully_shard
+from fsdp_compiled.hooks import group
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -158,3 +161,26 @@ def test_finalization_reshards_what_backwards_left_unsharded():
     model.finalize_backward()
     assert_close(full_grads(model), _sum_alone([data]))
     assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@eager_and_full
+@on_ranks(2)
+def test_what_a_pipelines_groups_have_finished_its_callback_does_not_finish_again(mode):
+    """As torch's pipelining ends a step until 2.13; with zeros for what is unused each end would reduce all."""
+    model = MLP()
+    call, state = shard(model, mode), model._get_fsdp_state()
+    model.set_reduce_scatter_unused_params(True)
+    with mock.patch.object(group, "launch_reduction", wraps=group.launch_reduction) as reductions:
+        for by_groups in (True, False):
+            reductions.reset_mock()
+            model.set_is_last_backward(False)
+            model.set_requires_gradient_sync(False)
+            for batch in batches(2, 4, 10):
+                square_loss(call, my_part(batch)).backward()
+            model.set_is_last_backward(True)
+            model.set_requires_gradient_sync(True)
+            assert not reductions.called
+            for each in state._state_ctx.all_states if by_groups else ():
+                each._fsdp_param_group.post_backward()
+            state._root_post_backward_final_callback()
+            assert reductions.call_count == len(state._state_ctx.all_states)

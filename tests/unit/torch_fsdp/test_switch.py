@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from threading import Barrier, Thread
-from types import SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch.distributed._composable.fsdp as composable
@@ -43,18 +43,39 @@ def test_within_a_block():
 
 
 def test_libraries_that_have_imported_it_before(monkeypatch):
-    imported = SimpleNamespace(fully_shard=TORCHS)
-    monkeypatch.setitem(sys.modules, "a_library", imported)
-    monkeypatch.setitem(sys.modules, "another", SimpleNamespace(fully_shard=nn.Linear))
+    imported, another = ModuleType("a_library"), ModuleType("another")
+    imported.fully_shard, another.fully_shard = TORCHS, nn.Linear
+    for module in (imported, another):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     for _ in range(2):
         with as_torch_fsdp():
             assert _is_ours(imported.fully_shard)
         assert imported.fully_shard is TORCHS
-    assert sys.modules["another"].fully_shard is nn.Linear
+    assert another.fully_shard is nn.Linear
+
+
+class _Guarded(ModuleType):
+    """Refuses what loads it, as a module does that waits for its first use and lacks what it needs."""
+
+    def __getattribute__(self, name):
+        raise ImportError(name)
+
+    def __setattr__(self, name, value):
+        raise TypeError(name)
+
+
+def test_modules_that_refuse_access_are_not_touched(monkeypatch):
+    guarded = _Guarded("guarded")
+    object.__getattribute__(guarded, "__dict__")["fully_shard"] = TORCHS
+    monkeypatch.setitem(sys.modules, "guarded", guarded)
+    monkeypatch.setitem(sys.modules, "no_module", None)
+    with as_torch_fsdp():
+        assert _is_ours(object.__getattribute__(guarded, "__dict__")["fully_shard"])
+    assert object.__getattribute__(guarded, "__dict__")["fully_shard"] is TORCHS
 
 
 def test_a_library_that_imports_it_inside(monkeypatch):
-    imported = SimpleNamespace()
+    imported = ModuleType("a_library")
     monkeypatch.setitem(sys.modules, "a_library", imported)
     with as_torch_fsdp():
         imported.fully_shard = torch_fsdp.fully_shard

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.callback import callback_handler
 
 from fsdp_compiled import fully_shard
 from fsdp_compiled.agreement import peers
@@ -53,10 +54,10 @@ def test_a_second_threads_error_is_not_and_leaves_the_step():
     assert model[0].weight.grad is not None
 
 
-def test_a_compilation_of_a_function_after_dynamo_was_reset_is_told(monkeypatch):
-    model, told = fully_shard(nn.Linear(4, 4)), []
-    monkeypatch.setattr(peers, "callbacks", (lambda *_: told.append("begins"), lambda *_: told.append("ends")))
+def test_a_trace_in_a_function_after_dynamo_was_reset_withdraws_reports_and_is_followed_by_known_ones():
+    model = fully_shard(nn.Linear(4, 4))
     torch._dynamo.reset()  # forgets callbacks, and no call of the model outside of the graph sets them again
-    torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(X)
-    torch._dynamo.reset()
-    assert told == ["begins", "ends"]
+    with mock.patch.object(peers, "withdraw_report") as withdrawn:
+        torch.compile(lambda x: model(x), backend="eager", fullgraph=True)(X)
+    withdrawn.assert_called()
+    assert peers.callbacks[0] in callback_handler.start_callbacks
