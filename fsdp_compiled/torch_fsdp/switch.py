@@ -39,6 +39,10 @@ class _Switch:
         shard: Any = api.fully_shard if self.is_for_all or _here.get() else _theirs
         return shard(*args, **kwargs)
 
+    def __reduce__(self) -> str:
+        """Copy and pickle by name, as the function does."""
+        return _theirs.__name__
+
     @contextmanager
     def changed(self) -> Iterator[None]:
         """Let the block change who uses it, then put it into those modules or take it out."""

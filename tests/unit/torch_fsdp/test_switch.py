@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import sys
+from copy import deepcopy
 from threading import Barrier, Thread
 from types import ModuleType
 
@@ -37,6 +39,7 @@ def test_within_a_block():
         kept = importlib.import_module("torch.distributed.fsdp").fully_shard
         model = kept(nn.Linear(4, 4), mp_policy=torch_fsdp.MixedPrecisionPolicy(), reshard_after_forward=False)
         assert torch_fsdp.fully_shard.state(model) is model._get_fsdp_state()
+        assert pickle.loads(pickle.dumps(kept)) is deepcopy(kept) is kept
     assert not _is_ours(torch_fsdp.fully_shard)
     assert not _is_ours(kept)  # which a library may have kept from inside
     assert not _is_ours(TORCHS)
