@@ -14,8 +14,8 @@ pytest.importorskip("olmo_core")
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     pytest.skip("tried with torch 2.13 and later", allow_module_level=True)
 
-from fsdp_compiled import FSDPModule, as_torch_fsdp
-from tests.ecosystem.training import BACKEND, watch
+from fsdp_compiled import as_torch_fsdp
+from tests.ecosystem.training import BACKEND, assert_sharded_by, watch
 from tests.support.ranks import on_ranks
 from tests.support.training import full_params
 
@@ -50,10 +50,7 @@ def _train(ours, mode, model, dp):
     with as_torch_fsdp() if ours else nullcontext():
         module = _build(model, dp)
     built, seen = module.model, []
-    assert isinstance(built, FSDPModule) == ours
-    for unit in built.modules():
-        if isinstance(unit, torch.distributed.fsdp.FSDPModule) and not ours:
-            unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
+    assert_sharded_by(ours, built)
     if mode == "full":
         built.compile(backend=BACKEND, fullgraph=True)
     if mode == "blocks":

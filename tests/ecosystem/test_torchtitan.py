@@ -18,8 +18,8 @@ pytest.importorskip("torchtitan")
 if not hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):
     pytest.skip("torchtitan 0.3.0 needs torch 2.13 or later", allow_module_level=True)
 
-from fsdp_compiled import FSDPModule, as_torch_fsdp
-from tests.ecosystem.training import BACKEND, watch
+from fsdp_compiled import as_torch_fsdp
+from tests.ecosystem.training import BACKEND, assert_sharded_by, watch
 from tests.support.ranks import close_pool, on_ranks
 from tests.support.training import full_params
 
@@ -131,10 +131,7 @@ def _train(model, ours, mode="eager", **options):
             trainer = _config(model, **options).build()
         gc.enable()  # torchtitan turns collection off, and collects between steps
         (built,) = trainer.model_parts
-        assert isinstance(built, FSDPModule) == ours
-        for unit in built.modules():
-            if isinstance(unit, torch.distributed.fsdp.FSDPModule) and not ours:
-                unit.set_force_sum_reduction_for_comms(True)  # gloo cannot scale in a reduction
+        assert_sharded_by(ours, built)
         if mode == "full":
             built.compile(backend=BACKEND, fullgraph=True)
         trainer.train()

@@ -12,8 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
 from torch._dynamo.utils import counters
 
+from fsdp_compiled import FSDPModule
 from fsdp_compiled.hooks import group
 from tests.support import huggingface
 from tests.support.training import mean_over_ranks, my_part
@@ -43,6 +45,14 @@ def accelerate_on_cpu() -> Iterator[None]:
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+
+
+def assert_sharded_by(ours: bool, model: torch.nn.Module) -> None:
+    """Assert whose ``fully_shard`` a library has called; let torch's units reduce with gloo, which cannot scale."""
+    assert isinstance(model, FSDPModule) == ours
+    for unit in model.modules():
+        if isinstance(unit, torch.distributed.fsdp.FSDPModule) and not ours:
+            unit.set_force_sum_reduction_for_comms(True)
 
 
 @dataclass
