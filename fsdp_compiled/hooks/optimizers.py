@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from ..agreement.ledger import AFTER_A_STEP, note
 from ..expect import unexpected
 from ..param.param import FSDPParam
+from ..tracing.dynamo import skipped
 
 _params: WeakSet[FSDPParam] = WeakSet()  # of all models
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many parameters each had when it was
@@ -40,6 +41,7 @@ def unhook_steps() -> None:
     hook_steps.cache_clear()
 
 
+@skipped  # with which Dynamo would begin where it cannot compile the step around it
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return

@@ -5,7 +5,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py``
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -14,7 +13,7 @@ from itertools import takewhile
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
 from uuid import uuid4
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
@@ -45,7 +44,6 @@ T = TypeVar("T")
 
 # Operators whose bodies run, or run once more, as data say; ranks could not communicate there.
 _BRANCHES = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention"}
-_SLOTS = 1 << 16  # of 8 bytes; a chunk is a power of two that holds a frame and some more: here 1 MiB
 # What belongs to a trace, by its kind; weak, so that it ends with the trace.
 _of_traces: WeakKeyDictionary[TracingContext, dict[Any, Any]] = WeakKeyDictionary()
 
@@ -93,35 +91,18 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
 
 
-def gives_chunks_back(version: tuple[Any, ...] = sys.version_info[:3]) -> bool:
-    """Tell whether CPython gives a chunk of its stack back to the system as soon as the frames in it return.
+def of_trace(kind: Callable[[], T], context: Any = None) -> T:
+    """Return what ``kind()`` gave when first asked for in the trace under way; between traces, another each time.
 
-    Since 3.11 it keeps frames in chunks; https://github.com/python/cpython/issues/142183 was mended in 3.13.13 and
-    3.14.4. *Source:* their changelogs (``Misc/NEWS.d``); pull requests 145789 and 146123.
+    Torch keeps a trace as long as its graph. What leads to the model, and would keep that too, is asked for with a
+    ``context`` first: it ends when Dynamo has traced.
     """
-    return version < (3, 13, 13) or (3, 14) <= version < (3, 14, 4)
-
-
-def with_room_for_callees(function: F) -> F:
-    """Let frames below a call of ``function`` share one chunk of CPython's stack, of which 512 KiB is left for them.
-
-    Chunks commonly have 16 KiB, and CPython takes one from the system when a call does not fit into the last. Where
-    it :func:`gives_chunks_back`, each call of a loop at such a depth takes 7 us instead of 0.02, and tracing and
-    lowering a large graph has loops at many depths. A frame as large as this one gets a chunk of its own, larger
-    still. It costs a call 10 us; memory that no frame writes to is never backed. Other versions need none of it.
-    """
-    assert isinstance(function, FunctionType)
-    if gives_chunks_back():
-        function.__code__ = function.__code__.replace(co_stacksize=_SLOTS)
-    return function
-
-
-def of_trace(kind: Callable[[], T]) -> T:
-    """Return what ``kind()`` gave when first asked for in the trace under way; between traces, another each time."""
     trace = TracingContext.try_get()
     found: dict[Any, T] = {} if trace is None else _of_traces.setdefault(trace, {})
     if kind not in found:
         found[kind] = kind()
+        if context is not None:
+            _tracer(context).output.add_cleanup_hook(partial(found.pop, kind, None))
     return found[kind]
 
 
@@ -216,7 +197,7 @@ def describe_arguments(context: Any) -> str | None:
     where a global or an attribute of a tensor was set, or where a block is called again after any change.
     """
     seen: dict[Any, int] = {}
-    block, call = local_variable(context, "self").source, of_trace(_Call)
+    block, call = local_variable(context, "self").source, of_trace(_Call, context)
     effects = _tracer(context).output.side_effects
     call.begin(block, effects)
     is_again = block in call.called
@@ -328,7 +309,7 @@ class _Comparison:
     """
 
     def __init__(self, output: Any, block: Any, read: list[Any], sources: set[Any]) -> None:
-        self._scope = {"G": output.root_tx.f_globals, "L": output.root_tx.f_locals}
+        self._tracer = ref(output.root_tx)  # which leads to the model; the trace keeps this
         self._block, self._read, self._sources = block, read, sources
         self._alike: list[tuple[Any, type, Any, Any]] = []  # sources, types, torch's checks, what these expect
         self._same: list[tuple[Any, Any]] = []  # two sources of one object
@@ -340,7 +321,7 @@ class _Comparison:
                 if guard.create_fn_name() == "DUPLICATE_INPUT":
                     self._same.append((source, create.keywords["source_b"]))
                 elif hasattr(check, "get_metadata_fn"):  # else it is of no object
-                    value = source.get_value(self._scope, {}, values)
+                    value = self._value_at(source, values)
                     self._alike.append((source, type(value), check, check.get_metadata_fn(guard, value)))
             except Exception:  # whatever evaluating a source raises, or NotImplementedError of the check
                 self._can_compare = False
@@ -350,7 +331,7 @@ class _Comparison:
         moved = {self._block: call.block}
 
         def value(source: Any) -> Any:
-            return _moved(source, moved).get_value(self._scope, {}, values)
+            return self._value_at(_moved(source, moved), values)
 
         try:
             is_alike = self._can_compare and self._is_alike(value, call.changed)
@@ -359,6 +340,10 @@ class _Comparison:
         if is_alike:
             call.guards, call.moved = self._read, moved
         return is_alike
+
+    def _value_at(self, source: Any, values: dict[Any, Any]) -> Any:
+        tracer: Any = self._tracer()
+        return source.get_value({"G": tracer.f_globals, "L": tracer.f_locals}, {}, values)
 
     def _is_alike(self, value: Callable[[Any], Any], changed: set[int]) -> bool:
         for source, kind, check, expected in self._alike:

@@ -105,13 +105,13 @@ def _check(context: Any, module: Any) -> None:
 @dynamo.known_internals("compile blocks as regions")
 def enter_region(context: Any, params: Iterable[FSDPParam]) -> None:
     """Let the first of the caller's ``operands`` be the unsharded ``params`` in the graph that it is in."""
-    variables = dynamo.local_variable(context, "operands").realize().items
-    dynamo.of_trace(_Operands)[next(dynamo.graphs_around(context))] = dict(zip(params, variables, strict=False))
+    variables, known = dynamo.local_variable(context, "operands").realize().items, dynamo.of_trace(_Operands, context)
+    known[next(dynamo.graphs_around(context))] = dict(zip(params, variables, strict=False))
 
 
 @dynamo.known_internals("compile blocks as regions")
 def _find_operand(context: Any) -> None:
-    if known := dynamo.of_trace(_Operands):
+    if known := dynamo.of_trace(_Operands, context):
         innermost = next((known[graph] for graph in dynamo.graphs_around(context) if graph in known), {})
         param = dynamo.local_value(context, "param")
         if param in innermost:

@@ -11,7 +11,8 @@ import torch
 from ..agreement import peers
 from ..agreement.ledger import register_callbacks
 from ..passes import log
-from .dynamo import callback_handler, comptime, is_skipped, skipped, with_code_of_its_own, with_room_for_callees
+from .dynamo import callback_handler, comptime, is_skipped, skipped, with_code_of_its_own
+from .frames import with_room_for_callees
 from .reads import check_not_frozen, check_unwritten
 from .sharded_module import MixinOrder, UnitState
 

@@ -6,7 +6,7 @@ import resource
 
 import pytest
 
-from fsdp_compiled.tracing.dynamo import gives_chunks_back, with_room_for_callees
+from fsdp_compiled.tracing.frames import gives_chunks_back, with_room_for_callees
 from fsdp_compiled.tracing.root_call import TracedCall
 
 CALLS = 500  # at each depth
@@ -61,5 +61,6 @@ def test_which_versions_of_cpython_need_room(version: tuple[int, ...], gives_bac
     assert gives_chunks_back(version) is gives_back
 
 
+@pytest.mark.skipif(not gives_chunks_back(), reason="no call is given room")
 def test_the_outermost_call_has_room() -> None:
     assert TracedCall.__call__.__code__.co_stacksize == _most_faults_with_room.__code__.co_stacksize
