@@ -33,7 +33,7 @@ def watch_optimizers(params: Iterable[FSDPParam]) -> None:
 @cache
 def hook_steps() -> RemovableHandle:
     """Run before the steps of all optimizers of the process; a second call does nothing."""
-    return register_optimizer_step_pre_hook(_check)
+    return register_optimizer_step_pre_hook(_before_step)
 
 
 def unhook_steps() -> None:
@@ -42,9 +42,13 @@ def unhook_steps() -> None:
 
 
 @skipped  # with which Dynamo would begin where it cannot compile the step around it
-def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _check(optimizer)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check(optimizer: Optimizer) -> None:
     held = [param for group in optimizer.param_groups for param in group["params"]]
     sharded = next((param for param in held if isinstance(param, DTensor)), None)
     if sharded is not None:
