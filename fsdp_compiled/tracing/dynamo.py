@@ -236,13 +236,13 @@ def begin_body(context: Any) -> None:
     What torch notes lacks what Dynamo has wrapped before, and what is read within a checkpoint in the body.
     """
     output = _tracer(context).output
-    of_trace(_Call).wrapped = output.variable_tracker_cache
+    of_trace(_Call, context).wrapped = output.variable_tracker_cache
     output.variable_tracker_cache = {}
 
 
 def end_body(context: Any) -> None:
     """End that."""
-    output, call = _tracer(context).output, of_trace(_Call)
+    output, call = _tracer(context).output, of_trace(_Call, context)
     call.read = set(output.variable_tracker_cache)
     output.variable_tracker_cache |= call.wrapped
 
@@ -252,7 +252,7 @@ def guard_as_reused(context: Any, code: CodeType) -> None:
 
     Later blocks are compared with new traces of ``code`` in all that these have read.
     """
-    output, call = _tracer(context).output, of_trace(_Call)
+    output, call = _tracer(context).output, of_trace(_Call, context)
     caches = output.tracing_context.hop_dispatch_set_cache
     for condition, trace in caches.get_cache(torch.ops.higher_order.invoke_subgraph).subgraph_reuse_cache[code]:
         if not any(isinstance(check, _Comparison) for _, check, _, _ in condition.guards):
