@@ -22,12 +22,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import profile
 
 from fsdp_compiled import RankFailureError, RankMismatchError, fully_shard, set_rank_agreement, step_on_shards
+from fsdp_compiled.agreement import peers, tripwire
 from fsdp_compiled.collectives import all_to_all, backend
 from fsdp_compiled.hooks.optimizers import hook_steps, unhook_steps
 from fsdp_compiled.optim import matrix_plan
 from tests.support.parity import row
 from tests.support.ranks import on_ranks, same_on_ranks
 from tests.support.training import MLP, batches, each_mode, full, my_part, seeded_generator, shard, square_loss
+from tests.support.until import until
 
 # Even and uneven, tall and wide; fewer rows than ranks; one row.
 SHAPES = ((16, 8), (8, 16), (7, 5), (2, 9), (1, 6), (33, 20), (12, 12))
@@ -426,7 +428,8 @@ def test_an_exchange_starts_before_the_round_that_hides_it():
 
     def launched(exchange, parts, device):
         order.append("to" if exchange.bucket.spec.to_owners else "from")
-        live.append(_nbytes_made_since(before, at_most=two_rounds))
+        until(lambda: _nbytes_made_since(before) <= two_rounds)  # gloo's threads let go late of what is waited for
+        live.append(_nbytes_made_since(before))
         return launch(exchange, parts, device)
 
     def computed(group, matrix):
@@ -441,19 +444,14 @@ def test_an_exchange_starts_before_the_round_that_hides_it():
     two = ["compute"] * 2
     assert order == ["to", "to", *two, "from", "to", *two, "from", "to", *two, "from", *two, "from"]
     assert max(live) <= two_rounds
-    assert _nbytes_made_since(before, at_most=0) == 0
+    assert until(lambda: _nbytes_made_since(before) == 0)
 
 
-def _nbytes_made_since(before: set[int], at_most: int) -> int:
-    """Return the bytes of bf16 tensors, once gloo's threads have let go of exchanges that are waited for."""
-    end = time.monotonic() + 2
-    while True:
-        gc.collect()
-        made = (each for each in _of_bf16() if id(each) not in before)
-        kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in made}
-        if sum(kept.values()) <= at_most or time.monotonic() > end:
-            return sum(kept.values())
-        time.sleep(0.01)
+def _nbytes_made_since(before: set[int]) -> int:
+    gc.collect()
+    made = (each for each in _of_bf16() if id(each) not in before)
+    kept = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in made}
+    return sum(kept.values())
 
 
 def _of_bf16() -> list[Tensor]:
@@ -481,6 +479,8 @@ def test_ranks_whose_gradients_differ_along_known_steps():
         pair.step(without)
     if dist.get_rank():
         pair.params[2].grad = None
+        store, said = dist.group.WORLD.get_group_store(), f"{tripwire._LAST}/0"
+        assert until(lambda: "7 with a gradient" in peers.value(store, said))  # by a thread, once rank 0 waits
     message = "rank 0 neither came to all-to-all of .* 6 with a gradient, .* ran last: rank 0: .* 7 with a gradient"
     set_rank_agreement(deadline=timedelta(seconds=2))
     try:

@@ -285,8 +285,6 @@ def test_what_unittest_reports_of_processes(ended_processes):
     assert "--- rank 1 ---" in text
     assert "ValueError: rank 1 says so" in text
     assert "--- rank 0 ---" not in text
-    ((_, reason),) = _result("test_skipped_on_the_ranks").skipped
-    assert reason == "not here"
     ((_, text),) = _result("test_a_cleanup_fails").failures
     assert "AssertionError: of the cleanup" in text
     ((_, text),) = _result("test_the_setup_fails").failures
@@ -294,7 +292,9 @@ def test_what_unittest_reports_of_processes(ended_processes):
     assert "AssertionError: of the cleanup" in text
     ((_, text),) = _result("test_one_rank_dies").failures
     assert "--- rank 1 ---\nits process died with exit code 3" in text
-    ((_, text),) = _result("test_one_rank_hangs", timeout_s=5.0).failures  # on new processes
+    ((_, reason),) = _result("test_skipped_on_the_ranks").skipped  # on new processes, which import the test
+    assert reason == "not here"
+    ((_, text),) = _result("test_one_rank_hangs", timeout_s=5.0).failures
     assert "--- rank 1 ---\nhung" in text
     assert "--- rank 0 ---" not in text
 

@@ -94,12 +94,18 @@ def recording(patch: pytest.MonkeyPatch, compute: bool = True) -> Iterator[Recor
         found.say("unpack gradients" if dims is None else "unpack parameters")
         unpack(packed, outs, dims, divisor)
 
+    reduce_scatter = backend.reduce_scatter
+
+    def recorded_reduce_scatter(output, input, group, op):
+        found.say("reduce-scatter")
+        return reduce_scatter(output, input.clone(), group, op)  # gloo's threads let go late of what is waited for
+
     patch.setattr(copies, "pack", recorded_pack)
     patch.setattr(copies, "unpack", recorded_unpack)
     recorded(copies, "to_host", "to the host")
     recorded(backend, "all_gather", "all-gather")
     recorded(backend, "all_gather_coalesced", "all-gathers into place")
-    recorded(backend, "reduce_scatter", "reduce-scatter")
+    patch.setattr(backend, "reduce_scatter", recorded_reduce_scatter)
     recorded(backend, "all_reduce", "all-reduce")
     recorded(backend, "all_to_all", "all-to-all")
     recorded(backend, "wait", "wait")
