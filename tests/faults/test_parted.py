@@ -6,24 +6,26 @@ import os
 import re
 import sys
 import threading
-import time
+from collections import Counter
+from contextlib import contextmanager
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_compiled.agreement import peers, tripwire
+from fsdp_compiled.agreement import ledger, peers, tripwire
 from fsdp_compiled.errors import RankFailureError, RankMismatchError
 from fsdp_compiled.testing.processes import Setting
 from tests.faults.steps import WIDTH, Model
 from tests.support.ranks import on_ranks, pool
 from tests.support.training import shard
+from tests.support.until import until
 from tests.support.variants import thorough
 
 MODES = ("eager", "full", "regions")
 PARTS_IN = 4  # the step in which the last rank does something else
-STEP_S = 0.05  # for what a step of these models lacks of one of training: the threads that compare need some time
 PARTED = "Ranks took different paths through the program: look where they branch by rank or by data. What ran since"
 
 
@@ -58,18 +60,37 @@ def _assert_same(text):
     assert {store.get(f"said/{rank}").decode() for rank in ranks} == {text}
 
 
+@contextmanager
+def _long_steps():
+    """Let each collective begin, as in training, when the thread that compares has reported the window that it ends.
+
+    Of windows that are reported together not each is compared.
+    """
+    add, follow, ended, reported = tripwire.Tripwire.add, tripwire.Tripwire.follow, Counter(), Counter()
+
+    def added(wire, contract):
+        before = wire._window
+        add(wire, contract)
+        ended[wire] += wire._window is not before
+        assert until(lambda: reported[wire] == ended[wire] or wire.differs)
+
+    def followed(wire, windows):
+        answers = follow(wire, windows)
+        reported[wire] += len(windows)
+        return answers
+
+    with mock.patch.multiple(tripwire.Tripwire, add=added, follow=followed):
+        yield
+
+
 def _assert_all_raise_in_time(step, *texts):
     """Every rank raises the same RankMismatchError, in the step in which one parts or in the one after."""
-
-    def lasting_step(number):
-        step(number)
-        time.sleep(STEP_S if number < PARTS_IN else 10 * STEP_S)  # a busy machine lets the threads wait
-
-    for number in range(PARTS_IN):
-        lasting_step(number)
-    with pytest.raises(RankMismatchError) as caught:
-        lasting_step(PARTS_IN)
-        lasting_step(PARTS_IN + 1)
+    with _long_steps():
+        for number in range(PARTS_IN):
+            step(number)
+        with pytest.raises(RankMismatchError) as caught:
+            step(PARTS_IN)
+            step(PARTS_IN + 1)
     _assert_same(str(caught.value))
     for text in (*texts, PARTED):
         assert text in str(caught.value), str(caught.value)
@@ -160,6 +181,7 @@ def test_a_collective_that_times_out_names_what_each_rank_ran_last(mode):
 # ---- a process group after another ----
 
 
+@_long_steps()
 def _part_at_the_end(rank):
     training = _Training("eager", layers=1)  # an evaluation is one collective
     for _ in range(PARTS_IN):
@@ -167,17 +189,14 @@ def _part_at_the_end(rank):
         training.update(0)
         for _ in range(3):
             training.evaluate(0)
-    time.sleep(0.1)  # of windows that are reported together not each is compared
     if rank == 0:
         training.update(0)
     training.evaluate(0)
-    time.sleep(0.1 * (2 - rank))  # rank 0 ends the window that differs, while the other waits in the last collective
+    wire = ledger._ledgers[dist.group.WORLD].wire
+    if rank == 0:  # it ends the window that differs, once the other, a window ahead, waits in the last collective
+        assert until(lambda: wire.store.add(f"{tripwire._KEY}/{wire._number + 2}", 0))
     training.evaluate(0)
-    differing, end = tripwire._reporter(os.getpid()).differing, time.monotonic() + 10
-    while not differing:
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    assert differing[0]._settled.wait(10)  # all have heard of it
+    assert until(lambda: wire.differs) and wire._settled.wait(10)  # all have heard of it
 
 
 def _train(rank):
