@@ -49,6 +49,7 @@ class Progress(logging.Handler):
         self._phase, self._note, self._total, self._done = "", "", 0, 0
         self._began = self._spoke = time.perf_counter()
         self._ended = threading.Event()
+        self._watching = threading.Thread(target=self._watch, daemon=True)
 
     def begin(self, phase: str, total: int = 0) -> None:
         """Show that ``phase`` begins, of ``total`` parts if they can be counted."""
@@ -98,7 +99,7 @@ class Progress(logging.Handler):
             self._log.addHandler(self)
             self._bar.start()
             if not self._console.is_terminal:
-                threading.Thread(target=self._watch, daemon=True).start()
+                self._watching.start()
         return self
 
     def __exit__(
@@ -108,6 +109,8 @@ class Progress(logging.Handler):
             self._log.removeHandler(self)
             self._log.setLevel(self._log_level)
         self._ended.set()
+        if self._watching.is_alive():
+            self._watching.join()  # or a line of it might come afterwards
         self._bar.stop()
 
 

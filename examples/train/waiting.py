@@ -34,8 +34,10 @@ def importing(what: str, program: str) -> Iterator[None]:
             print(f"importing {what}  ({time.perf_counter() - began:.0f} s)", flush=True)
 
     print(f"importing {what}", flush=True)
-    threading.Thread(target=tell, daemon=True).start()
+    telling = threading.Thread(target=tell, daemon=True)
+    telling.start()
     try:
         yield
     finally:
         done.set()
+        telling.join()  # or a line of it might come afterwards

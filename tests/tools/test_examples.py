@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from types import SimpleNamespace
 
 import bench_compile
 import bench_gpu
@@ -29,6 +30,7 @@ from fsdp_compiled import fully_shard
 from fsdp_compiled.inspect import explain
 from fsdp_compiled.testing.llama import PRESETS, Config, Llama
 from tests.support.training import TINY
+from tests.support.until import until
 from tests.support.variants import thorough
 
 
@@ -306,32 +308,39 @@ def test_bench_tokens_compares_policies_at_each_size(run, monkeypatch, tmp_path)
     assert {"default", "tokens=16", "bucket per unit"} <= sizes[0]["step_us"].keys()
 
 
-def test_no_silence_where_there_is_no_terminal(monkeypatch, capsys):
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands still for what shows a run, until a test moves it."""
+    now = SimpleNamespace(s=0.0)
+    for module in (view, waiting):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    return now
+
+
+def test_no_silence_where_there_is_no_terminal(monkeypatch, capsys, clock):
     monkeypatch.setattr(view, "QUIET_S", 0.05)
     with view.Progress("a run", visible=True) as progress:
         progress.begin("compiling")
         logging.getLogger("fsdp_compiled").info("tracing")
         spoken = capsys.readouterr().out
-        while (line := capsys.readouterr().out) == "":
-            time.sleep(0.01)
+        clock.s = 9.0
+        said = []
+        assert until(lambda: said.append(capsys.readouterr().out) or "\n" in said[-1])
         progress.begin("training", 20)
         for _ in range(4):
             progress.advance("loss 1.0")
     assert spoken == "a run\ncompiling\n  tracing\n"
-    assert line.startswith("compiling: tracing  (0 s)\n")
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if "(" not in line] == [
-        "training",
-        *(f"training {n}/20: loss 1.0" for n in (2, 4)),
-    ]
+    assert said[-1] == "compiling: tracing  (9 s)\n"
+    assert capsys.readouterr().out.splitlines() == ["training", *(f"training {n}/20: loss 1.0" for n in (2, 4))]
     assert progress not in logging.getLogger("fsdp_compiled").handlers
 
 
-def test_imports_are_not_silent(monkeypatch, capsys):
+def test_imports_are_not_silent(monkeypatch, capsys, clock):
     monkeypatch.setattr(waiting, "QUIET_S", 0.02)
     with waiting.importing("torch", "__main__"):
-        while "importing torch  (0 s)\n" not in capsys.readouterr().out:
-            time.sleep(0.01)
+        clock.s, said = 9.0, []
+        assert until(lambda: said.append(capsys.readouterr().out) or "importing torch  (9 s)\n" in "".join(said))
+    capsys.readouterr()
     with waiting.importing("torch", "train"):
         time.sleep(0.1)
     assert capsys.readouterr().out == ""
