@@ -70,6 +70,7 @@ TRANSLATOR, OUTPUT = (
 READ_BY_DYNAMO_PY = (
     f"{TRANSLATOR}.output",
     f"{TRANSLATOR}.symbolic_locals",
+    f"{OUTPUT}.add_cleanup_hook",
     f"{OUTPUT}.compiler_fn",
     f"{OUTPUT}.current_tracer",
     f"{OUTPUT}.fake_mode",
