@@ -25,7 +25,8 @@ _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # how many pa
 def watch_optimizers(params: Iterable[FSDPParam]) -> None:
     """Let an optimizer's first step, and the first after it got more parameters, look whether it holds stale ones.
 
-    A stale one is a parameter as it was before ``fully_shard``, or unsharded: the step raises RuntimeError.
+    A stale one is a parameter as it was before ``fully_shard``, or unsharded: the step, unless it is compiled, raises
+    RuntimeError.
     """
     _params.update(params)
 
@@ -41,7 +42,7 @@ def unhook_steps() -> None:
     hook_steps.cache_clear()
 
 
-@skipped  # with which Dynamo would begin where it cannot compile the step around it
+@skipped  # else Dynamo would begin here where it skips the step around it, as on Python 3.14
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
         _check(optimizer)

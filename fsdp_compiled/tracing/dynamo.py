@@ -309,7 +309,7 @@ class _Comparison:
     """
 
     def __init__(self, output: Any, block: Any, read: list[Any], sources: set[Any]) -> None:
-        self._tracer = ref(output.root_tx)  # which leads to the model; the trace keeps this
+        self._root = ref(output.root_tx)  # which leads to the model; the trace keeps this
         self._block, self._read, self._sources = block, read, sources
         self._alike: list[tuple[Any, type, Any, Any]] = []  # sources, types, torch's checks, what these expect
         self._same: list[tuple[Any, Any]] = []  # two sources of one object
@@ -342,7 +342,7 @@ class _Comparison:
         return is_alike
 
     def _value_at(self, source: Any, values: dict[Any, Any]) -> Any:
-        tracer: Any = self._tracer()
+        tracer: Any = self._root()
         return source.get_value({"G": tracer.f_globals, "L": tracer.f_locals}, {}, values)
 
     def _is_alike(self, value: Callable[[Any], Any], changed: set[int]) -> bool:

@@ -98,7 +98,7 @@ def recording(patch: pytest.MonkeyPatch, compute: bool = True) -> Iterator[Recor
 
     def recorded_reduce_scatter(output, input, group, op):
         found.say("reduce-scatter")
-        return reduce_scatter(output, input.clone(), group, op)  # gloo's threads let go late of what is waited for
+        return reduce_scatter(output, input.clone(), group, op)  # gloo's threads let go of it late
 
     patch.setattr(copies, "pack", recorded_pack)
     patch.setattr(copies, "unpack", recorded_unpack)
