@@ -92,7 +92,7 @@ def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def of_trace(kind: Callable[[], T], context: Any = None) -> T:
-    """Return what ``kind()`` gave when first asked for in the trace under way; between traces, another each time.
+    """Return what ``kind()`` gave when first asked for in the current trace; between traces, another each time.
 
     Torch keeps a trace as long as its graph. What leads to the model, and would keep that too, is asked for with a
     ``context`` first: it ends when Dynamo has traced.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +22,7 @@ from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.rules import GraphError, verify
 from fsdp_compiled.sharding.contract import Collective, Contract
 from tests.support.graphs import record
+from tests.support.until import until
 
 FIRST = Collective("world", "all-gather", "sent as float32", ("a.weight float32[8, 8]", "a.bias float32[8]"))
 SECOND = replace(FIRST, params=("b.weight float32[8, 8]", "b.bias float32[8]"))
@@ -251,8 +251,7 @@ def test_the_last_rank_is_interrupted_before_it_decides(monkeypatch):
     first, second = _ledgers(2)
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.enter, A)
-        while not first.store.check([f"{ledger._KEY}/0/digest/0", f"{ledger._KEY}/0/arrived"]):
-            pass
+        assert until(lambda: first.store.check([f"{ledger._KEY}/0/digest/0", f"{ledger._KEY}/0/arrived"]))
         patch.setattr(second, "_verdict", lambda prefix: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             second.enter(A)
@@ -379,9 +378,7 @@ def test_a_rank_that_compiles_says_so_until_it_ends(store, monkeypatch):
     compiling = peers.current().compiling
     peers._begin_beats()  # of a compilation within
     assert peers.current().compiling is compiling
-    deadline = time.monotonic() + 20
-    while not peers.beats(0) and time.monotonic() < deadline:
-        time.sleep(0.01)  # a store's wait does not see what is added
+    assert until(lambda: peers.beats(0))  # a store's wait does not see what is added
     peers._end_beats()
     assert compiling.is_set() and peers.current().compiling is None and peers.beats(0) > 0
 
