@@ -89,11 +89,12 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's unit (not the units below it); with ``async_op`` return a handle at once.
 
-        Forward waits by itself if the handle was not waited for.
+        Forward waits by itself if the handle was not waited for. A graph reads it if its forward does not reshard.
         """
         expect_bool("async_op", async_op)
         state = unit_state(self)
         state.launch_unshard()
+        state.unit.keep()
         if async_op:
             return UnshardHandle(state)
         state.wait_unshard()
@@ -107,7 +108,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """Reduce gradients in backward (True), or accumulate them unsharded in ``reduce_dtype`` (False).
 
         The next backward that ends with sync on reduces what was accumulated, whichever units it reaches itself.
-        A compiled model has one graph for each setting; the setting at its forward chooses.
+        A compiled model has one graph for each setting; the setting at its forward chooses. Once a forward with
+        sync on has had its backward with sync off, as in pipelines, graphs leave all reductions to backward's end.
         """
         for state in _states(self, recurse, requires_gradient_sync=requires_gradient_sync):
             state.set_reduction(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)
@@ -124,7 +126,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free (True) or keep (False) unsharded parameters after an uncompiled backward."""
+        """Free (True) or keep (False) unsharded parameters after backward; in graphs if forward keeps them."""
         for state in _states(self, recurse, reshard_after_backward=reshard_after_backward):
             state.unit.configure(reshard_after_backward=reshard_after_backward)
 

@@ -134,6 +134,8 @@ class FSDPStateContext:
     def _accumulate_compiled(self) -> None:
         for state in self.all_states:
             if state.unit.has_compiled_gradients:
+                if not state.unit.config.reduce_grads:
+                    state.unit.note_unreduced(any(param.gradients.is_reduced for param in state.params))
                 for param in state.params:
                     param.gradients.accumulate()
 

@@ -18,7 +18,6 @@ from ..expect import expect, unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement
 from ..policy import RESET_DROPS_GRADIENTS
-from ..regions.choose import with_regions
 from ..torch_fsdp.state_names import TorchNames
 from ..tracing.dynamo import renew_compiled
 from ..tracing.root_call import TracedCall
@@ -26,6 +25,7 @@ from ..tracing.sharded_module import rebase
 from .backward import after_backward, before_backward, hook
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
+from .held import run_call
 from .optimizers import watch_optimizers
 from .root import FSDPStateContext, ModuleTree, check_all_sharded, check_materialized, names_below
 from .step import TrainingState, UnitInStep, UnitState, is_in_backward
@@ -52,7 +52,7 @@ class FSDPState(TorchNames):
 
     pre_forward: PreForward
     post_forward: PostForward
-    run = staticmethod(with_regions)  # a call of the outermost unit, see TracedCall
+    run = staticmethod(run_call)  # a call of the outermost unit, see TracedCall
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], default: ParamPlacement, unit: UnitInStep
@@ -163,7 +163,7 @@ class FSDPState(TorchNames):
 
     def reshard(self) -> None:
         """Free the unsharded parameters; the hooks no longer hold them."""
-        self.unit.hold(False)
+        self.unit.release()
         for unit in (self.unit, self.outermost.unit):
             if not unit.config.has_hooks:  # within unsharded(): the next call all-gathers again
                 unit.configure(has_hooks=True)

@@ -45,6 +45,8 @@ class UnitInStep(Unit):
     to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
     in_method: bool = False  # while a forward method of the user's runs
+    kept: bool = False  # the user has unsharded it, and nobody has resharded it since
+    kept_between: bool = False  # a compiled step was of several backwards, between which the user keeps it unsharded
 
     @property
     def is_recomputing(self) -> bool:
@@ -54,6 +56,25 @@ class UnitInStep(Unit):
     def is_nested(self) -> bool:
         """Whether a forward that begins or ends now is part of that of a forward method."""
         return self.in_method and self.training_state is TrainingState.FORWARD
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether calls of a compiled model find it unsharded, if forward does not reshard it."""
+        return self.kept or self.kept_between
+
+    def keep(self) -> None:
+        self.kept = True
+
+    def release(self) -> None:
+        """Let go of it: hooks do not hold it, nor does the user keep it."""
+        self.kept = False
+        self.hold(False)
+
+    def note_unreduced(self, is_reduced: bool) -> None:
+        """Learn from a compiled backward without sync, whose graph has reduced nonetheless if it ``is_reduced``."""
+        self.kept_between |= not self.config.reshard_after_backward
+        if is_reduced:  # since forward was told otherwise: from now on graphs leave it to hooks
+            self.configure(reduces_in_hooks=True)
 
     @contextmanager
     def method(self) -> Iterator[None]:

@@ -110,13 +110,19 @@ class Gradients:
         """Whether graphs reduce them completely, into the leaf by which they read the parameter."""
         return self.unsharded_leaf is None and self.shard_leaf is None
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether a compiled backward has left a reduced one, which :meth:`accumulate` takes."""
+        return self.leaf.grad is not None
+
     def follow(self, spec: CommSpec, text: str, config: UnitConfig) -> None:
         """Make the leaves that ``config`` asks for; ``text`` is that of ``spec``."""
         if config is not self._config:
             self._name, self._config = spec.param.name, config
-            unsharded = self.is_differentiable and not config.reduce_grads
+            reduces = config.reduce_grads and not config.reduces_in_hooks
+            unsharded = self.is_differentiable and not reduces
             stops_early = not config.all_reduce_grads and spec.reduction.replicas.world > 1
-            self._is_partial = self.is_differentiable and config.reduce_grads and stops_early
+            self._is_partial = self.is_differentiable and reduces and stops_early
             own = self.leaf if self._is_of_another_dtype and not unsharded else None
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
             self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else own

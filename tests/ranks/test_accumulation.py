@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled.collectives import backend
 from fsdp_compiled.hooks.state import states_below
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
@@ -148,12 +151,15 @@ def test_two_forwards_before_one_backward_after_a_stored_gradient(mode):
 def test_sync_set_between_forward_and_backward(mode):
     alone, model = MLP(), MLP()
     call = shard(model, mode)
-    for _ in range(2):
-        for index, x in enumerate(batches(3, 8, 10)):
-            square_loss(alone, x).backward()
-            loss = square_loss(call, my_part(x))
-            model.set_requires_gradient_sync(index == 2)
-            loss.backward()
+    for step in range(3):
+        with mock.patch.object(backend, "reduce_scatter", wraps=backend.reduce_scatter) as reductions:
+            for index, x in enumerate(batches(3, 8, 10)):
+                square_loss(alone, x).backward()
+                loss = square_loss(call, my_part(x))
+                model.set_requires_gradient_sync(index == 2)
+                loss.backward()
+        # Each unit reduces once in a step; the first graph, before it is known, for its own micro-batch, too.
+        assert reductions.call_count == len(states_below([model])) or (mode != "eager" and step == 0)
         assert_close(full_grads(model), full_grads(alone))
         alone.zero_grad()
         model.zero_grad()

@@ -1,0 +1,64 @@
+"""Units that the user keeps unsharded over calls of a compiled model, as pipelines do over micro-batches.
+
+Graphs of these calls read what is registered and have no communication for them: as around an eager unit, hooks
+all-gather and reduce, here around the call of the outermost one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ..regions.block import COMPILED_IN_PLACE
+from ..regions.choose import with_regions
+from ..tracing.dynamo import get_eval_frame_callback, skipped
+from .backward import before_backward
+from .step import UnitState
+
+T = TypeVar("T")
+
+
+@skipped  # or Dynamo would trace it and what it calls as one
+def run_call(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Run a call of an outermost unit, see :func:`with_regions`; one under ``torch.compile`` finds kept units."""
+    is_compiled = callable(get_eval_frame_callback()) or COMPILED_IN_PLACE in model.__dict__
+    held = _hold(model) if is_compiled and torch.is_grad_enabled() else ()
+    try:
+        output = with_regions(model, run, *args, **kwargs)
+    finally:
+        if held:
+            _release(held)
+    return _watch(held, output) if held else output
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _hold(model: nn.Module) -> Sequence[UnitState]:
+    """All-gather the units that are kept, unless they are unsharded; traced reads are of what is registered."""
+    states: Sequence[UnitState] = model._fsdp_state._lazy_init().all_states  # type: ignore[union-attr, operator]
+    kept = [state for state in states if state.unit.is_kept and not state.unit.config.reshard_after_forward]
+    held = [state for state in kept if all(p.outer is None and p.extension is None for p in state.params)]
+    for state in held:
+        for group in state.groups:
+            group.drop_stale()
+        state.launch_unshard()
+    for state in held:
+        state.unshard()
+        state.unit.hold(True)
+    return held
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _release(held: Sequence[UnitState]) -> None:
+    for state in held:
+        state.unit.hold(False)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _watch(held: Sequence[UnitState], output: T) -> T:
+    """Return the output so that its backward all-gathers what was resharded since, and reduces at its end."""
+    for state in held:
+        output = before_backward(state, output)
+    return output

@@ -1,0 +1,157 @@
+"""Units that stay unsharded over micro-batches, as in pipelines: they communicate once a step, compiled ones too."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from fsdp_compiled.collectives import backend
+from fsdp_compiled.hooks.state import states_below
+from tests.support.ranks import on_ranks
+from tests.support.training import (
+    MLP,
+    assert_close,
+    batches,
+    each_with_regions,
+    full_grads,
+    full_params,
+    my_part,
+    shard,
+    square_loss,
+)
+
+
+@contextmanager
+def _counted():
+    """Count all-gathers and reduce-scatters."""
+    counts = Counter()
+    starts = {name: getattr(backend, name) for name in ("all_gather", "all_gather_coalesced", "reduce_scatter")}
+
+    def counted(name):
+        return lambda *args: counts.update([name.removesuffix("_coalesced")]) or starts[name](*args)
+
+    with mock.patch.multiple(backend, **{name: counted(name) for name in starts}):
+        yield counts
+
+
+def _unshard(model):
+    for state in states_below([model]):
+        state.modules[0].unshard()
+
+
+def _grads(model):
+    """Those of the sharded parameters, which it registers."""
+    for state in states_below([model]):
+        state.modules[0].reshard()
+    return full_grads(model)
+
+
+def _backward(model, loss, is_last):
+    """As a pipeline stage does it: what is not last neither reduces nor reshards."""
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+    loss.backward()
+
+
+@pytest.mark.parametrize("asks", [True, False], ids=["unshard", "settings"])
+@each_with_regions
+@on_ranks(2)
+def test_micro_batches_share_all_gathers_and_reductions(mode, asks):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, reshard_after_forward=False)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    once = dict.fromkeys(("all_gather", "reduce_scatter"), len(states_below([model])))
+    for step in range(3):
+        micros = list(batches(4, 8, 10))
+        with _counted() as counts:
+            if asks:
+                _unshard(model)
+            losses = [square_loss(call, my_part(micro)) for micro in micros[:2]]
+            for index, micro in enumerate(micros):
+                _backward(model, losses[index], is_last=index == 3)
+                losses += [square_loss(call, my_part(each)) for each in micros[index + 2 : index + 3]]
+                square_loss(alone, micro).backward()
+        # Graphs of a step that nothing has announced communicate: that of the next ones is expected to be alike.
+        assert counts == once or (step == 0 and not asks and mode in ("full", "regions"))
+        assert_close(full_grads(model), full_grads(alone))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(full_params(model), full_params(alone))
+
+
+@pytest.mark.parametrize("reshards", [True, False], ids=["after backward", "by state_dict"])
+@each_with_regions
+@on_ranks(2)
+def test_a_backward_all_gathers_what_was_resharded_since_forward(mode, reshards):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, reshard_after_forward=False)
+    first, second = batches(2, 8, 10)
+    _unshard(model)
+    losses = [square_loss(call, my_part(each)) for each in (first, second)]
+    if not reshards:
+        model.set_reshard_after_backward(False)
+        model.state_dict()
+    for loss, micro in zip(losses, (first, second), strict=True):
+        loss.backward()
+        square_loss(alone, micro).backward()
+    assert_close(_grads(model), full_grads(alone))
+
+
+@each_with_regions
+@on_ranks(2)
+def test_values_written_since_count(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, reshard_after_forward=False)
+    (batch,) = batches(1, 8, 10)
+    _unshard(model)
+    for _ in range(2):  # also after a forward without backward
+        with torch.no_grad():
+            for param in [*alone.parameters(), *(param.sharded_param for param in _params(model))]:
+                param.mul_(1.5)
+        torch.testing.assert_close(call(batch), alone(batch))
+    square_loss(call, my_part(batch)).backward()
+    square_loss(alone, batch).backward()
+    assert_close(_grads(model), full_grads(alone))
+
+
+def _params(model):
+    return [param for state in states_below([model]) for param in state.params]
+
+
+@each_with_regions
+@on_ranks(2)
+def test_a_forward_that_fails_leaves_nothing_unsharded(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, reshard_after_forward=False)
+    (batch,) = batches(1, 8, 10)
+    _unshard(model)
+    square_loss(call, my_part(batch)).backward()
+    _unshard(model)
+    with pytest.raises(RuntimeError):
+        call(my_part(batch)[:, :3])
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert not any(state.unit.is_kept for state in states_below([model]))
+    square_loss(call, my_part(batch)).backward()
+    for _ in range(2):
+        square_loss(alone, batch).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@each_with_regions
+@on_ranks(2)
+def test_units_that_forward_reshards_are_all_gathered_in_the_graph(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, reshard_after_forward=True)
+    for micro in batches(2, 8, 10):
+        _unshard(model)
+        with _counted() as counts:
+            square_loss(call, my_part(micro)).backward()
+        assert counts["all_gather"] > 0
+        square_loss(alone, micro).backward()
+    assert_close(full_grads(model), full_grads(alone))
