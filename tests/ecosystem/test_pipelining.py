@@ -102,16 +102,17 @@ def test_trains_like_one_process(kind, mode):
     assert (counters["stats"]["unique_graphs"] > 0) == (mode == "full") and not counters["graph_break"]
 
 
+@pytest.mark.parametrize("mode", MODES)
 @on_ranks(4)
-def test_an_interleaved_schedule_unshards_once_and_reduces_once_a_step():
+def test_an_interleaved_schedule_unshards_once_and_reduces_once_a_step(mode):
     """The schedule's UNSHARD, RESHARD and REDUCE_GRAD actions decide, not the micro-batches."""
     from unittest import mock
 
-    from fsdp_compiled.hooks import group
+    from fsdp_compiled.collectives import backend
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "shards"))
     rank = mesh["stages"].get_local_rank()
-    modules = [_stage_module([_blocks()[index]], mesh["shards"], "eager") for index in (rank, rank + 2)]
+    modules = [_stage_module([_blocks()[index]], mesh["shards"], mode) for index in (rank, rank + 2)]
     stages = [
         PipelineStage(module, rank + 2 * index, 4, torch.device("cpu"), group=mesh["stages"].get_group())
         for index, module in enumerate(modules)
@@ -127,10 +128,12 @@ def test_an_interleaved_schedule_unshards_once_and_reduces_once_a_step():
 
     step()  # finds shapes
     with (
-        mock.patch.object(group, "launch_all_gather", wraps=group.launch_all_gather) as gathers,
-        mock.patch.object(group, "launch_reduction", wraps=group.launch_reduction) as reductions,
+        mock.patch.object(backend, "all_gather", wraps=backend.all_gather) as gathers,
+        mock.patch.object(backend, "all_gather_coalesced", wraps=backend.all_gather_coalesced) as others,
+        mock.patch.object(backend, "reduce_scatter", wraps=backend.reduce_scatter) as reductions,
     ):
         step()
+    assert not others.called
     assert gathers.call_count == reductions.call_count == 2  # one unit of parameters in each of the two stages
 
 
