@@ -108,8 +108,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """Reduce gradients in backward (True), or accumulate them unsharded in ``reduce_dtype`` (False).
 
         The next backward that ends with sync on reduces what was accumulated, whichever units it reaches itself.
-        A compiled model has one graph for each setting; the setting at its forward chooses. Once a forward with
-        sync on has had its backward with sync off, as in pipelines, graphs leave all reductions to backward's end.
+        A compiled model has one graph for each setting; the setting at its forward chooses. After two backwards
+        without sync, or if sync was ever set off between a forward and its backward, the end of backward reduces.
         """
         for state in _states(self, recurse, requires_gradient_sync=requires_gradient_sync):
             state.set_reduction(reduce_grads=requires_gradient_sync, all_reduce_grads=requires_gradient_sync)

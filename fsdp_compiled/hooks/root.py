@@ -134,10 +134,13 @@ class FSDPStateContext:
     def _accumulate_compiled(self) -> None:
         for state in self.all_states:
             if state.unit.has_compiled_gradients:
-                if not state.unit.config.reduce_grads:
-                    state.unit.note_unreduced(any(param.gradients.is_reduced for param in state.params))
-                for param in state.params:
-                    param.gradients.accumulate()
+                found, config = [param.gradients for param in state.params], state.unit.config
+                is_reduced = any(gradients.is_reduced for gradients in found)
+                for gradients in found:
+                    gradients.accumulate()
+                if not config.reduce_grads or state.unit.accumulated:
+                    is_left = any(gradients.unsharded.grad is not None for gradients in found)
+                    state.unit.note_accumulation(is_reduced, is_left)
 
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""

@@ -46,6 +46,8 @@ class UnitInStep(Unit):
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
     in_method: bool = False  # while a forward method of the user's runs
     kept: bool = False  # the user has unsharded it, and nobody has resharded it since
+    accumulated: int = 0  # compiled backwards since gradients were reduced
+    reduces_late: bool = False  # a graph has reduced though sync was off in its backward: forward was told otherwise
     kept_between: bool = False  # a compiled step was of several backwards, between which the user keeps it unsharded
 
     @property
@@ -70,11 +72,19 @@ class UnitInStep(Unit):
         self.kept = False
         self.hold(False)
 
-    def note_unreduced(self, is_reduced: bool) -> None:
-        """Learn from a compiled backward without sync, whose graph has reduced nonetheless if it ``is_reduced``."""
-        self.kept_between |= not self.config.reshard_after_backward
-        if is_reduced:  # since forward was told otherwise: from now on graphs leave it to hooks
-            self.configure(reduces_in_hooks=True)
+    def note_accumulation(self, is_reduced: bool, is_left: bool) -> None:
+        """Learn from a compiled backward whether its graph has reduced, and whether it leaves sums to be reduced.
+
+        Hooks will reduce these. After two backwards graphs leave the next gradients to them: adding those to sums
+        takes no more memory than the second backward took, and they are reduced once.
+        """
+        self.accumulated = self.accumulated + 1 if is_left else 0
+        if not self.config.reduce_grads:
+            self.kept_between |= not self.config.reshard_after_backward
+            self.reduces_late |= is_reduced
+        in_hooks = self.reduces_late or self.accumulated > 1
+        if self.config.reduces_in_hooks is not in_hooks:
+            self.configure(reduces_in_hooks=in_hooks)
 
     @contextmanager
     def method(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ class UnitConfig:
     has_hooks: bool = True  # False where all units do, so that eager hooks have nothing to do
     reduce_grads: bool = True  # backward reduces gradients, or accumulates them unsharded
     all_reduce_grads: bool = True  # it also reduces them over replicas, or accumulates what the shards reduced
-    reduces_in_hooks: bool = False  # graphs leave that to backward's end: sync is set after forward
+    reduces_in_hooks: bool = False  # graphs leave that to the end of backward
     reduce_unused: bool = False  # parameters without a gradient take part in the reduction, with zeros
     divide_factor: float | None = None  # what sums of gradients are divided by; None for the number of ranks
     sum_only: bool = False  # reductions must not use an averaging collective

@@ -41,12 +41,15 @@ def test_accumulation_without_sync(mode):
     first, second, third = batches(3, 8, 10)
     for micro in (first, second, third):
         square_loss(alone, micro).backward()
-    for micro in (first, second, third):
-        model.set_requires_gradient_sync(micro is third)
-        square_loss(call, my_part(micro)).backward()
-        if micro is not third:
-            assert all(p.grad is None for p in model.parameters())
+    with mock.patch.object(backend, "reduce_scatter", wraps=backend.reduce_scatter) as reductions:
+        for micro in (first, second, third):
+            model.set_requires_gradient_sync(micro is third)
+            square_loss(call, my_part(micro)).backward()
+            if micro is not third:
+                assert all(p.grad is None for p in model.parameters())
+    assert reductions.call_count == len(states_below([model]))  # of each unit's sum, and of nothing else
     assert_close(full_grads(model), full_grads(alone))
+    assert not any(state.unit.config.reduces_in_hooks for state in states_below([model]))
     # and nothing is left over for the next step
     model.zero_grad()
     alone.zero_grad()
