@@ -51,12 +51,12 @@ class RegionModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region, call = self._fsdp_region, None
-        is_region = torch.compiler.is_compiling() and not region.unit.hooked
+        is_region = torch.compiler.is_compiling() and (not region.unit.hooked or _is_unsharded(region))
         if is_region:
             comptime(_enter)  # sets both
         if not is_region:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        unsharded = _unsharded_together(region.params)
+        unsharded = _registered(region.params) if region.unit.hooked else _unsharded_together(region.params)
         if call is None:
             return _region(self, Region, *unsharded, *args, **kwargs)
         output = _region(self, region.names + call, *unsharded, *args, **kwargs)
@@ -85,6 +85,16 @@ def drop_region(module: nn.Module) -> None:
     """Let ``module`` be traced as a part of the graph around it again."""
     module.__dict__.pop("_fsdp_region", None)
     rebase(module, drop=RegionModule)
+
+
+def _is_unsharded(region: Region) -> bool:
+    """Tell whether what is registered while hooks hold the unit are the parameters as the region takes them."""
+    is_plain = all(param.extension is None and param.outer is None for param in region.params)
+    return is_plain and all(region.unit in param.users for param in region.params)
+
+
+def _registered(params: Sequence[FSDPParam]) -> list[Any]:
+    return [param.unsharded.param for param in params]
 
 
 def _unsharded_together(params: Sequence[FSDPParam]) -> list[Tensor]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdp_compiled import unsharded
 from fsdp_compiled.collectives import backend
 from fsdp_compiled.hooks.state import states_below
+from tests.support.graphs import record, regions_of
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
@@ -155,3 +157,23 @@ def test_units_that_forward_reshards_are_all_gathered_in_the_graph(mode):
         assert counts["all_gather"] > 0
         square_loss(alone, micro).backward()
     assert_close(full_grads(model), full_grads(alone))
+
+
+@pytest.mark.parametrize("trains", [True, False], ids=["train", "unsharded"])
+@on_ranks(2)
+def test_blocks_that_are_kept_are_regions(trains):
+    alone, model = MLP(), MLP()
+    shard(model, "regions", reshard_after_forward=False)
+    call, recorder = record(model, lower=False)
+    (batch,) = batches(1, 8, 10)
+    with nullcontext() if trains else unsharded(model):
+        _unshard(model)
+        with _counted() as counts:
+            outputs = call(my_part(batch)), alone(my_part(batch))
+        torch.testing.assert_close(*outputs)
+    assert not counts
+    assert len(regions_of(recorder.only("forward" if trains else "inference", after=True))) == 2
+    if trains:
+        square_loss(lambda _: outputs[0], my_part(batch)).backward()
+        square_loss(alone, batch).backward()
+        assert_close(_grads(model), full_grads(alone))
