@@ -153,14 +153,14 @@ class Unsharded:
         return self._views[0] if self._extension is None and self._version != before else None
 
     def is_also(self, other: object) -> bool:
-        """Tell whether ``other`` is the same frozen parameter as another object.
+        """Tell whether ``other`` is the parameter, or the same frozen one as another object.
 
         Modules of bitsandbytes put one in its place, which also says how it is quantised.
         """
         if self.param is None or not isinstance(other, nn.Parameter):
             return False
         if other.requires_grad or self.param.requires_grad:
-            return False
+            return other is self.param
         return other.shape == self.param.shape and other.untyped_storage() is self.param.untyped_storage()
 
     def _return_to_memory(self) -> None:

@@ -101,7 +101,7 @@ class ShardedModule:
 
     def __delattr__(self, name: str) -> None:
         sharded = self.__dict__.get("_fsdp_params", {}).get(name)
-        if sharded is not None:
+        if sharded is not None and sharded.state is not ShardedState.UNSHARDED:
             why = "expected to stay after fully_shard, which all-gathers it with its unit"
             raise AttributeError(f"{sharded.name}: {why}; delete it before")
         super().__delattr__(name)

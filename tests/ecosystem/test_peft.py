@@ -22,6 +22,7 @@ QUERIES = {"target_modules": ["q_proj"], "init_weights": False}
 CONFIGS = {
     "DoRA": lambda: peft.LoraConfig(r=3, use_dora=True, init_lora_weights=False, **LAYERS),
     "PiSSA": lambda: peft.LoraConfig(r=3, init_lora_weights="pissa", **LAYERS),
+    "parameters": lambda: peft.LoraConfig(r=3, target_parameters=["gate_proj.weight"], init_lora_weights=False),
     "trainable tokens": lambda: peft.LoraConfig(
         r=3, trainable_token_indices=[1, 2, 5], init_lora_weights=False, **LAYERS
     ),
@@ -47,7 +48,7 @@ CONFIGS = {
     "p-tuning": lambda: peft.PromptEncoderConfig(task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=16),
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
 }
-IN_PIECES = {"LoHa", "LoKr", "SHiRA"}  # Dynamo does not trace them, sharded or not
+IN_PIECES = {"LoHa", "LoKr", "SHiRA", "parameters"}  # Dynamo does not trace them, sharded or not
 
 
 def _model(kind):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import parametrize
 
 from fsdp_compiled import fully_shard
 from tests.support.parity import row
@@ -94,3 +95,38 @@ def test_a_module_under_replicate_stays_whole(mode):
         square_loss(call, my_part(data)).backward()
         assert_close(full_grads(model), full_grads(alone))
     assert not isinstance(model.blocks[1][0].weight, DTensor)
+
+
+class Doubled(nn.Module):
+    """Parametrizes the weight of a layer while it calls it, as PEFT does for LoRA of parameters."""
+
+    def __init__(self, trains: bool) -> None:
+        super().__init__()
+        self.inner, self.bias = nn.Linear(10, 10, bias=False), nn.Parameter(torch.randn(10))
+        self.inner.weight.requires_grad_(trains)
+
+    def forward(self, x):
+        parametrize.register_parametrization(self.inner, "weight", _Double())
+        y = self.inner(x) + self.bias
+        parametrize.remove_parametrizations(self.inner, "weight", leave_parametrized=False)
+        return y.tanh()
+
+
+class _Double(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "pieces"])
+@on_ranks(2)
+def test_a_forward_that_parametrizes_a_weight_for_a_while(mode, trains):
+    alone, model = MLP(), MLP()
+    for each in (alone, model):
+        torch.manual_seed(3)
+        each.blocks.extend(Doubled(trains) for _ in range(2))
+    call = shard(model, "eager")
+    if mode == "pieces":
+        call = compiled(model, fullgraph=False)
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 10))
+    assert all(isinstance(param, DTensor) for param in model.parameters())
