@@ -77,7 +77,7 @@ def pack(grads: Sequence[Tensor], bucket: ReductionBucket) -> Tensor:
             do = "create nn.Embedding and nn.EmbeddingBag with sparse=False"
             raise unexpected(f"{param.name}.grad", "a dense gradient", grad.layout, do, NotImplementedError)
     if len(grads) == 1 and _needs_no_packing(grads[0], bucket):
-        return grads[0].reshape(spec.shards.world, -1)
+        return grads[0].contiguous().view(spec.shards.world, -1)
     dims = [layout.dim for layout in bucket.layouts]
     with backend.profiled("gradient_copy_in", bucket):
         packed = grads[0].new_empty(spec.shards.world, bucket.packed.numel, dtype=spec.dtype)

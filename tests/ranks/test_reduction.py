@@ -358,6 +358,26 @@ def test_a_unit_whose_backward_reads_no_parameter(mode):
 
 @eager_and_full
 @on_ranks(2)
+def test_a_row_for_each_rank_whose_gradient_is_not_contiguous(mode):
+    class Columns(torch.nn.Module):  # as PEFT's LoRA of an embedding
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.rows = torch.nn.Parameter(torch.randn(2, 11))
+
+        def forward(self, tokens):
+            return torch.nn.functional.embedding(tokens, self.rows.T)
+
+    tokens = torch.arange(8)
+    alone, model = Columns(), fully_shard(Columns())
+    alone(tokens).square().mean().backward()
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if mode == "full" else model
+    call(my_part(tokens)).square().mean().backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@eager_and_full
+@on_ranks(2)
 def test_sparse_gradients_are_refused(mode):
     class Embeds(torch.nn.Sequential):
         blocks = ()
