@@ -16,7 +16,7 @@ from ..regions.block import COMPILED_IN_PLACE
 from ..regions.choose import with_regions
 from ..tracing.dynamo import get_eval_frame_callback, skipped
 from .backward import before_backward
-from .step import UnitState
+from .step import UnitState, is_in_backward
 
 T = TypeVar("T")
 
@@ -37,8 +37,10 @@ def run_call(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: A
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _hold(model: nn.Module) -> Sequence[UnitState]:
     """All-gather the units that are kept, unless they are unsharded; traced reads are of what is registered."""
+    if is_in_backward():
+        return ()  # a recomputation must read what its forward read, whatever was learned since
     states: Sequence[UnitState] = model._fsdp_state._lazy_init().all_states  # type: ignore[union-attr, operator]
-    kept = [state for state in states if state.unit.is_kept and not state.unit.config.reshard_after_forward]
+    kept = [s for s in states if s.unit.is_kept and not s.unit.hooked and not s.unit.config.reshard_after_forward]
     held = [state for state in kept if all(p.outer is None and p.extension is None for p in state.params)]
     for state in held:
         for group in state.groups:
@@ -46,19 +48,21 @@ def _hold(model: nn.Module) -> Sequence[UnitState]:
         state.launch_unshard()
     for state in held:
         state.unshard()
-        state.unit.hold(True)
+        state.unit.begin_kept()
     return held
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _release(held: Sequence[UnitState]) -> None:
     for state in held:
-        state.unit.hold(False)
+        state.unit.end_kept()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _watch(held: Sequence[UnitState], output: T) -> T:
     """Return the output so that its backward all-gathers what was resharded since, and reduces at its end."""
     for state in held:
+        for group in state.groups:
+            group.keep_changes()
         output = before_backward(state, output)
     return output

@@ -44,7 +44,7 @@ class UnitInStep(Unit):
     training_state: TrainingState = TrainingState.IDLE
     to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
-    in_method: bool = False  # while a forward method of the user's runs
+    in_method: bool = False  # while a forward method of the user's runs, or a compiled call that finds it unsharded
     kept: bool = False  # the user has unsharded it, and nobody has resharded it since
     accumulated: int = 0  # compiled backwards since gradients were reduced
     reduces_late: bool = False  # a graph has reduced though sync was off in its backward: forward was told otherwise
@@ -56,7 +56,7 @@ class UnitInStep(Unit):
 
     @property
     def is_nested(self) -> bool:
-        """Whether a forward that begins or ends now is part of that of a forward method."""
+        """Whether a forward that begins or ends now is part of that of a forward method, or of the outermost unit."""
         return self.in_method and self.training_state is TrainingState.FORWARD
 
     @property
@@ -117,6 +117,16 @@ class UnitInStep(Unit):
         is_first = self.training_state is not TrainingState.PRE_BACKWARD
         self.training_state = TrainingState.PRE_BACKWARD
         return is_first
+
+    def begin_kept(self) -> None:
+        """Begin a call of the outermost unit that finds it unsharded; uncompiled forwards within are part of it."""
+        self.begin_forward(())
+        self.in_method = True
+        self.hold(True)
+
+    def end_kept(self) -> None:
+        self.in_method = False
+        self.end_forward()
 
     def end_backward(self) -> None:
         """Hand the unit's gradients to the reduction."""

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import unsharded
 from fsdp_compiled.collectives import backend
@@ -19,6 +20,7 @@ from tests.support.training import (
     MLP,
     assert_close,
     batches,
+    compiled,
     each_with_regions,
     full_grads,
     full_params,
@@ -177,3 +179,65 @@ def test_blocks_that_are_kept_are_regions(trains):
         square_loss(lambda _: outputs[0], my_part(batch)).backward()
         square_loss(alone, batch).backward()
         assert_close(_grads(model), full_grads(alone))
+
+
+class _Again(MLP):
+    """Its first block runs once more, outside of any graph."""
+
+    def forward(self, x):
+        return self._again(super().forward(x))
+
+    @torch.compiler.disable
+    def _again(self, x):
+        return x + self.blocks[0](x)
+
+
+@on_ranks(2)
+def test_a_block_may_run_in_the_graph_and_outside():
+    alone, model = _Again(), _Again()
+    shard(model, "eager", reshard_after_forward=False)
+    call = compiled(model, fullgraph=False)
+    for batch in batches(2, 8, 10):
+        _unshard(model)
+        square_loss(call, my_part(batch)).backward()
+        square_loss(alone, batch).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@each_with_regions
+@on_ranks(2)
+def test_a_checkpoint_around_the_call_recomputes_what_ran(mode):
+    """Though the backward before it has told that the units are kept."""
+    alone, model = MLP(), MLP()
+    inner = shard(model, mode, reshard_after_forward=False)
+
+    def call(x):
+        return checkpoint(inner, x, use_reentrant=False)
+
+    for step in range(2):
+        micros = batches(2, 8, 10, seed=step)
+        losses = [square_loss(call, my_part(micro)) for micro in micros]
+        for index, micro in enumerate(micros):
+            _backward(model, losses[index], is_last=index == 1)
+            square_loss(alone, micro).backward()
+        assert_close(full_grads(model), full_grads(alone))
+
+
+class _Clamped(MLP):
+    def forward(self, x):
+        with torch.no_grad():
+            self.blocks[0][0].weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@each_with_regions
+@on_ranks(2)
+def test_what_forward_writes_to_parameters_stays(mode):
+    alone, model = _Clamped(), _Clamped()
+    call = shard(model, mode, reshard_after_forward=False)
+    for batch in batches(2, 8, 10):
+        _unshard(model)
+        square_loss(call, my_part(batch)).backward()
+        square_loss(alone, batch).backward()
+    assert_close(full_grads(model), full_grads(alone))
+    assert_close(full_params(model), full_params(alone))
