@@ -89,7 +89,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """All-gather this module's unit (not the units below it); with ``async_op`` return a handle at once.
 
-        Forward waits by itself if the handle was not waited for. A graph reads it if its forward does not reshard.
+        Forward waits by itself if the handle was not waited for. That of a compiled model all-gathers it again if it
+        reshards it; else it has no communication for it, and the end of backward reduces.
         """
         expect_bool("async_op", async_op)
         state = unit_state(self)
@@ -126,7 +127,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             )
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free (True) or keep (False) unsharded parameters after backward; in graphs if forward keeps them."""
+        """Free (True) or keep (False) unsharded parameters after backward; compiled if forward keeps them, too."""
         for state in _states(self, recurse, reshard_after_backward=reshard_after_backward):
             state.unit.configure(reshard_after_backward=reshard_after_backward)
 

@@ -6,17 +6,20 @@ all-gather and reduce, here around the call of the outermost one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from ..param.param import FSDPParam
 from ..regions.block import COMPILED_IN_PLACE
 from ..regions.choose import with_regions
 from ..tracing.dynamo import get_eval_frame_callback, skipped
 from .backward import before_backward
-from .step import UnitState, is_in_backward
+from .forward import tensors_in
+from .step import TrainingState, UnitState, is_in_backward
 
 T = TypeVar("T")
 
@@ -36,12 +39,12 @@ def run_call(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: A
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _hold(model: nn.Module) -> Sequence[UnitState]:
-    """All-gather the units that are kept, unless they are unsharded; traced reads are of what is registered."""
+    """All-gather the units that are kept, unless they are unsharded; Dynamo traces reads of what is registered."""
     if is_in_backward():
         return ()  # a recomputation must read what its forward read, whatever was learned since
     states: Sequence[UnitState] = model._fsdp_state._lazy_init().all_states  # type: ignore[union-attr, operator]
     kept = [s for s in states if s.unit.is_kept and not s.unit.hooked and not s.unit.config.reshard_after_forward]
-    held = [state for state in kept if all(p.outer is None and p.extension is None for p in state.params)]
+    held = [state for state in kept if all(p.outer is None and p.extension is None for p in _params(state))]
     for state in held:
         for group in state.groups:
             group.drop_stale()
@@ -50,6 +53,10 @@ def _hold(model: nn.Module) -> Sequence[UnitState]:
         state.unshard()
         state.unit.begin_kept()
     return held
+
+
+def _params(state: UnitState) -> Iterable[FSDPParam]:
+    return (param for group in state.groups for param in group.params)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -61,8 +68,27 @@ def _release(held: Sequence[UnitState]) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _watch(held: Sequence[UnitState], output: T) -> T:
     """Return the output so that its backward all-gathers what was resharded since, and reduces at its end."""
+    is_watched = any(tensor.requires_grad for tensor in tensors_in(output))
     for state in held:
         for group in state.groups:
             group.keep_changes()
-        output = before_backward(state, output)
+        if is_watched:
+            output = before_backward(state, output)
+        else:  # the output is an object of the user's
+            _tell(state)
     return output
+
+
+def _tell(state: UnitState) -> None:
+    """Let the gradients of the unit's unsharded parameters begin its backward, which has no other sign."""
+    found = ref(state)  # Python's collector does not look through such hooks
+
+    def run(leaf: Tensor) -> None:
+        if (state := found()) is not None and state.unit.training_state is TrainingState.IDLE:
+            state.pre_backward()
+
+    for param in _params(state):
+        leaf = param.unsharded.param
+        if leaf is not None and leaf.requires_grad and "_fsdp_told" not in vars(leaf):
+            leaf._fsdp_told = True  # type: ignore[attr-defined]
+            leaf.register_post_accumulate_grad_hook(torch.compiler.disable(run))

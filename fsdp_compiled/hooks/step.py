@@ -48,7 +48,8 @@ class UnitInStep(Unit):
     kept: bool = False  # the user has unsharded it, and nobody has resharded it since
     accumulated: int = 0  # compiled backwards since gradients were reduced
     reduces_late: bool = False  # a graph has reduced though sync was off in its backward: forward was told otherwise
-    kept_between: bool = False  # a compiled step was of several backwards, between which the user keeps it unsharded
+    kept_between: bool = False  # the user has kept it unsharded between the backwards of a compiled step
+    is_unsynced: bool = False  # the last backward was without sync
 
     @property
     def is_recomputing(self) -> bool:
@@ -140,6 +141,12 @@ class UnitInStep(Unit):
         self.training_state = TrainingState.IDLE
         self.to_run.clear()
         self.has_compiled_gradients = False
+        if self.config.reduce_grads and not self.is_unsynced and (self.reduces_late or self.kept_between):
+            self.reduces_late = self.kept_between = (
+                False  # the step was of one backward: nothing to learn from others
+            )
+            self.configure(reduces_in_hooks=False)
+        self.is_unsynced = not self.config.reduce_grads
 
     def reset(self) -> None:
         """Return to between two steps, after an exception that may have cut off any other change."""

@@ -215,7 +215,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
     if state.unit.reduces_late:
         yield "set_requires_gradient_sync(False) after forward: graphs leave reductions to the end of backward"
     if not config.reshard_after_backward:
-        yield "set_reshard_after_backward(False): stays unsharded after backward; compiled, if it does after forward"
+        yield "set_reshard_after_backward(False): stays unsharded after backward, compiled if it does after forward"
     layouts = [param.storage.layout for param in params]
     padding = 1 - sum(each.numel for each in layouts) / sum(each.shard_numel * each.world for each in layouts)
     if padding >= NOTABLE_PADDING:

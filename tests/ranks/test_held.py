@@ -241,3 +241,46 @@ def test_what_forward_writes_to_parameters_stays(mode):
         square_loss(alone, batch).backward()
     assert_close(full_grads(model), full_grads(alone))
     assert_close(full_params(model), full_params(alone))
+
+
+class _Wrapped(MLP):
+    def forward(self, x):
+        return Opaque(super().forward(x))
+
+
+class Opaque:
+    """In which nobody finds the tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+@each_with_regions
+@on_ranks(2)
+def test_an_output_in_an_object_of_the_users(mode):
+    alone, model = MLP(), _Wrapped()
+    wrapped = shard(model, mode, reshard_after_forward=False)
+    for batch in batches(2, 8, 10):
+        _unshard(model)
+        square_loss(lambda x: wrapped(x).tensor, my_part(batch)).backward()
+        square_loss(alone, batch).backward()
+        assert_close(full_grads(model), full_grads(alone))
+
+
+@each_with_regions
+@on_ranks(2)
+def test_a_step_of_one_backward_has_its_collectives_in_the_graph_again(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode, reshard_after_forward=False)
+    counts = []
+    for syncs in ([True], [False, True], [False, True], [True], [True]):
+        micros = batches(len(syncs), 8, 10)
+        with _counted() as counted:
+            for sync, micro in zip(syncs, micros, strict=True):
+                loss = square_loss(call, my_part(micro))
+                _backward(model, loss, is_last=sync)
+                square_loss(alone, micro).backward()
+        counts.append(counted)
+        assert_close(full_grads(model), full_grads(alone))
+    assert counts[0] == counts[4]
+    assert counts[2]["all_gather"] == len(states_below([model]))

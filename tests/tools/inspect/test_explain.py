@@ -91,7 +91,7 @@ embed: in one full graph, keep_unsharded_bytes keeps 1 parameter, norm.weight (1
 blocks.0: reshard_after_forward=False
 blocks.0: different dtypes, meshes or sharing: 2 all-gathers in an uncompiled forward
 blocks.0: set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again
-blocks.0: set_reshard_after_backward(False): stays unsharded after backward; compiled, if it does after forward
+blocks.0: set_reshard_after_backward(False): stays unsharded after backward, compiled if it does after forward
 blocks.1: inside another unit: freed by default, so that only units in use take memory
 blocks.1: no gradient: no parameter requires grad: all-gathered, also to pass gradients on, but never reduced
 blocks.1: in one full graph, keep_unsharded_bytes keeps 2 parameters, {attention_norm,ffn_norm}.weight (256 B)
