@@ -141,10 +141,9 @@ class UnitInStep(Unit):
         self.training_state = TrainingState.IDLE
         self.to_run.clear()
         self.has_compiled_gradients = False
-        if self.config.reduce_grads and not self.is_unsynced and (self.reduces_late or self.kept_between):
-            self.reduces_late = self.kept_between = (
-                False  # the step was of one backward: nothing to learn from others
-            )
+        learned = self.reduces_late or self.kept_between
+        if learned and self.config.reduce_grads and not self.is_unsynced:  # the step was of one backward
+            self.reduces_late = self.kept_between = False
             self.configure(reduces_in_hooks=False)
         self.is_unsynced = not self.config.reduce_grads
 
