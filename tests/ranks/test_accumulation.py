@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import pytest
 import torch
 from torch import nn
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
-from fsdp_compiled.collectives import backend
 from fsdp_compiled.hooks.state import states_below
+from tests.support.collectives import counted
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -41,13 +39,13 @@ def test_accumulation_without_sync(mode):
     first, second, third = batches(3, 8, 10)
     for micro in (first, second, third):
         square_loss(alone, micro).backward()
-    with mock.patch.object(backend, "reduce_scatter", wraps=backend.reduce_scatter) as reductions:
+    with counted() as counts:
         for micro in (first, second, third):
             model.set_requires_gradient_sync(micro is third)
             square_loss(call, my_part(micro)).backward()
             if micro is not third:
                 assert all(p.grad is None for p in model.parameters())
-    assert reductions.call_count == len(states_below([model]))  # of each unit's sum, and of nothing else
+    assert counts["reduce_scatter"] == len(states_below([model]))  # of each unit's sum, and of nothing else
     assert_close(full_grads(model), full_grads(alone))
     assert not any(state.unit.config.reduces_in_hooks for state in states_below([model]))
     # and nothing is left over for the next step
@@ -155,14 +153,14 @@ def test_sync_set_between_forward_and_backward(mode):
     alone, model = MLP(), MLP()
     call = shard(model, mode)
     for step in range(3):
-        with mock.patch.object(backend, "reduce_scatter", wraps=backend.reduce_scatter) as reductions:
+        with counted() as counts:
             for index, x in enumerate(batches(3, 8, 10)):
                 square_loss(alone, x).backward()
                 loss = square_loss(call, my_part(x))
                 model.set_requires_gradient_sync(index == 2)
                 loss.backward()
         # Each unit reduces once in a step; the first graph, before it is known, for its own micro-batch, too.
-        assert reductions.call_count == len(states_below([model])) or (mode != "eager" and step == 0)
+        assert counts["reduce_scatter"] == len(states_below([model])) or (mode != "eager" and step == 0)
         assert_close(full_grads(model), full_grads(alone))
         alone.zero_grad()
         model.zero_grad()

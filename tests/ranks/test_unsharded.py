@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_compiled import fully_shard, step_on_shards, stream_parameters, unsharded
-from fsdp_compiled.collectives import backend
+from tests.support.collectives import counted
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -30,13 +30,9 @@ from tests.support.training import (
 
 def _counted(run):
     """How many collectives ``run`` starts."""
-    started = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather", "all_gather_coalesced", "reduce_scatter", "all_reduce"):
-            start = getattr(backend, name)
-            patch.setattr(backend, name, lambda *args, start=start: started.append(args) or start(*args))
+    with counted() as counts:
         run()
-    return len(started)
+    return counts.total()
 
 
 def _is_sharded(model):
