@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
-from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from ..param.gradients import tell
 from ..param.param import FSDPParam
 from ..regions.block import COMPILED_IN_PLACE
 from ..regions.choose import with_regions
@@ -81,14 +81,13 @@ def _watch(held: Sequence[UnitState], output: T) -> T:
 
 def _tell(state: UnitState) -> None:
     """Let the gradients of the unit's unsharded parameters begin its backward, which has no other sign."""
-    found = ref(state)  # Python's collector does not look through such hooks
-
-    def run(leaf: Tensor) -> None:
-        if (state := found()) is not None and state.unit.training_state is TrainingState.IDLE:
-            state.pre_backward()
-
     for param in _params(state):
         leaf = param.unsharded.param
         if leaf is not None and leaf.requires_grad and "_fsdp_told" not in vars(leaf):
             leaf._fsdp_told = True  # type: ignore[attr-defined]
-            leaf.register_post_accumulate_grad_hook(torch.compiler.disable(run))
+            tell(leaf, state, _begin_backward)
+
+
+def _begin_backward(state: UnitState) -> None:
+    if state.unit.training_state is TrainingState.IDLE:
+        state.pre_backward()

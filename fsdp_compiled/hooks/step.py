@@ -83,9 +83,6 @@ class UnitInStep(Unit):
         if not self.config.reduce_grads:
             self.kept_between |= not self.config.reshard_after_backward
             self.reduces_late |= is_reduced
-        in_hooks = self.reduces_late or self.accumulated > 1
-        if self.config.reduces_in_hooks is not in_hooks:
-            self.configure(reduces_in_hooks=in_hooks)
 
     @contextmanager
     def method(self) -> Iterator[None]:
@@ -141,11 +138,12 @@ class UnitInStep(Unit):
         self.training_state = TrainingState.IDLE
         self.to_run.clear()
         self.has_compiled_gradients = False
-        learned = self.reduces_late or self.kept_between
-        if learned and self.config.reduce_grads and not self.is_unsynced:  # the step was of one backward
+        if self.config.reduce_grads and not self.is_unsynced:  # the step was of one backward
             self.reduces_late = self.kept_between = False
-            self.configure(reduces_in_hooks=False)
         self.is_unsynced = not self.config.reduce_grads
+        in_hooks = self.reduces_late or self.accumulated > 1
+        if self.config.reduces_in_hooks is not in_hooks:
+            self.configure(reduces_in_hooks=in_hooks)
 
     def reset(self) -> None:
         """Return to between two steps, after an exception that may have cut off any other change."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import methodcaller
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +18,24 @@ from .placement import ParamPlacement
 from .storage import ShardStorage, without_memory
 from .unit import Unit, UnitConfig
 
+T = TypeVar("T")
+
+
+def tell(leaf: nn.Parameter, owner: T, call: Callable[[T], None]) -> None:
+    """Call ``call(owner)`` whenever a backward has left a gradient in ``leaf``, for as long as the owner lives."""
+    # Python's collector does not look through such hooks: one that refers to the model would keep it for good.
+    found = weakref.ref(owner)
+
+    def run(leaf: Tensor) -> None:
+        if (owner := found()) is not None:
+            call(owner)
+
+    leaf.register_post_accumulate_grad_hook(torch.compiler.disable(run))
+
 
 def tell_unit(leaf: nn.Parameter, unit: Unit) -> None:
     """Let ``unit`` know whenever a compiled backward has left a gradient in ``leaf``."""
-    # Python's collector does not look through such hooks: one that refers to the model would keep it for good.
-    found = weakref.ref(unit)
-
-    def run(leaf: Tensor) -> None:
-        if (unit := found()) is not None:
-            unit.on_compiled_gradient()
-
-    leaf.register_post_accumulate_grad_hook(torch.compiler.disable(run))
+    tell(leaf, unit, methodcaller("on_compiled_gradient"))
 
 
 def after_user_hooks(sharded: nn.Parameter, name: str, grad: DTensor) -> Tensor:
