@@ -138,9 +138,9 @@ class FSDPStateContext:
                 is_reduced = any(gradients.is_reduced for gradients in found)
                 for gradients in found:
                     gradients.accumulate()
-                if not config.reduce_grads or state.unit.accumulated:
-                    is_left = any(gradients.unsharded.grad is not None for gradients in found)
-                    state.unit.note_accumulation(is_reduced, is_left)
+                is_left = any(gradients.unsharded.grad is not None for gradients in found)
+                is_partial = any(gradients.partial.grad is not None for gradients in found)
+                state.unit.accumulation.note_backward(config, is_reduced, is_left, is_partial)
 
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""

@@ -22,6 +22,7 @@ from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
 from ..tracing.dynamo import compiled_autograd
+from .accumulation import Accumulation
 from .forward import EagerHooks
 from .group import FSDPParamGroup
 
@@ -46,10 +47,7 @@ class UnitInStep(Unit):
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
     in_method: bool = False  # while a forward method of the user's runs, or a compiled call that finds it unsharded
     kept: bool = False  # the user has unsharded it, and nobody has resharded it since
-    accumulated: int = 0  # compiled backwards since gradients were reduced
-    reduces_late: bool = False  # a graph has reduced though sync was off in its backward: forward was told otherwise
-    kept_between: bool = False  # the user has kept it unsharded between the backwards of a compiled step
-    is_unsynced: bool = False  # the last backward was without sync
+    accumulation: Accumulation = field(default_factory=Accumulation)
 
     @property
     def is_recomputing(self) -> bool:
@@ -63,7 +61,7 @@ class UnitInStep(Unit):
     @property
     def is_kept(self) -> bool:
         """Whether calls of a compiled model find it unsharded, if forward does not reshard it."""
-        return self.kept or self.kept_between
+        return self.kept or self.accumulation.kept_between
 
     def keep(self) -> None:
         self.kept = True
@@ -72,17 +70,6 @@ class UnitInStep(Unit):
         """Let go of it: hooks do not hold it, nor does the user keep it."""
         self.kept = False
         self.hold(False)
-
-    def note_accumulation(self, is_reduced: bool, is_left: bool) -> None:
-        """Learn from a compiled backward whether its graph has reduced, and whether it leaves sums to be reduced.
-
-        Hooks will reduce these. After two backwards graphs leave the next gradients to them: adding those to sums
-        takes no more memory than the second backward took, and they are reduced once.
-        """
-        self.accumulated = self.accumulated + 1 if is_left else 0
-        if not self.config.reduce_grads:
-            self.kept_between |= not self.config.reshard_after_backward
-            self.reduces_late |= is_reduced
 
     @contextmanager
     def method(self) -> Iterator[None]:
@@ -138,12 +125,11 @@ class UnitInStep(Unit):
         self.training_state = TrainingState.IDLE
         self.to_run.clear()
         self.has_compiled_gradients = False
-        if self.config.reduce_grads and not self.is_unsynced:  # the step was of one backward
-            self.reduces_late = self.kept_between = False
-        self.is_unsynced = not self.config.reduce_grads
-        in_hooks = self.reduces_late or self.accumulated > 1
-        if self.config.reduces_in_hooks is not in_hooks:
-            self.configure(reduces_in_hooks=in_hooks)
+        learned = self.accumulation
+        learned.end_backward(self.config)
+        in_hooks = learned.reduces_in_hooks, learned.all_reduces_in_hooks
+        if (self.config.reduces_in_hooks, self.config.all_reduces_in_hooks) != in_hooks:
+            self.configure(reduces_in_hooks=in_hooks[0], all_reduces_in_hooks=in_hooks[1])
 
     def reset(self) -> None:
         """Return to between two steps, after an exception that may have cut off any other change."""

@@ -130,7 +130,8 @@ class Gradients:
             self._name, self._config = spec.param.name, config
             reduces = config.reduce_grads and not config.reduces_in_hooks
             unsharded = self.is_differentiable and not reduces
-            stops_early = not config.all_reduce_grads and spec.reduction.replicas.world > 1
+            completes = config.all_reduce_grads and not config.all_reduces_in_hooks
+            stops_early = not completes and spec.reduction.replicas.world > 1
             self._is_partial = self.is_differentiable and reduces and stops_early
             own = self.leaf if self._is_of_another_dtype and not unsharded else None
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None

@@ -11,7 +11,9 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import AllGather, ReduceScatter, fully_shard
+from fsdp_compiled.hooks.state import states_below
 from fsdp_compiled.sharding.layout import packed_layout
+from tests.support.collectives import counted
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -69,10 +71,12 @@ def test_micro_batches_that_reduce_over_the_shards_only(mode):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, micros = MLP(), list(batches(3, 8, 10))
     call = shard(model, mode, mesh=mesh)
-    for micro in micros:
-        model.set_requires_all_reduce(micro is micros[-1])
-        square_loss(call, my_part(micro)).backward()
-        assert (model.scale.grad is None) == (micro is not micros[-1])
+    with counted() as counts:
+        for micro in micros:
+            model.set_requires_all_reduce(micro is micros[-1])
+            square_loss(call, my_part(micro)).backward()
+            assert (model.scale.grad is None) == (micro is not micros[-1])
+    assert counts["all_reduce"] == len(states_below([model]))  # of each unit's sum, and of nothing else
     alone = MLP()
     for micro in micros:
         square_loss(alone, micro).backward()
