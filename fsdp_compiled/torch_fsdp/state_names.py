@@ -1,9 +1,9 @@
-"""What PyTorch's own tools read of a unit's state, by the names that FSDP2's state has.
+"""What PyTorch's own tools and other libraries read of a unit's state, by the names that FSDP2's state has.
 
 Until torch 2.13, ``torch.distributed.pipelining`` ends a step through ``_state_ctx``, ``_fsdp_param_group`` or
 ``_fsdp_param_groups``, and ``_root_post_backward_final_callback``; ``torch.distributed.fsdp.share_comm_ctx`` assigns
-``_comm_ctx``, and ``register_fsdp_forward_method`` calls ``_pre_forward`` and ``_post_forward``. Checked on torch
-2.11.0, 2.13.0 and 2.15.0. It must not know what a unit does.
+``_comm_ctx``, and ``register_fsdp_forward_method`` calls ``_pre_forward`` and ``_post_forward``. Models that cast as
+their unit will read ``_mp_policy``. Checked on torch 2.11.0, 2.13.0 and 2.15.0. It must not know what a unit does.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class TorchNames:
 
     pre_forward: Any
     post_forward: Any
+    mp_policy: Any
     _lazy_init: Any
 
     @skipped
@@ -45,6 +46,10 @@ class TorchNames:
     @skipped
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.post_forward.hook(module, args, output)
+
+    @property
+    def _mp_policy(self) -> Any:
+        return self.mp_policy
 
     @property
     def _fsdp_param_group(self) -> _Group:

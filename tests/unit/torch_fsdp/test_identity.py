@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import Shard
 
 import fsdp_compiled
-from fsdp_compiled import fully_shard
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.torch_fsdp.registry import own_record
 
 IMPLEMENTED = (FunctionType, property, classmethod, staticmethod)
@@ -160,3 +160,18 @@ def test_torchs_records_of_meshes_become_ours(fake_group):
 def test_anything_else_stays():
     for value in (None, "cpu", fsdp_compiled.MixedPrecisionPolicy(), Shard(0), torch_fsdp.MixedPrecisionPolicy):
         assert own_record(value) is value
+
+
+class _Casts(nn.Linear):
+    """Casts as its unit will, as models do that share what they cast."""
+
+    def forward(self, x):
+        policy = self._get_fsdp_state()._mp_policy
+        return super().forward(x.to(policy.param_dtype))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_reads_its_units_policy(fake_group, compiled):
+    model = fully_shard(_Casts(4, 4), mp_policy=MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False))
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    assert call(torch.randn(2, 4)).dtype == torch.bfloat16
