@@ -158,6 +158,11 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
     return group._get_backend(device)
 
 
+def autograd_node() -> Any:
+    """Return the node whose backward runs on this thread, if any."""
+    return torch._C._current_autograd_node()  # checked on torch 2.11.0, 2.13.0 and 2.15.0
+
+
 def symmetric_memory() -> ModuleType:
     """Return torch's symmetric memory, imported when it is needed. Without GPUs never run."""
     import torch.distributed._symmetric_memory as memory

@@ -19,7 +19,7 @@ from ..passes.cost import Cluster, Times
 from ..passes.kinds import Kind, Request
 from ..sharding.dtensor import process_group
 from ..sharding.spec import CommSpec, ReductionBucket, ReductionSpec
-from . import backend, copies, reference, streams
+from . import backend, copies, earlier, reference, streams
 from .communicators import Hook, ReduceScatter, registered
 from .streams import Pending
 
@@ -44,10 +44,7 @@ def launch_reduction(
     """
 
     def finish(packed: Tensor) -> list[Tensor]:
-        if any(part is not None for part in partial):
-            for part, piece in zip(partial, bucket.packed.pieces(packed), strict=True):
-                if part is not None:
-                    piece.add_(part.reshape(-1))
+        _add(partial, packed, bucket)
         if bucket.spec.replicas.world > 1:
             with backend.profiled("all_reduce", bucket):
                 _, work = _all_reduce(packed, bucket)
@@ -60,6 +57,13 @@ def launch_reduction(
         return _launch_stage("reduce_scatter", packed, bucket, finish)
     scattered = _launch_stage("reduce_scatter", packed, bucket, lambda output: output)
     return scattered.then(_STREAMS["all_reduce"], packed.device, finish)
+
+
+def _add(partial: Sequence[Tensor | None], packed: Tensor, bucket: ReductionBucket) -> None:
+    if any(part is not None for part in partial):
+        for part, piece in zip(partial, bucket.packed.pieces(packed), strict=True):
+            if part is not None:
+                piece.add_(part.reshape(-1))
 
 
 def launch_replica_reduction(partial: Sequence[Tensor], bucket: ReductionBucket) -> Pending[list[Tensor]]:
@@ -94,9 +98,20 @@ def _needs_no_packing(grad: Tensor, bucket: ReductionBucket) -> bool:
 
 
 def _launch_stage(
-    stage: str, packed: Tensor, bucket: ReductionBucket, finish: Callable[[Tensor], Result]
+    stage: str,
+    packed: Tensor,
+    bucket: ReductionBucket,
+    finish: Callable[[Tensor], Result],
+    sums: Sequence[Tensor | None] = (),
 ) -> Pending[Result]:
-    """Start a stage on packed gradients; ``finish`` continues with its 1-D output, on the same side stream."""
+    """Start a stage on packed gradients and ``sums`` to add to them.
+
+    ``finish`` continues with its 1-D output, on the same side stream.
+    """
+
+    def begin() -> Started:
+        _add(sums, packed.view(-1), bucket)
+        return _START[stage](packed.view(-1), bucket)
 
     def end(started: Started) -> Result:
         output, work = started
@@ -106,7 +121,6 @@ def _launch_stage(
 
     waiting = partial(backend.profiled, f"{stage}_wait", bucket)
     with backend.profiled(stage, bucket):
-        begin = partial(_START[stage], packed.view(-1), bucket)
         return streams.launch(_STREAMS[stage], packed.device, begin, end, waiting)
 
 
@@ -157,10 +171,14 @@ _START: dict[str, Callable[[Tensor, ReductionBucket], Started]] = {
 
 
 def _launch_in_graph(stage: str, given: Sequence[Tensor] | Tensor, bucket: ReductionBucket) -> Pending[Any]:
-    """Start a stage on gradients, or on what the stage before returned; the last one returns sharded gradients."""
-    packed = given if isinstance(given, Tensor) else pack(given, bucket)
+    """Start a stage on gradients, or on what the stage before returned; the last one returns sharded gradients.
+
+    Each takes the sums along that earlier backwards have left for it.
+    """
+    packed = given if isinstance(given, Tensor) else pack(earlier.with_sums(given, bucket), bucket)
     is_last = stage == bucket.stages[-1]
-    return _launch_stage(stage, packed, bucket, lambda out: finish_reduction(out, bucket) if is_last else out)
+    sums = earlier.partial_sums(bucket) if stage == "all_reduce" else ()
+    return _launch_stage(stage, packed, bucket, lambda out: finish_reduction(out, bucket) if is_last else out, sums)
 
 
 def _wait(pending: Pending[Any], stage: str, bucket: ReductionBucket) -> Any:

@@ -248,9 +248,10 @@ class FSDPParamGroup:
         self._to_host.clear()
 
     def _total_gradient(self, param: FSDPParam) -> Tensor | None:
-        grad, accumulated = param.unsharded.take_grad(), param.gradients.unsharded.take()
+        grad = param.unsharded.take_grad()
         if grad is not None:
-            return grad if accumulated is None else accumulated.add_(grad.to(accumulated.dtype))
+            return param.gradients.unsharded.take_with(grad)
+        accumulated = param.gradients.unsharded.take()
         if accumulated is None and self.unit.config.reduce_unused and param.sharded_param.requires_grad:
             shape, dtype = param.storage.layout.shape, param.spec.all_gather.dtype
             return torch.zeros(shape, dtype=dtype, device=param.placement.device)

@@ -134,13 +134,11 @@ class FSDPStateContext:
     def _accumulate_compiled(self) -> None:
         for state in self.all_states:
             if state.unit.has_compiled_gradients:
-                found, config = [param.gradients for param in state.params], state.unit.config
+                found = [param.gradients for param in state.params]
                 is_reduced = any(gradients.is_reduced for gradients in found)
                 for gradients in found:
                     gradients.accumulate()
-                is_left = any(gradients.unsharded.grad is not None for gradients in found)
-                is_partial = any(gradients.partial.grad is not None for gradients in found)
-                state.unit.accumulation.note_backward(config, is_reduced, is_left, is_partial)
+                state.unit.accumulation.note_backward(state.unit.config, is_reduced)
 
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""

@@ -127,9 +127,8 @@ class UnitInStep(Unit):
         self.has_compiled_gradients = False
         learned = self.accumulation
         learned.end_backward(self.config)
-        in_hooks = learned.reduces_in_hooks, learned.all_reduces_in_hooks
-        if (self.config.reduces_in_hooks, self.config.all_reduces_in_hooks) != in_hooks:
-            self.configure(reduces_in_hooks=in_hooks[0], all_reduces_in_hooks=in_hooks[1])
+        if self.config.reduces_in_hooks is not learned.reduces_late:
+            self.configure(reduces_in_hooks=learned.reduces_late)
 
     def reset(self) -> None:
         """Return to between two steps, after an exception that may have cut off any other change."""

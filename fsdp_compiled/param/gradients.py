@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..collectives.earlier import expect_sums, tell_sums
 from ..expect import unexpected
 from ..sharding.dtensor import local_of
 from ..sharding.spec import CommSpec
@@ -87,11 +88,17 @@ class AccumulatedGrad:
             self.leaf.grad = None
         return grad
 
+    def take_with(self, grad: Tensor) -> Tensor:
+        """Return the sum with one more gradient, and forget it."""
+        taken = self.take()
+        return grad if taken is None else taken.add_(grad.to(taken.dtype))
+
 
 class Gradients:
     """The gradients of a sharded parameter and of the leaf by which graphs read it, in ``storage`` both.
 
-    Compiled backwards leave reduced gradients in the leaf, and tell ``unit``.
+    Compiled backwards leave reduced gradients in the leaf, and tell ``unit``. Their reductions take sums from here:
+    see :class:`Sums`.
     """
 
     def __init__(self, leaf: nn.Parameter, storage: ShardStorage, placement: ParamPlacement, unit: Unit) -> None:
@@ -109,8 +116,9 @@ class Gradients:
             self.leaf = AccumulatedGrad(storage.layout.shard_shape, dtypes.gradient, unit).prepare(leaf.device)
         elif self.is_differentiable:
             tell_unit(leaf, unit)
+        tell_sums(leaf, self)
         self._config: UnitConfig | None = None  # that they follow
-        self._name = ""  # full name
+        self.name = ""  # full name
         self._is_partial = False  # whether graphs reduce gradients over the shards only
         self.spec_text = ""  # by which they do
 
@@ -124,18 +132,31 @@ class Gradients:
         """Whether a compiled backward has left a reduced one, which :meth:`accumulate` takes."""
         return self.leaf.grad is not None
 
+    @property
+    def has_sums(self) -> bool:
+        return self.unsharded.grad is not None or self.partial.grad is not None
+
+    def with_sum(self, grad: Tensor) -> Tensor:
+        """Return an unsharded gradient with the sum of those before it, which is forgotten, unless sync is off."""
+        return self.unsharded.take_with(grad) if self._config is not None and self._config.reduce_grads else grad
+
+    def take_partial(self) -> Tensor | None:
+        """Return, and forget, the sum over the shards only, unless it is not to be reduced over replicas."""
+        return self.partial.take() if self._config is not None and self._config.all_reduce_grads else None
+
     def follow(self, spec: CommSpec, text: str, config: UnitConfig) -> None:
         """Make the leaves that ``config`` asks for; ``text`` is that of ``spec``."""
         if config is not self._config:
-            self._name, self._config = spec.param.name, config
+            self.name, self._config = spec.param.name, config
             reduces = config.reduce_grads and not config.reduces_in_hooks
             unsharded = self.is_differentiable and not reduces
-            completes = config.all_reduce_grads and not config.all_reduces_in_hooks
-            stops_early = not completes and spec.reduction.replicas.world > 1
+            stops_early = not config.all_reduce_grads and spec.reduction.replicas.world > 1
             self._is_partial = self.is_differentiable and reduces and stops_early
             own = self.leaf if self._is_of_another_dtype and not unsharded else None
             self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
             self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else own
+        if not (config.reduce_grads and config.all_reduce_grads):
+            expect_sums(self)
         self.spec_text = spec.text_over_shards_only if self._is_partial else text
 
     def accumulate(self, padded: Tensor | None = None) -> None:
@@ -151,7 +172,7 @@ class Gradients:
             return
         local, sharded = self._storage.unpadded(padded).to(self.leaf.device), self._sharded
         if sharded._backward_hooks:
-            local = after_user_hooks(sharded, self._name, self._storage.new_dtensor(local))
+            local = after_user_hooks(sharded, self.name, self._storage.new_dtensor(local))
         if sharded.grad is None:
             self._set(self._storage.new_dtensor(local))
         else:
@@ -167,7 +188,7 @@ class Gradients:
                 raise
             do = "set grad_dtype before the first forward"
             expected = f"grad_dtype to stay {grad.dtype}"
-            raise unexpected(self._name, expected, self._sharded.grad_dtype, do, RuntimeError) from error
+            raise unexpected(self.name, expected, self._sharded.grad_dtype, do, RuntimeError) from error
 
     def accumulate_zeros(self) -> None:
         """Give a trainable parameter that has no gradient one of zeros."""

@@ -25,8 +25,7 @@ class UnitConfig:
     has_hooks: bool = True  # False where all units do, so that eager hooks have nothing to do
     reduce_grads: bool = True  # backward reduces gradients, or accumulates them unsharded
     all_reduce_grads: bool = True  # it also reduces them over replicas, or accumulates what the shards reduced
-    reduces_in_hooks: bool = False  # graphs leave all of that to the end of backward
-    all_reduces_in_hooks: bool = False  # they leave what is to be reduced over replicas
+    reduces_in_hooks: bool = False  # graphs leave that to the end of backward
     reduce_unused: bool = False  # parameters without a gradient take part in the reduction, with zeros
     divide_factor: float | None = None  # what sums of gradients are divided by; None for the number of ranks
     sum_only: bool = False  # reductions must not use an averaging collective
@@ -37,7 +36,7 @@ class UnitConfig:
 
 
 # Fields that no spec depends on. Users change them in every step, and deriving specs takes time.
-_SYNC = frozenset({"reduce_grads", "all_reduce_grads", "reduces_in_hooks", "all_reduces_in_hooks"})
+_SYNC = frozenset({"reduce_grads", "all_reduce_grads", "reduces_in_hooks"})
 
 
 class Follower(Protocol):

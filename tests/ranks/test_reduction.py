@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import AllGather, ReduceScatter, fully_shard
-from fsdp_compiled.hooks.state import states_below
 from fsdp_compiled.sharding.layout import packed_layout
 from tests.support.collectives import counted
 from tests.support.parity import row
@@ -76,7 +75,6 @@ def test_micro_batches_that_reduce_over_the_shards_only(mode):
             model.set_requires_all_reduce(micro is micros[-1])
             square_loss(call, my_part(micro)).backward()
             assert (model.scale.grad is None) == (micro is not micros[-1])
-    assert counts["all_reduce"] == len(states_below([model]))  # of each unit's sum, and of nothing else
     alone = MLP()
     for micro in micros:
         square_loss(alone, micro).backward()
@@ -87,7 +85,9 @@ def test_micro_batches_that_reduce_over_the_shards_only(mode):
     assert torch.equal(*other)
     for param in model.parameters():  # nothing is left over
         param.grad = None
-    assert_close(_grads(model, call, micros[0]), _alone(micros[0]))
+    with counted() as of_one:
+        assert_close(_grads(model, call, micros[0]), _alone(micros[0]))
+    assert counts["all_reduce"] == of_one["all_reduce"]  # the sums went along
 
 
 class Gather(AllGather):
