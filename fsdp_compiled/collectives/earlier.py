@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 from torch import Tensor
 
+from ..errors import FSDPError
 from ..sharding.spec import ReductionBucket
 from . import backend
 
@@ -25,10 +26,9 @@ class Sums(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def has_sums(self) -> bool: ...
     def with_sum(self, grad: Tensor) -> Tensor: ...
     def take_partial(self) -> Tensor | None: ...
+    def keep(self, grad: Tensor) -> None: ...
 
 
 _expected: WeakSet[Sums] = WeakSet()  # those that may be: where there are none, no backward looks at its leaves
@@ -53,6 +53,19 @@ def with_sums(grads: Sequence[Tensor], bucket: ReductionBucket) -> Sequence[Tens
     return [sums[param.name].with_sum(grad) if param.name in sums else grad for param, grad in pairs]
 
 
+def sums_of(leaf: Tensor | None, name: str) -> Sums:
+    """Return the sums of a parameter, given the leaf that stands for them where several have that name."""
+    if (own := getattr(leaf, _SUMS, None)) is not None and (sums := own()) is not None:
+        return sums  # type: ignore[no-any-return]
+    found = _in_backward()
+    if name not in found:
+        raise FSDPError(
+            f"{name}: it is unknown where its gradients are summed up: another parameter of the graph has that name, "
+            "and hooks on saved tensors have copied what tells them apart; compile the models one by one"
+        )
+    return found[name]
+
+
 def partial_sums(bucket: ReductionBucket) -> list[Tensor | None]:
     """Return, and forget, for each parameter the sum of gradients that are reduced over the shards only."""
     sums = _in_backward()
@@ -61,20 +74,17 @@ def partial_sums(bucket: ReductionBucket) -> list[Tensor | None]:
 
 def _in_backward() -> Mapping[str, Sums]:
     """Return the sums that the running backward may take, found once for each of its nodes."""
-    node = backend.autograd_node()
-    found: Mapping[str, Sums] | None = {} if node is None else getattr(node, _SUMS, None)
-    if found is None:
-        found = _sums_of(node)
-        setattr(node, _SUMS, found)
-    return found
-
-
-def _sums_of(node: Any) -> Mapping[str, Sums]:
-    if not _expected:
+    node = backend.autograd_node() if _expected else None
+    if node is None:
         return {}
+    if not hasattr(node, _SUMS):
+        setattr(node, _SUMS, _by_name(node))
+    return getattr(node, _SUMS)  # type: ignore[no-any-return]
+
+
+def _by_name(node: Any) -> Mapping[str, Sums]:
+    """Return those that a node leads to, but for equal names."""
     refs = (getattr(getattr(following, "variable", None), _SUMS, None) for following, _ in node.next_functions)
     found = {sums for each in refs if each is not None and (sums := each()) is not None}
-    if not any(sums.has_sums for sums in found):
-        return {}
     often = Counter(sums.name for sums in found)
-    return {sums.name: sums for sums in found if often[sums.name] == 1}
+    return WeakValueDictionary({sums.name: sums for sums in found if often[sums.name] == 1})

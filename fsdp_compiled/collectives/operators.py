@@ -1,8 +1,8 @@
 """The operators that graphs hold: for one tensor alone, and for a bucket a launch and a wait for each stage.
 
-Tracing and the joint pass leave ``unshard`` and its backward ``reduce_grad``; ``take_shard`` cuts an unsharded
-parameter for a smaller group, and ``with_gradient`` gives the gradient of ``unshard`` to a parameter that an
-all-gather extension made. Each has a schema, a fake, an autograd formula and an implementation by the recipes that
+Tracing and the joint pass leave ``unshard`` and its backward ``reduce_grad``, without sync ``keep_grad``;
+``take_shard`` cuts an unsharded parameter for a smaller group, and ``with_gradient`` gives the gradient of ``unshard``
+to a parameter that an all-gather extension made. Each has a schema, a fake, an autograd formula and an implementation by the recipes that
 the eager hooks use, so a graph that meets no pass still computes the right thing, one parameter at a time.
 
 A launch returns a *handle*, a tensor of one element whose Python object carries the started work; the wait takes
@@ -13,12 +13,13 @@ to Inductor, and kernels of equal layers are equal. Stages that follow pass hand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..agreement.ledger import agree
 from ..errors import FSDPError
@@ -29,7 +30,7 @@ from ..sharding.contract import Contract, contract_of
 from ..sharding.dtensor import process_group
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
-from . import reference
+from . import earlier, reference
 from .all_gather import ALL_GATHER
 from .reduction import REDUCTION
 
@@ -83,8 +84,8 @@ def _opaque(kind: Kind, tensor: Tensor, *others: Any) -> Tensor:
     return result
 
 
-def _opaque_fake(kind: Kind, tensor: Tensor, text: str) -> Tensor:
-    (result,) = kind.results(tensor, kind.bucket_of_one(text, tensor))
+def _opaque_fake(kind: Kind, tensor: Tensor, *others: Any) -> Tensor:
+    (result,) = kind.results(tensor, kind.bucket_of_one(others[-1], tensor))
     return result
 
 
@@ -135,8 +136,8 @@ def unshard(shard: Tensor, unsharded_grad: Tensor | None, shard_grad: Tensor | N
 
     Args:
         shard: this rank's padded shard, in its original dtype.
-        unsharded_grad: if given, the gradient goes to this leaf instead, in the dtype of the reduction, unsharded
-            and not reduced.
+        unsharded_grad: if given, the unsharded gradient is not reduced: it is added to the sum that this leaf of one
+            element stands for, see :func:`keep_grad`.
         shard_grad: if given, it goes to this leaf as a padded shard, in the dtype that ``spec`` says.
         spec: :meth:`CommSpec.encode`, of :meth:`CommSpec.over_shards_only` if it is not reduced over replicas.
 
@@ -164,7 +165,43 @@ def reduce_grad(grad: Tensor, spec: str) -> Tensor:
     Returns:
         This rank's padded shard of the mean, in the dtype of the parameter's gradient.
     """
-    return torch.ops.fsdp_compiled.reduce_grad(grad, spec)
+    return _numbered(torch.ops.fsdp_compiled.reduce_grad.default, grad, spec)
+
+
+def keep_grad(grad: Tensor, leaf: Tensor, spec: str) -> Tensor:
+    """Add an unsharded gradient to the sum of those that are not reduced yet, as soon as it is there.
+
+    Were it returned, all gradients of a graph would be in memory at the end of backward, and the sums as well.
+
+    Args:
+        grad: of the unsharded parameter's shape, any floating-point dtype.
+        leaf: what :func:`unshard` was given as ``unsharded_grad``. A trace keeps it for backward only if parameters
+            of two models have the same name: others find their sum by that.
+        spec: :meth:`CommSpec.encode`.
+
+    Returns:
+        A gradient for ``leaf``, which tells that there was one.
+    """
+    mode = get_proxy_mode()
+    is_unique = mode is not None and len(set(_shards_read(mode.tracer.graph, spec))) == 1
+    return _numbered(torch.ops.fsdp_compiled.keep_grad.default, grad, None if is_unique else leaf, spec)
+
+
+def _shards_read(graph: fx.Graph, spec: str) -> Iterator[Any]:
+    """Yield the shard of each read in a trace that has this text."""
+    for name, place in (("unshard", 0), ("with_gradient", 1)):
+        for node in graph.find_nodes(op="call_function", target=getattr(torch.ops.fsdp_compiled, name).default):
+            if node.args[-1] == spec:
+                yield node.args[place]
+    for node in graph.find_nodes(op="call_function", target=torch.ops.fsdp_compiled.unshard_all.default):
+        yield from (shard for shard, text in zip(node.args[0], node.args[-1], strict=True) if text == spec)
+
+
+def _numbered(op: Any, *args: Any) -> Any:
+    """Call ``op`` with the number of its calls with the same text, the last argument, that the trace holds so far."""
+    mode = get_proxy_mode()
+    before = mode.tracer.graph.find_nodes(op="call_function", target=op) if mode is not None else ()
+    return op(*args[:-1], sum(node.args[-1] == args[-1] for node in before), args[-1])
 
 
 def with_gradient(
@@ -217,37 +254,48 @@ def meta_parameter(name: str) -> str:
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *_, unsharded_grad, shard_grad, ctx.spec = inputs
-    ctx.keeps_unsharded, ctx.has_other_shard = unsharded_grad is not None, shard_grad is not None
+    ctx.unsharded_grad, ctx.has_other_shard = unsharded_grad, shard_grad is not None
 
 
 def _unshard_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of (shard, unsharded_grad, shard_grad, spec): one of the first three."""
-    if ctx.keeps_unsharded:
-        return None, grad.to(CommSpec.decode(ctx.spec).reduction.dtype), None, None
+    if ctx.unsharded_grad is not None:
+        return None, keep_grad(grad, ctx.unsharded_grad, ctx.spec), None, None
     reduced = reduce_grad(grad, ctx.spec)
     return (None, None, reduced, None) if ctx.has_other_shard else (reduced, None, None, None)
 
 
 def _save_all_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
-    _, _, ctx.targets, ctx.specs = inputs
+    _, ctx.leaves, ctx.targets, ctx.specs = inputs
     ctx.set_materialize_grads(False)  # a parameter that was not read has no gradient
 
 
 def _unshard_all_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients of (shards, leaves, targets, specs)."""
-    found: list[Tensor | None] = list(grads)
+    found, leaves = list[Tensor | None](grads), iter(ctx.leaves)
     for index, (grad, target, text) in enumerate(zip(grads, ctx.targets, ctx.specs, strict=True)):
-        if grad is not None and target == _UNSHARDED:
-            found[index] = grad.to(CommSpec.decode(text).reduction.dtype)
+        leaf = next(leaves) if target != _SHARD else None
+        if grad is not None and leaf is not None and target == _UNSHARDED:
+            found[index] = keep_grad(grad, leaf, text)
     pairs = enumerate(zip(grads, ctx.targets, strict=True))
     if to_reduce := [index for index, (grad, target) in pairs if grad is not None and target != _UNSHARDED]:
         texts = [ctx.specs[index] for index in to_reduce]
-        reduced = torch.ops.fsdp_compiled.reduce_all([grads[index] for index in to_reduce], texts)
+        reduce_all = torch.ops.fsdp_compiled.reduce_all.default
+        reduced = _numbered(reduce_all, [grads[index] for index in to_reduce], texts)
         for index, result in zip(to_reduce, reduced, strict=True):
             found[index] = result
     of_shards = [each if target == _SHARD else None for each, target in zip(found, ctx.targets, strict=True)]
     of_leaves = [each for each, target in zip(found, ctx.targets, strict=True) if target != _SHARD]
     return of_shards, of_leaves, None, None
+
+
+def _keep_grad(grad: Tensor, leaf: Tensor | None, number: int, text: str) -> Tensor:
+    earlier.sums_of(leaf, CommSpec.decode(text).param.name).keep(grad)
+    return _keep_grad_fake(grad).zero_()
+
+
+def _keep_grad_fake(grad: Tensor, *_: Any) -> Tensor:
+    return grad.new_empty(1, dtype=torch.float32)
 
 
 def _take_shard(unsharded: Tensor, dim: int, world: int, group: str) -> Tensor:
@@ -259,11 +307,13 @@ def _take_shard_fake(unsharded: Tensor, dim: int, world: int, group: str) -> Ten
     return unsharded.new_empty(ShardLayout(tuple(unsharded.shape), dim, world).shard_shape)
 
 
-define_kind(REDUCTION)
-_define_stages(ALL_GATHER)  # its opaque operator takes more than a tensor
+for _kind in (ALL_GATHER, REDUCTION):  # whose opaque operators take more than a tensor and a text
+    _define_stages(_kind)
+_define(nodes.REDUCE_SCHEMA, partial(_opaque, REDUCTION), partial(_opaque_fake, REDUCTION))
 _define(nodes.UNSHARD_SCHEMA, partial(_opaque, ALL_GATHER), _unshard_fake)
 _define(nodes.UNSHARD_ALL_SCHEMA, _for_each(partial(_opaque, ALL_GATHER)), _for_each(_unshard_fake))
 _define(nodes.REDUCE_ALL_SCHEMA, _for_each(partial(_opaque, REDUCTION)), _for_each(partial(_opaque_fake, REDUCTION)))
+_define(nodes.KEEP_GRAD_SCHEMA, _keep_grad, _keep_grad_fake)
 _define(nodes.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
 _define(nodes.WITH_GRADIENT_SCHEMA, lambda value, *_: value.clone(), lambda value, *_: torch.empty_like(value))
 _differentiate("unshard", _unshard_backward, _save_for_backward)

@@ -58,7 +58,7 @@ class _Reduction:
     def accumulate(self, results: Sequence[Tensor]) -> None:
         for param, grad in zip(self.params, results, strict=True):
             if self.is_partial:
-                param.gradients.partial.add(grad.clone())
+                param.gradients.partial.add(grad, copy=True)
             else:
                 param.gradients.accumulate(grad)
 

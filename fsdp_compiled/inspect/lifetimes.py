@@ -270,6 +270,9 @@ class GraphMemory:
             self._keys[node] = self._lists[node]
         elif nodes.is_wait(node) and nodes.stage_of(node) == nodes.bucket_of(node).stages[-1]:
             self._wait(node, node)
+        elif nodes.is_keep_grad(node):  # its result stands for the sum, which a step of micro-batches begins
+            size = nodes.value_of(nodes.source_of(node)).numel() * nodes.spec_of(node).reduction.dtype.itemsize
+            self._allocate(node, node, [(node.name, "unsharded gradients", size)])
         elif not nodes.is_ours(node) and not _is_same_memory(node) and self._has_memory(node):
             part: Part = "logits and loss" if self._is_logits(node) else "temporaries"
             self._allocate(node, node, [(node.name, part, sum(map(tensor_bytes, each))) for each in _values_of(node)])

@@ -77,9 +77,10 @@ class AccumulatedGrad:
     def grad(self) -> Tensor | None:
         return None if self.leaf is None else self.leaf.grad
 
-    def add(self, grad: Tensor) -> None:
-        leaf, grad = self.prepare(grad.device), grad.to(self._dtype)
-        leaf.grad = grad if leaf.grad is None else leaf.grad.add_(grad)
+    def add(self, grad: Tensor, copy: bool = False) -> None:
+        """Add a gradient; ``copy`` if its memory is needed for something else afterwards."""
+        leaf = self.prepare(grad.device)
+        leaf.grad = grad.to(self._dtype, copy=copy) if leaf.grad is None else leaf.grad.add_(grad.to(self._dtype))
 
     def take(self) -> Tensor | None:
         """Return the sum and forget it."""
@@ -108,6 +109,8 @@ class Gradients:
         self.partial = AccumulatedGrad(storage.layout.shard_shape, dtypes.reduction, unit)  # reduced over shards only
         # The leaf that takes what a graph makes instead of the parameter's, see reads.py: unsharded, or a shard.
         self.unsharded_leaf: nn.Parameter | None = None
+        self._keeping: nn.Parameter | None = None
+        self._unit = unit
         self.shard_leaf: nn.Parameter | None = None
         # The leaf that takes complete gradients: autograd would cast those of ``leaf`` to its own dtype.
         self.leaf, self._is_of_another_dtype = leaf, dtypes.gradient != leaf.dtype
@@ -132,13 +135,13 @@ class Gradients:
         """Whether a compiled backward has left a reduced one, which :meth:`accumulate` takes."""
         return self.leaf.grad is not None
 
-    @property
-    def has_sums(self) -> bool:
-        return self.unsharded.grad is not None or self.partial.grad is not None
-
     def with_sum(self, grad: Tensor) -> Tensor:
         """Return an unsharded gradient with the sum of those before it, which is forgotten, unless sync is off."""
         return self.unsharded.take_with(grad) if self._config is not None and self._config.reduce_grads else grad
+
+    def keep(self, grad: Tensor) -> None:
+        """Add an unsharded gradient of a graph, which uses its memory again."""
+        self.unsharded.add(grad, copy=True)
 
     def take_partial(self) -> Tensor | None:
         """Return, and forget, the sum over the shards only, unless it is not to be reduced over replicas."""
@@ -153,11 +156,19 @@ class Gradients:
             stops_early = not config.all_reduce_grads and spec.reduction.replicas.world > 1
             self._is_partial = self.is_differentiable and reduces and stops_early
             own = self.leaf if self._is_of_another_dtype and not unsharded else None
-            self.unsharded_leaf = self.unsharded.prepare(self._device) if unsharded else None
+            self.unsharded_leaf = self._keeping_leaf() if unsharded else None
             self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else own
         if not (config.reduce_grads and config.all_reduce_grads):
             expect_sums(self)
         self.spec_text = spec.text_over_shards_only if self._is_partial else text
+
+    def _keeping_leaf(self) -> nn.Parameter:
+        """Return the leaf that stands for the sum of unsharded gradients."""
+        if self._keeping is None:
+            self._keeping = nn.Parameter(torch.zeros(1, device=self._device))
+            tell_unit(self._keeping, self._unit)
+            tell_sums(self._keeping, self)
+        return self._keeping
 
     def accumulate(self, padded: Tensor | None = None) -> None:
         """Add a reduced, padded gradient, and what a compiled backward has left in the leaf, to the parameter's.

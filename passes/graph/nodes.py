@@ -24,10 +24,14 @@ from ..kinds import Kind
 NAMESPACE = "fsdp_compiled"
 UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? shard_grad, str spec) -> Tensor"
 UNSHARD_ALL_SCHEMA = "unshard_all(Tensor[] shards, Tensor[] leaves, int[] targets, str[] specs) -> Tensor[]"
-REDUCE_ALL_SCHEMA = "reduce_all(Tensor[] grads, str[] specs) -> Tensor[]"
+# What is done twice with equal arguments is taken for the same and done once; ``number`` tells calls apart, which add
+# what there is beside their arguments.
+REDUCE_SCHEMA = "reduce_grad(Tensor grad, int number, str spec) -> Tensor"
+REDUCE_ALL_SCHEMA = "reduce_all(Tensor[] grads, int number, str[] specs) -> Tensor[]"
 WITH_GRADIENT_SCHEMA = (
     "with_gradient(Tensor unsharded, Tensor shard, Tensor? unsharded_grad, Tensor? shard_grad, str spec) -> Tensor"
 )
+KEEP_GRAD_SCHEMA = "keep_grad(Tensor grad, Tensor? leaf, int number, str spec) -> Tensor"
 TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
 
 OPAQUE_SCHEMA = "{}(Tensor input, str bucket) -> Tensor"  # of a kind whose own operator takes no other arguments
@@ -55,6 +59,7 @@ def _is_op(name: str, node: fx.Node) -> bool:
 
 is_unshard = partial(_is_op, "unshard")  # tells whether a node all-gathers one parameter
 is_reduce_grad = partial(_is_op, "reduce_grad")  # reduces one gradient
+is_keep_grad = partial(_is_op, "keep_grad")  # adds an unsharded gradient to a sum
 is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for a smaller group
 
 
@@ -93,7 +98,7 @@ def asked_of(node: fx.Node) -> Bucket:
 
 
 def spec_of(node: fx.Node) -> CommSpec:
-    """Return the spec of an ``unshard``, ``reduce_grad`` or ``with_gradient`` node."""
+    """Return the spec of an ``unshard``, ``reduce_grad``, ``keep_grad`` or ``with_gradient`` node."""
     value = value_of(source_of(node))
     return CommSpec.decode(str(node.args[-1])).for_input(value.shape, value.dtype)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.hooks.state import states_below
 from tests.support.collectives import counted
+from tests.support.graphs import record
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
@@ -233,3 +237,44 @@ def test_sums_of_two_models_whose_parameters_have_the_same_names(together):
             call(my_part(first)).backward()
     by_hooks = len(states_below([models[0]])) if together else 0
     assert counts["reduce_scatter"] == of_one["reduce_scatter"] + by_hooks
+
+
+class _Twice(nn.Module):
+    """Reads a parameter twice, with one gradient for both, which compilers take for one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bias, self.weight = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias + self.bias
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("copies_saved", [False, True])
+@on_ranks(2)
+def test_each_sum_is_taken_once(backend, copies_saved):
+    model, alone = _Twice(), _Twice()
+    call = torch.compile(fully_shard(model), backend=backend, fullgraph=True)
+    for number, batch in enumerate(batches(3, 8, 6)):
+        model.set_requires_gradient_sync(number == 2)
+        # as hooks that move activations to the CPU do
+        with saved_tensors_hooks(torch.clone, lambda tensor: tensor) if copies_saved else nullcontext():
+            output = call(my_part(batch))
+        output.square().mean().backward()
+        alone(batch).square().mean().backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@on_ranks(2)
+def test_gradients_without_sync_are_not_in_memory_together():
+    """A graph adds each to its sum and returns one element for it."""
+    model = MLP()
+    shard(model, "eager")
+    call, recorder = record(model)
+    model.set_requires_gradient_sync(False)
+    square_loss(call, my_part(batches(1, 8, 10)[0])).backward()
+    (output,) = recorder.only("backward").find_nodes(op="output")
+    assert {node.meta["val"].numel() for node in output.all_input_nodes} == {1}
+    assert all(param.gradients.unsharded.grad is not None for s in states_below([model]) for param in s.params)

@@ -48,6 +48,14 @@ def test_what_lies_on_the_host_takes_no_memory_of_the_device():
     assert memory.curve[-1].bytes == memory.curve[0].bytes == 64 * 16 * 4  # the batch
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_gradients_without_sync_stay_unsharded():
+    layer = fully_shard(nn.Linear(16, 16, bias=False))
+    layer.set_requires_gradient_sync(False)
+    memory = capture(layer, torch.ones(64, 16), code=False).memory
+    assert memory.curve[-1].bytes == memory.curve[0].bytes + 16 * 16 * 4  # parameters, state, the batch and the sum
+
+
 class Experts(nn.Module):
     """A parameter that expert parallelism alone shards, and a matrix."""
 

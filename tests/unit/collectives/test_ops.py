@@ -12,6 +12,7 @@ from torch.library import opcheck
 
 from fsdp_compiled import collectives
 from fsdp_compiled.collectives import copies, reduce_grad, reference, unshard
+from fsdp_compiled.collectives.earlier import tell_sums
 from fsdp_compiled.errors import FSDPError
 from fsdp_compiled.sharding.layout import ShardLayout, packed_layout
 from fsdp_compiled.sharding.spec import (
@@ -48,15 +49,27 @@ def test_a_spec_survives_its_text():
     assert ReductionBucket.decode(bucket.encode()) == bucket
 
 
+class Sums:
+    """Takes what is kept for a parameter."""
+
+    name = "weight"
+
+    def keep(self, grad):
+        self.kept = grad.clone()
+
+
 @pytest.mark.parametrize("shape", [(6,), (4, 3)])
 def test_opcheck(shape):
     spec = _spec(shape, 1, "")
     shard = torch.randn(shape, requires_grad=True)
     opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, None, None, spec))
     leaf = torch.randn(shape, requires_grad=True)
-    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, leaf, None, spec))
     opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, None, leaf, spec))
-    opcheck(torch.ops.fsdp_compiled.reduce_grad.default, (torch.randn(shape), spec))
+    of_one, sums = torch.zeros(1, requires_grad=True), Sums()
+    tell_sums(of_one, sums)
+    without_copies = ("test_schema", "test_autograd_registration", "test_faketensor")  # which have no sums
+    opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, of_one, None, spec), test_utils=without_copies)
+    opcheck(torch.ops.fsdp_compiled.reduce_grad.default, (torch.randn(shape), 0, spec))
 
 
 def test_fake_shapes_and_dtypes():
@@ -96,10 +109,17 @@ def test_an_unpacked_parameter_is_contiguous_whatever_dimension_is_sharded(shape
 def test_a_leaf_takes_the_unsharded_gradient():
     spec = _spec((4,), 2, torch.distributed.group.WORLD.group_name)
     shard = torch.ones(2, requires_grad=True)
-    leaf = torch.zeros(1).expand(4).requires_grad_()
+    leaf, sums = torch.zeros(1, requires_grad=True), Sums()
+    tell_sums(leaf, sums)
     unshard(shard, leaf, None, spec).sum().backward()
-    assert shard.grad is None
-    torch.testing.assert_close(leaf.grad, torch.ones(4))
+    assert shard.grad is None and leaf.grad.shape == (1,)
+    torch.testing.assert_close(sums.kept, torch.ones(4))
+
+
+def test_a_leaf_whose_sums_are_unknown():
+    shard, leaf = torch.ones(4, requires_grad=True), torch.zeros(1, requires_grad=True)
+    with pytest.raises(FSDPError, match="weight: it is unknown where its gradients are summed up"):
+        unshard(shard, leaf, None, _spec((4,), 1, "")).sum().backward()
 
 
 def test_a_shard_on_the_meta_device():
