@@ -85,7 +85,8 @@ def collective_us(node: fx.Node, cluster: Cluster) -> float:
 
 def flops_of(node: fx.Node) -> float | None:
     """Return the FLOPs that a product or an attention needs, by torch's formulas; None for other nodes."""
-    formula = flop_registry.get(COUNTED_AS.get(packet_of(node), packet_of(node)))
+    operator = packet_of(node) or call_of(node).target  # higher-order operators, as of flex attention, have no packet
+    formula = flop_registry.get(COUNTED_AS.get(operator, operator))
     if node.op != "call_function" or formula is None:
         return None
     stand_in = _with_equal_heads(node) if is_attention(node) else _stand_in
@@ -199,7 +200,8 @@ def _with_equal_heads(node: fx.Node) -> Callable[[Any], Any]:
     def is_heads(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.dim() in (3, 4)
 
-    heads = max((found.shape[1] for n in node.all_input_nodes if is_heads(found := _stand_in(n))), default=0)
+    first = map(_stand_in, call_of(node).args[:3])  # queries are among them; what flex attention captures is not
+    heads = max((found.shape[1] for found in first if is_heads(found)), default=0)
 
     def given(argument: Any) -> Any:
         found = _stand_in(argument)

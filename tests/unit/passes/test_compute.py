@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._prims import rng_prims
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.utils.flop_counter import flop_registry
 
 from fsdp_compiled.passes.cost import Cluster, Link
 from fsdp_compiled.passes.cost.compute import is_attention, is_backward, node_us, tensors_of
@@ -50,6 +52,22 @@ def test_attention_of_fewer_keys_than_queries(name):
         return node_us(node, replace(TOY, kernel_us=0.0, memory_bytes_per_s=1e20))
 
     assert us(2) == us(8) == pytest.approx(4 * 8 * 64**3 / 1e12 / 0.7 * 1e6)
+
+
+@pytest.mark.skipif(flex_attention not in flop_registry, reason="this torch has no formula for flex attention")
+@pytest.mark.parametrize("heads", [2, 8])
+def test_flex_attention_counts_in_full(heads):
+    """How much its mask leaves out is not known. What its functions capture has no heads."""
+    b, free = Builder(), replace(TOY, kernel_us=0.0, memory_bytes_per_s=1e20)
+    q, k, v = (b.input(n, 1, h, 64, 64) for n, h in (("q", 8), ("k", heads), ("v", heads)))
+    sums, captured = b.input("sums", 1, 8, 64), b.input("captured", 8, 64, 64)
+    node = b.graph.call_function(flex_attention, (q, k, v, None, (64, 64, captured), 1.0, {}, (captured,), ()))
+    node.meta["val"] = (q.meta["val"], sums.meta["val"])
+    args = (q, k, v, q, sums, q, None, None, None, (64, 64, captured), 1.0, {}, (captured,), ())
+    back = b.graph.call_function(flex_attention_backward, args)
+    back.meta["val"] = (q.meta["val"], k.meta["val"], v.meta["val"], (captured.meta["val"],))
+    whole = 4 * 8 * 64**3 / 1e12 / 0.7 * 1e6
+    assert (node_us(node, free), node_us(back, free)) == pytest.approx((whole, 2.5 * whole))
 
 
 @pytest.mark.parametrize("name", ["_for_cpu", ""])
