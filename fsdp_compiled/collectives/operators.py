@@ -1,10 +1,10 @@
 """The operators that graphs hold: for one tensor alone, and for a bucket a launch and a wait for each stage.
 
 Tracing and the joint pass leave ``unshard`` and its backward ``reduce_grad``, without sync ``keep_grad``;
-``take_shard`` cuts an unsharded parameter for a smaller group, and ``with_gradient`` gives the gradient of ``unshard``
-to a parameter that an all-gather extension made. Each has a schema, a fake, an autograd formula and an implementation
-by the recipes that the eager hooks use, so a graph that meets no pass still computes the right thing, one parameter at
-a time.
+``take_shard`` cuts an unsharded parameter for a smaller group, and ``with_gradient`` gives the gradient of
+``unshard`` to a parameter that an all-gather extension made. Each has a schema, a fake, an autograd formula and an
+implementation by the recipes that the eager hooks use, so a graph that meets no pass still computes the right thing,
+one parameter at a time.
 
 A launch returns a *handle*, a tensor of one element whose Python object carries the started work; the wait takes
 the handle and returns the results. So nothing aliases, no table of works is needed, and what an exception leaves
