@@ -51,9 +51,9 @@ def _define(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
     torch.library.register_fake(f"{nodes.NAMESPACE}::{name}", partial(_traced, fake), lib=_library)
 
 
-def _traced(fake: Callable[..., Any], *args: Any) -> Any:
+def _traced(fake: Callable[..., Any], *args: Any, **number: int) -> Any:
     products.found_ours()
-    return fake(*args)
+    return fake(*args, **number)
 
 
 def _differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
@@ -74,7 +74,7 @@ def _define_stages(kind: Kind) -> None:
         _define(nodes.WAIT_SCHEMA.format(stage), partial(_wait, kind, stage), partial(_wait_fake, kind, stage))
 
 
-def _opaque(kind: Kind, tensor: Tensor, *others: Any) -> Tensor:
+def _opaque(kind: Kind, tensor: Tensor, *others: Any, number: int = 0) -> Tensor:
     """Do for one tensor what its kind does, stage by stage; ranks agree before. The last argument is the text."""
     bucket = kind.bucket_of_one(others[-1], tensor)
     agree(contract_of(bucket))
@@ -85,8 +85,8 @@ def _opaque(kind: Kind, tensor: Tensor, *others: Any) -> Tensor:
     return result
 
 
-def _opaque_fake(kind: Kind, tensor: Tensor, *others: Any) -> Tensor:
-    (result,) = kind.results(tensor, kind.bucket_of_one(others[-1], tensor))
+def _opaque_fake(kind: Kind, tensor: Tensor, text: str, number: int = 0) -> Tensor:
+    (result,) = kind.results(tensor, kind.bucket_of_one(text, tensor))
     return result
 
 
@@ -202,7 +202,8 @@ def _numbered(op: Any, *args: Any) -> Any:
     """Call ``op`` with the number of its calls with the same text, the last argument, that the trace holds so far."""
     mode = get_proxy_mode()
     before = mode.tracer.graph.find_nodes(op="call_function", target=op) if mode is not None else ()
-    return op(*args[:-1], sum(node.args[-1] == args[-1] for node in before), args[-1])
+    number = sum(node.args[-1] == args[-1] for node in before)
+    return op(*args, number=number) if number else op(*args)
 
 
 def with_gradient(
@@ -235,7 +236,7 @@ def _subclass_with_gradient(unsharded: Tensor, *others: Any) -> Tensor:
 
 def _for_each(run: Callable[..., Tensor]) -> Callable[..., list[Tensor]]:
     """Return the operator on several tensors: the first argument; the last one is a text for each."""
-    return lambda tensors, *others: list(map(run, tensors, others[-1]))
+    return lambda tensors, *others, number=0: list(map(run, tensors, others[-1]))
 
 
 def _unshard_fake(shard: Tensor, *others: Any) -> Tensor:
@@ -290,12 +291,12 @@ def _unshard_all_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any
     return of_shards, of_leaves, None, None
 
 
-def _keep_grad(grad: Tensor, leaf: Tensor | None, number: int, text: str) -> Tensor:
+def _keep_grad(grad: Tensor, leaf: Tensor | None, text: str, number: int = 0) -> Tensor:
     earlier.sums_of(leaf, CommSpec.decode(text).param.name).keep(grad)
     return _keep_grad_fake(grad).zero_()
 
 
-def _keep_grad_fake(grad: Tensor, *_: Any) -> Tensor:
+def _keep_grad_fake(grad: Tensor, *_: Any, number: int = 0) -> Tensor:
     return grad.new_empty(1, dtype=torch.float32)
 
 

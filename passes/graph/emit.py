@@ -62,7 +62,7 @@ def insert_cast(before: fx.Node, node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def insert_reduce_grad(before: fx.Node, grad: fx.Node, spec: CommSpec, value: Any = None) -> fx.Node:
-    return insert(before, torch.ops.fsdp_compiled.reduce_grad.default, grad, 0, spec.encode(), value=value)
+    return insert(before, torch.ops.fsdp_compiled.reduce_grad.default, grad, spec.encode(), value=value)
 
 
 def insert_unshard(before: fx.Node, shard: fx.Node, spec: CommSpec, value: Any = None) -> fx.Node:

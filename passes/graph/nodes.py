@@ -26,12 +26,12 @@ UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? shard_gr
 UNSHARD_ALL_SCHEMA = "unshard_all(Tensor[] shards, Tensor[] leaves, int[] targets, str[] specs) -> Tensor[]"
 # What is done twice with equal arguments is taken for the same and done once; ``number`` tells calls apart, which add
 # what there is beside their arguments.
-REDUCE_SCHEMA = "reduce_grad(Tensor grad, int number, str spec) -> Tensor"
-REDUCE_ALL_SCHEMA = "reduce_all(Tensor[] grads, int number, str[] specs) -> Tensor[]"
+REDUCE_SCHEMA = "reduce_grad(Tensor grad, str spec, *, int number=0) -> Tensor"
+REDUCE_ALL_SCHEMA = "reduce_all(Tensor[] grads, str[] specs, *, int number=0) -> Tensor[]"
 WITH_GRADIENT_SCHEMA = (
     "with_gradient(Tensor unsharded, Tensor shard, Tensor? unsharded_grad, Tensor? shard_grad, str spec) -> Tensor"
 )
-KEEP_GRAD_SCHEMA = "keep_grad(Tensor grad, Tensor? leaf, int number, str spec) -> Tensor"
+KEEP_GRAD_SCHEMA = "keep_grad(Tensor grad, Tensor? leaf, str spec, *, int number=0) -> Tensor"
 TAKE_SHARD_SCHEMA = "take_shard(Tensor unsharded, int dim, int world, str group) -> Tensor"
 
 OPAQUE_SCHEMA = "{}(Tensor input, str bucket) -> Tensor"  # of a kind whose own operator takes no other arguments

@@ -83,7 +83,7 @@ class Builder:
         return self.op("unshard", (shard, None, None, spec.encode()))
 
     def reduce_grad(self, grad, spec):
-        return self.op("reduce_grad", (grad, 0, spec.encode()))
+        return self.op("reduce_grad", (grad, spec.encode()))
 
     def call(self, op, *args):
         """Append an operator that is not ours."""

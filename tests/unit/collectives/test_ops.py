@@ -69,7 +69,7 @@ def test_opcheck(shape):
     tell_sums(of_one, sums)
     without_copies = ("test_schema", "test_autograd_registration", "test_faketensor")  # which have no sums
     opcheck(torch.ops.fsdp_compiled.unshard.default, (shard, of_one, None, spec), test_utils=without_copies)
-    opcheck(torch.ops.fsdp_compiled.reduce_grad.default, (torch.randn(shape), 0, spec))
+    opcheck(torch.ops.fsdp_compiled.reduce_grad.default, (torch.randn(shape), spec))
 
 
 def test_fake_shapes_and_dtypes():
