@@ -163,6 +163,11 @@ def autograd_node() -> Any:
     return torch._C._current_autograd_node()  # checked on torch 2.11.0, 2.13.0 and 2.15.0
 
 
+def will_run(node: Any) -> bool:
+    """Tell whether the running backward reaches ``node``; one that was given ``inputs`` does not reach all."""
+    return torch._C._will_engine_execute_node(node)
+
+
 def symmetric_memory() -> ModuleType:
     """Return torch's symmetric memory, imported when it is needed. Without GPUs never run."""
     import torch.distributed._symmetric_memory as memory

@@ -14,11 +14,12 @@ from weakref import WeakSet, WeakValueDictionary, ref
 
 from torch import Tensor
 
+from ..agreement.peers import backward_task
 from ..errors import FSDPError
 from ..sharding.spec import ReductionBucket
 from . import backend
 
-_SUMS = "_fsdp_sums"  # of a leaf: a weak reference to its sums; of a node: those that it leads to, by name
+_SUMS = "_fsdp_sums"  # of a leaf: a weak reference to its sums; of a node: the backward, and those that it leads to
 
 
 class Sums(Protocol):
@@ -46,45 +47,47 @@ def expect_sums(sums: Sums) -> None:
 
 def with_sums(grads: Sequence[Tensor], bucket: ReductionBucket) -> Sequence[Tensor]:
     """Return unsharded gradients with the sums of those that no backward has reduced, which are forgotten."""
-    sums = _in_backward()
-    if not sums:
-        return grads
+    sums = _in_backward() or {}
     pairs = zip(bucket.params, grads, strict=True)
     return [sums[param.name].with_sum(grad) if param.name in sums else grad for param, grad in pairs]
 
 
-def sums_of(leaf: Tensor | None, name: str) -> Sums:
-    """Return the sums of a parameter, given the leaf that stands for them where several have that name."""
-    if (own := getattr(leaf, _SUMS, None)) is not None and (sums := own()) is not None:
-        return sums  # type: ignore[no-any-return]
-    found = _in_backward()
-    if name not in found:
+def keep(grad: Tensor, leaf: Tensor | None, name: str) -> None:
+    """Add an unsharded gradient to the sum of a parameter, given the leaf that stands for it among equal names."""
+    if (found := _in_backward()) is None:
+        return
+    sums = found.get(name) or getattr(leaf, _SUMS, lambda: None)()
+    if sums is None:
         raise FSDPError(
             f"{name}: it is unknown where its gradients are summed up: another parameter of the graph has that name, "
             "and hooks on saved tensors have copied what tells them apart; compile the models one by one"
         )
-    return found[name]
+    sums.keep(grad)
 
 
 def partial_sums(bucket: ReductionBucket) -> list[Tensor | None]:
     """Return, and forget, for each parameter the sum of gradients that are reduced over the shards only."""
-    sums = _in_backward()
+    sums = _in_backward() or {}
     return [sums[param.name].take_partial() if param.name in sums else None for param in bucket.params]
 
 
-def _in_backward() -> Mapping[str, Sums]:
-    """Return the sums that the running backward may take, found once for each of its nodes."""
-    node = backend.autograd_node() if _expected else None
-    if node is None:
+def _in_backward() -> Mapping[str, Sums] | None:
+    """Return the sums that the running backward may take, found once for each of its nodes; None if it drops all.
+
+    One that was given ``inputs``, as by ``torch.autograd.grad``, drops the gradients of parameters.
+    """
+    if (node := backend.autograd_node() if _expected else None) is None:
         return {}
-    if not hasattr(node, _SUMS):
-        setattr(node, _SUMS, _by_name(node))
-    return getattr(node, _SUMS)  # type: ignore[no-any-return]
+    if getattr(node, _SUMS, (None,))[0] != backward_task():
+        setattr(node, _SUMS, (backward_task(), _by_name(node)))
+    return getattr(node, _SUMS)[1]  # type: ignore[no-any-return]
 
 
-def _by_name(node: Any) -> Mapping[str, Sums]:
-    """Return those that a node leads to, but for equal names."""
-    refs = (getattr(getattr(following, "variable", None), _SUMS, None) for following, _ in node.next_functions)
-    found = {sums for each in refs if each is not None and (sums := each()) is not None}
+def _by_name(node: Any) -> Mapping[str, Sums] | None:
+    """Return those that a node leads to, but for equal names; None if the backward does not go there."""
+    leaves = [each for each, _ in node.next_functions if hasattr(getattr(each, "variable", None), _SUMS)]
+    if leaves and not backend.will_run(leaves[0]):
+        return None
+    found = {sums for each in leaves if (sums := getattr(each.variable, _SUMS)()) is not None}
     often = Counter(sums.name for sums in found)
     return WeakValueDictionary({sums.name: sums for sums in found if often[sums.name] == 1})

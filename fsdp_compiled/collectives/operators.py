@@ -183,19 +183,20 @@ def keep_grad(grad: Tensor, leaf: Tensor, spec: str) -> Tensor:
     Returns:
         A gradient for ``leaf``, which tells that there was one.
     """
-    mode = get_proxy_mode()
-    is_unique = mode is not None and len(set(_shards_read(mode.tracer.graph, spec))) == 1
+    mode, name = get_proxy_mode(), CommSpec.decode(spec).param.name
+    is_unique = mode is not None and len(set(_shards_read(mode.tracer.graph, name))) == 1
     return _numbered(torch.ops.fsdp_compiled.keep_grad.default, grad, None if is_unique else leaf, spec)
 
 
-def _shards_read(graph: fx.Graph, spec: str) -> Iterator[Any]:
-    """Yield the shard of each read in a trace that has this text."""
-    for name, place in (("unshard", 0), ("with_gradient", 1)):
-        for node in graph.find_nodes(op="call_function", target=getattr(torch.ops.fsdp_compiled, name).default):
-            if node.args[-1] == spec:
-                yield node.args[place]
+def _shards_read(graph: fx.Graph, name: str) -> Iterator[Any]:
+    """Yield the shard of each read in a trace of a parameter that has this name."""
+    reads = list[tuple[Any, str]]()
+    for operator, place in (("unshard", 0), ("with_gradient", 1)):
+        found = graph.find_nodes(op="call_function", target=getattr(torch.ops.fsdp_compiled, operator).default)
+        reads += [(node.args[place], node.args[-1]) for node in found]
     for node in graph.find_nodes(op="call_function", target=torch.ops.fsdp_compiled.unshard_all.default):
-        yield from (shard for shard, text in zip(node.args[0], node.args[-1], strict=True) if text == spec)
+        reads += zip(node.args[0], node.args[-1], strict=True)
+    return (shard for shard, text in reads if CommSpec.decode(text).param.name == name)
 
 
 def _numbered(op: Any, *args: Any) -> Any:
@@ -292,7 +293,7 @@ def _unshard_all_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any
 
 
 def _keep_grad(grad: Tensor, leaf: Tensor | None, text: str, number: int = 0) -> Tensor:
-    earlier.sums_of(leaf, CommSpec.decode(text).param.name).keep(grad)
+    earlier.keep(grad, leaf, CommSpec.decode(text).param.name)
     return _keep_grad_fake(grad).zero_()
 
 

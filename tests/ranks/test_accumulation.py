@@ -212,11 +212,29 @@ def test_a_stored_gradient_survives_a_conversion(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
-@pytest.mark.parametrize("together", [True, False])
+@each_with_regions
+@pytest.mark.parametrize("sync", [False, True])
 @on_ranks(2)
-def test_sums_of_two_models_whose_parameters_have_the_same_names(together):
+def test_gradients_of_the_input_alone_leave_sums_as_they_are(mode, sync):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    first, second, other = batches(3, 8, 10)
+    model.set_requires_gradient_sync(False)
+    square_loss(call, my_part(first)).backward()
+    model.set_requires_gradient_sync(sync)
+    x = my_part(other).requires_grad_()
+    torch.autograd.grad(square_loss(call, x), x)
+    model.set_requires_gradient_sync(True)
+    square_loss(call, my_part(second)).backward()
+    (square_loss(alone, first) + square_loss(alone, second)).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+@pytest.mark.parametrize(("together", "hidden"), [(True, 14), (True, 18), (False, 14)])
+@on_ranks(2)
+def test_sums_of_two_models_whose_parameters_have_the_same_names(together, hidden):
     """A graph of both must not give one model's sums to the other; graphs of each take their own."""
-    models, alone, first, second = [MLP(), MLP()], [MLP(), MLP()], *batches(2, 8, 10)
+    models, alone, first, second = [MLP(), MLP(hidden=hidden)], [MLP(), MLP(hidden=hidden)], *batches(2, 8, 10)
     for model in models:
         shard(model, "eager")
     one, other = ((lambda x, model=model: square_loss(model, x)) for model in models)
