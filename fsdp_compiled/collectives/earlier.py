@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakSet, WeakValueDictionary, ref
+from weakref import WeakValueDictionary, ref
 
 from torch import Tensor
 
@@ -32,17 +32,9 @@ class Sums(Protocol):
     def keep(self, grad: Tensor) -> None: ...
 
 
-_expected: WeakSet[Sums] = WeakSet()  # those that may be: where there are none, no backward looks at its leaves
-
-
 def tell_sums(leaf: Tensor, sums: Sums) -> None:
     """Let reductions in graphs find the sums of the parameter that they read through ``leaf``."""
     setattr(leaf, _SUMS, ref(sums))
-
-
-def expect_sums(sums: Sums) -> None:
-    """Let them be looked for from now on."""
-    _expected.add(sums)
 
 
 def with_sums(grads: Sequence[Tensor], bucket: ReductionBucket) -> Sequence[Tensor]:
@@ -76,7 +68,7 @@ def _in_backward() -> Mapping[str, Sums] | None:
 
     One that was given ``inputs``, as by ``torch.autograd.grad``, drops the gradients of parameters.
     """
-    if (node := backend.autograd_node() if _expected else None) is None:
+    if (node := backend.autograd_node()) is None:
         return {}
     if getattr(node, _SUMS, (None,))[0] != backward_task():
         setattr(node, _SUMS, (backward_task(), _by_name(node)))

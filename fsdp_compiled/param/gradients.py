@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..collectives.earlier import expect_sums, tell_sums
+from ..collectives.earlier import tell_sums
 from ..expect import unexpected
 from ..sharding.dtensor import local_of
 from ..sharding.spec import CommSpec
@@ -158,8 +158,6 @@ class Gradients:
             own = self.leaf if self._is_of_another_dtype and not unsharded else None
             self.unsharded_leaf = self._keeping_leaf() if unsharded else None
             self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else own
-        if not (config.reduce_grads and config.all_reduce_grads):
-            expect_sums(self)
         self.spec_text = spec.text_over_shards_only if self._is_partial else text
 
     def _keeping_leaf(self) -> nn.Parameter:
