@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.autograd.graph import saved_tensors_hooks
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
@@ -212,6 +213,22 @@ def test_a_stored_gradient_survives_a_conversion(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@on_ranks(2)
+def test_a_conversion_after_sync_was_set_late():
+    """The gradients that take its place are found, too."""
+    model, alone, (x,) = MLP(), MLP().double(), batches(1, 8, 10)
+    call = shard(model, "full", inductor=True)
+    for sync in (False, True):
+        loss = square_loss(call, my_part(x))
+        model.set_requires_gradient_sync(sync)
+        loss.backward()
+    model.zero_grad()
+    model.double()
+    square_loss(call, my_part(x).double()).backward()
+    square_loss(alone, x.double()).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
 @each_with_regions
 @pytest.mark.parametrize("sync", [False, True])
 @on_ranks(2)
@@ -223,10 +240,13 @@ def test_gradients_of_the_input_alone_leave_sums_as_they_are(mode, sync):
     square_loss(call, my_part(first)).backward()
     model.set_requires_gradient_sync(sync)
     x = my_part(other).requires_grad_()
-    torch.autograd.grad(square_loss(call, x), x)
+    with functorch_config.patch(donated_buffer=False):  # else a graph runs backward once
+        loss = square_loss(call, x)
+        torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
     model.set_requires_gradient_sync(True)
     square_loss(call, my_part(second)).backward()
-    (square_loss(alone, first) + square_loss(alone, second)).backward()
+    sum(square_loss(alone, each) for each in (first, other, second)).backward()
     assert_close(full_grads(model), full_grads(alone))
 
 
