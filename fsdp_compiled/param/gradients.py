@@ -136,16 +136,16 @@ class Gradients:
         return self.leaf.grad is not None
 
     def with_sum(self, grad: Tensor) -> Tensor:
-        """Return an unsharded gradient with the sum of those before it, which is forgotten, unless sync is off."""
-        return self.unsharded.take_with(grad) if self._config is not None and self._config.reduce_grads else grad
+        """Return an unsharded gradient with the sum of those before it, which is forgotten."""
+        return self.unsharded.take_with(grad)
 
     def keep(self, grad: Tensor) -> None:
         """Add an unsharded gradient of a graph, which uses its memory again."""
         self.unsharded.add(grad, copy=True)
 
     def take_partial(self) -> Tensor | None:
-        """Return, and forget, the sum over the shards only, unless it is not to be reduced over replicas."""
-        return self.partial.take() if self._config is not None and self._config.all_reduce_grads else None
+        """Return, and forget, the sum over the shards only."""
+        return self.partial.take()
 
     def follow(self, spec: CommSpec, text: str, config: UnitConfig) -> None:
         """Make the leaves that ``config`` asks for; ``text`` is that of ``spec``."""
