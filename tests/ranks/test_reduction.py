@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -88,6 +89,27 @@ def test_micro_batches_that_reduce_over_the_shards_only(mode):
     with counted() as of_one:
         assert_close(_grads(model, call, micros[0]), _alone(micros[0]))
     assert counts["all_reduce"] == of_one["all_reduce"]  # the sums went along
+
+
+class Short(MLP):
+    def forward(self, x, depth=2):
+        x = x * self.scale
+        for block in list(self.blocks)[:depth]:
+            x = x + block(x)
+        return x
+
+
+@eager_and_full
+@on_ranks(4)
+def test_sums_over_the_shards_of_a_unit_that_the_last_micro_batch_does_not_use(mode):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    (model, alone), micros = (Short(), Short()), list(batches(2, 8, 10))
+    call = shard(model, mode, mesh=mesh)
+    for micro, depth in zip(micros, (2, 1), strict=True):
+        model.set_requires_all_reduce(depth == 1)
+        square_loss(partial(call, depth=depth), my_part(micro)).backward()
+        square_loss(partial(alone, depth=depth), micro).backward()
+    assert_close(full_grads(model), full_grads(alone))
 
 
 class Gather(AllGather):
