@@ -166,6 +166,18 @@ def test_replicas_do_alike_or_share_owners(shares):
 
 
 @on_ranks(4)
+def test_replicas_on_some_of_the_ranks_share_owners():
+    """As in each stage of a pipeline."""
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("stage", "replicate", "shard"))["replicate", "shard"]
+    with mock.patch.object(matrix_plan, "_saves_by_sharing", lambda *_: True):
+        pair = Pair(mesh, (Replicate(), Shard(0)))
+        for _ in range(3):
+            pair.step()
+    pair.check()
+    assert {len(each.there.sent.splits) for each in pair.optimizer._matrices._plan.rounds if each.there} == {2}
+
+
+@on_ranks(4)
 def test_replicas_share_owners_where_that_is_faster():
     """Large matrices on links that cost little, and small ones where each collective takes long."""
     mesh = mesh_of(2, 2)
