@@ -7,12 +7,12 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from fsdp_compiled import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from fsdp_compiled import fully_shard_with_compiled_compute as with_compiled_compute
-from fsdp_compiled.sharding.mesh import ShardPlacementResult
+from fsdp_compiled.sharding.mesh import FSDPMeshInfo, ShardPlacementResult
 from tests.errors.models import Model, assert_refused
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -216,6 +216,32 @@ def test_parameters_that_are_dtensors_already():
     mesh = init_device_mesh("cpu", (4,))
     model.layers[0].bias = nn.Parameter(distribute_tensor(torch.ones(6), mesh, [Replicate()], src_data_rank=None))
     assert_refused(ValueError, r"layers\.0\.bias: expected meshes with dimension names for a parameter that", model)
+
+
+def test_a_dtensor_on_another_mesh():
+    model = Model()
+    one, other = (init_device_mesh("cpu", (2, 2), mesh_dim_names=names) for names in (("dp", "tp"), ("tp", "dp")))
+    for layer in model.layers:
+        for name, param in list(layer.named_parameters()):
+            whole = distribute_tensor(param.detach(), other, [Replicate(), Replicate()], src_data_rank=None)
+            setattr(layer, name, nn.Parameter(whole))
+    assert_refused(
+        ValueError,
+        r"layers\.0\.weight: expected a DTensor on the mesh given to fully_shard, .*dp=2, tp=2.*, got .*tp=2, dp=2",
+        model,
+        mesh=one,
+        dp_mesh_dims=DataParallelMeshDims(shard="dp"),
+    )
+
+
+def test_a_smaller_group_than_a_parameters_own_mesh_divides_into():
+    three = FSDPMeshInfo(DeviceMesh("cpu", [0, 1, 2]), shard_mesh_dim=0)
+    assert_refused(
+        ValueError,
+        r"layers\.0\.weight: expected reshard_after_forward to be a divisor of the 3 ranks .*, got 2",
+        reshard_after_forward=2,
+        shard_placement_fn=lambda param: ShardPlacementResult(Shard(0), three),
+    )
 
 
 def test_a_dtensor_that_is_sharded_over_a_data_parallel_dimension():
