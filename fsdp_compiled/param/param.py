@@ -299,7 +299,8 @@ class Registered:
 
 def not_registered(name: str, found: str) -> Exception:
     """Return the error for a parameter in whose place ``found`` is registered."""
-    got = f"a {found} in its place, as torch.func.functional_call and torch.nn.utils.parametrize put there"
+    places = "torch.func.functional_call, torch.nn.utils.parametrize and nonstrict_trace of a module"
+    got = f"a {found} in its place, as {places} put there"
     do = (
         "call the model with its own parameters and copy values into them, or parametrize it before fully_shard; "
         "after an exception call reset_iter_state()"

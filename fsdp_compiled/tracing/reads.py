@@ -47,6 +47,15 @@ def begin(context: Any) -> None:
     _find_operand(context)
 
 
+def check_registered(found: object, param: FSDPParam) -> None:
+    """Raise RuntimeError where AOTAutograd traces a read, in ``nonstrict_trace``, of a module that is an argument.
+
+    Torch replaces its parameters by inputs of the graph; the leaf would be a constant there, without a gradient.
+    """
+    if found is not param.sharded_param and not torch.compiler.is_exporting():
+        raise not_registered(param.name, type(found).__name__)
+
+
 def check_not_frozen(_context: Any) -> None:
     """Raise NotImplementedError if Inductor's freezing is on, under which Dynamo makes constants of parameters."""
     if dynamo.is_parameter_freezing():

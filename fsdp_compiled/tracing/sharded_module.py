@@ -150,6 +150,8 @@ def _reader(name: str) -> property:
                 return operand if param.outer is None else param.outer.wrap(operand)
             operand = reads.unless_held(param)
             if operand is not None:
+                if not torch.compiler.is_dynamo_compiling():
+                    reads.check_registered(module._parameters[name], param)  # type: ignore[attr-defined]
                 return operand
         elif module._fsdp_calling and param.state is not ShardedState.UNSHARDED:
             return reads.unsharded(param)

@@ -8,7 +8,17 @@ from torch import nn
 
 from fsdp_compiled import fully_shard
 from tests.support.ranks import on_ranks
-from tests.support.training import MLP, assert_close, batches, full_params, square_loss, train
+from tests.support.training import (
+    MLP,
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    compiled,
+    full_params,
+    shard,
+    square_loss,
+    train,
+)
 from tests.support.variants import thorough
 
 
@@ -59,3 +69,27 @@ def test_compiled_blocks(how, when, outer):
     torch.testing.assert_close(torch.tensor(train(model, call, data, square_loss)), want)
     params = {name.replace("_orig_mod.", ""): param for name, param in full_params(model).items()}
     assert_close(params, full_params(alone))
+
+
+class Opaque(nn.Module):
+    """A layer that Dynamo does not trace: torch gives it parameters of the graph's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Linear(10, 10)])
+        self.opaque = torch._dynamo.nonstrict_trace(lambda layer, x: layer(x).tanh())
+
+    def forward(self, x):
+        return self.opaque(self.blocks[0], x) + x
+
+
+@on_ranks(2)
+def test_a_layer_that_dynamo_does_not_trace():
+    """In one graph its gradients would be lost; torch catches our error, and raises one of its own."""
+    model, alone = Opaque(), Opaque()
+    call = shard(model, "full")
+    with pytest.raises(Exception, match="nonstrict_trace"):
+        call(torch.ones(4, 10))
+    model.reset_iter_state()
+    assert_trains_like_one_process(model, compiled(model, fullgraph=False), alone)
