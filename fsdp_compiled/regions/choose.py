@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..expect import shown, unexpected
-from ..tracing.dynamo import get_eval_frame_callback, skipped
+from ..tracing.dynamo import get_eval_frame_callback, saves_packages, skipped
 from ..tracing.sharded_module import UnitState, user_class
 from .block import REUSES_TRACES, RegionModule, drop_region, make_region, without_failing_regions
 
@@ -43,6 +43,9 @@ def set_default_regions(model: nn.Module) -> None:
 
 def set_regions(model: nn.Module, regions: str | Sequence[nn.Module]) -> None:
     """Make the units of ``model`` that ``regions`` names its only regions; see ``fsdp_compiled.compile``."""
+    if saves_packages():  # torch could not find the code of the outermost unit's call again
+        do = "compile without it: Inductor's caches take these graphs"
+        raise unexpected("torch._dynamo.config.caching_precompile", "False", "True", do, NotImplementedError)
     chosen = _chosen(model, regions)
     for module in model.modules():
         if isinstance(module, RegionModule) and module not in chosen:

@@ -80,6 +80,11 @@ def skipped(function: F) -> F:
     return function
 
 
+def saves_packages() -> bool:
+    """Tell whether torch is to save what it compiles with its guards, by ``caching_precompile``."""
+    return torch._dynamo.config.caching_precompile
+
+
 def with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function under another code object.
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from fsdp_compiled import fully_shard, fully_shard_with_compiled_compute
+from fsdp_compiled import compile, fully_shard, fully_shard_with_compiled_compute
 from tests.support.training import MLP, shard
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -291,6 +291,14 @@ def test_two_models_in_two_threads():
 
 
 # ---- options of the compiler ----
+
+
+@pytest.mark.parametrize("compiler", [torch.compile, compile])
+def test_precompilation(compiler):
+    model, _ = _sharded("eager")
+    message = "^torch._dynamo.config.caching_precompile: expected False, got True; compile without it"
+    with torch._dynamo.config.patch(caching_precompile=True), pytest.raises(NotImplementedError, match=message):
+        compiler(model, fullgraph=True)(X)
 
 
 def test_parameters_as_constants():
