@@ -17,7 +17,7 @@ from ..param.param import FSDPParam, Registered
 from ..torch_fsdp.registry import applied
 from ..tracing.sharded_module import is_managed
 from .backward import outside_modes, without_grad
-from .step import Step, UnitState
+from .step import Step, TrainingState, UnitState
 
 
 @dataclass(eq=False)
@@ -120,13 +120,14 @@ class FSDPStateContext:
         """
         if not self.step.is_checked:
             self.all_states[0].check_parameters()
+        ended = [state for state in self.all_states if not _goes_on(state)]
         self._start_reductions(self.all_states)
         if self.ends_with_backward:
             self.finish_reductions(self.all_states)
         else:
             self._wait_on_host()
         self._accumulate_compiled()
-        for state in self.all_states:
+        for state in ended:
             state.end_step()
         self.step.end_backward(self.all_states)
 
@@ -210,6 +211,12 @@ class FSDPStateContext:
         """Reset what an exception has cut off, unless backward is under way; forward is not if this begins a step."""
         if self.step.was_cut_off(self.all_states, begins_step):
             self.reset(drop_accumulated=False)
+
+
+def _goes_on(state: UnitState) -> bool:
+    """Tell whether a backward within a unit's forward has left it no gradients, as one that computes forces."""
+    is_in_forward = state.unit.training_state is TrainingState.FORWARD
+    return is_in_forward and all(param.unsharded.grad is None for param in state.params)
 
 
 class ModuleTree:

@@ -104,6 +104,60 @@ def test_transforms_inside_a_graph(transform):
     assert_close(full_grads(model), _grads_of_replicas(alone))
 
 
+class Forces(MLP):
+    """Returns the gradient of an energy by its input, as models of molecules do."""
+
+    def __init__(self, transforms: bool) -> None:
+        super().__init__()
+        self.transforms = transforms
+
+    def forward(self, x):
+        if self.transforms:
+            return func.grad(lambda x: 0.01 * super(Forces, self).forward(x).square().sum())(x)
+        x = x.detach().requires_grad_()
+        energy = 0.01 * (super().forward(x) * self.scale).square().sum()
+        (gradient,) = torch.autograd.grad(energy, x, create_graph=self.training)
+        return gradient * self.scale
+
+
+@pytest.mark.parametrize(
+    ("mode", "transforms"), [("eager", False), ("eager", True), ("full", True)], ids=["grad", "func", "in a graph"]
+)
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_forward_that_differentiates_itself(mode, transforms, reshard):
+    model, alone = Forces(transforms), Forces(transforms)
+    call = shard(model, mode, reshard_after_forward=reshard)
+    assert_trains_like_one_process(model, call, alone)
+    micros = list(batches(2, 8, 10))
+    for micro in micros:
+        model.set_requires_gradient_sync(micro is micros[-1])
+        for each, x in ((model, my_part(micro)), (alone, micro)):
+            (call if each is model else each)(x).square().mean().backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
+class TrainsItself(MLP):
+    def forward(self, x):
+        loss = super().forward(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+
+@on_ranks(2)
+def test_a_forward_that_runs_its_backward():
+    model, alone, data = TrainsItself(), TrainsItself(), batches(3, 8, 10)
+    shard(model, "eager")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    for x in data:
+        model(my_part(x))
+        alone(x)
+        assert_close(full_grads(model), full_grads(alone))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @on_ranks(2)
 def test_a_jvp_after_a_forward_that_left_the_model_unsharded():
     model, alone = MLP(), MLP()
