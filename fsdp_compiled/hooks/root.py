@@ -225,7 +225,8 @@ class ModuleTree:
     def __init__(self, roots: Sequence[nn.Module], params: Sequence[FSDPParam]) -> None:
         self._params = params
         self._registered: Registered | None = None
-        modules = {module: None for root in roots for module in root.modules()}
+        below = (module for root in roots for module in root.modules())
+        modules = {module: None for module in below if not isinstance(module, torch.jit.ScriptModule)}
         self._parents: list[dict[str, nn.Module | None]] = [m._modules for m in modules if m._modules]
         self._dicts: list[dict[str, Any]] = [d for m in modules for d in (m._modules, m._parameters)]
         self._expected = self._now()

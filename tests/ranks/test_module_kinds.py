@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import nullcontext
 from unittest import mock
 
@@ -481,3 +482,25 @@ def test_what_torch_compile_made_is_sharded_inside():
     with mock.patch.object(group, "launch_all_gather", wraps=group.launch_all_gather) as gathers:
         assert_trains_like_one_process(model, call, alone)
     assert counters["stats"]["unique_graphs"] == 1 and not gathers.called
+
+
+class Scripted(MLP):
+    """Some of its code is compiled by TorchScript, as that of e3nn's operations is, without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.squash = torch.jit.script(nn.Sequential(nn.Tanh(), nn.Softsign()))
+
+    def forward(self, x):
+        return self.squash(super().forward(x))
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@on_ranks(2)
+def test_scripted_code_without_parameters(is_compiled):
+    model, alone = Scripted(), Scripted()
+    call = shard(model, "eager")
+    assert_trains_like_one_process(model, compiled(model, fullgraph=False) if is_compiled else call, alone)
+    copied, alone = copy.deepcopy(model), copy.deepcopy(alone)
+    assert_trains_like_one_process(copied, copied, alone)
