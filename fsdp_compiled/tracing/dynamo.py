@@ -286,8 +286,8 @@ class _Call:
 def _compare_all(output: Any, condition: Any, block: Any) -> None:
     """Let ``condition``, which tells torch whether a trace may be reused, compare all that was read of ``block``."""
     sources = {block, *condition.traced_sources, *of_trace(_Call).read}
-    names = {source.name for source in sources}
     elsewhere: dict[Any, Any] = {block: LocalSource("")}
+    names = {source.name for source in sources if _moved(source, elsewhere) is not source}  # others may have no name
 
     def is_read(source: Any) -> bool:  # or in a container that is read
         is_item = isinstance(source, (GetItemSource, DictGetItemSource, UnspecializedNNModuleSource))

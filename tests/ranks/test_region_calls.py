@@ -10,7 +10,18 @@ from fsdp_compiled import fully_shard
 from tests.support.drawn_regions import check_calls
 from tests.support.parity import row
 from tests.support.ranks import on_ranks
-from tests.support.training import assert_trains_like_one_process, compiled, with_regions
+from tests.support.training import (
+    MLP,
+    assert_close,
+    assert_trains_like_one_process,
+    batches,
+    compiled,
+    full_grads,
+    my_part,
+    shard,
+    square_loss,
+    with_regions,
+)
 from tests.support.variants import thorough
 
 NOTHING = ((), {})
@@ -79,3 +90,13 @@ def test_an_argument_that_changes_between_calls():
     for value in (1, 3, 2):
         alone.factors[2].value = model.factors[2].value = value
         assert_trains_like_one_process(model, call, alone)
+
+
+@on_ranks(2)
+def test_a_block_that_is_called_by_itself():
+    alone, model, (x,) = MLP(), MLP(), batches(1, 8, 10)
+    call = shard(model, "regions")
+    call(my_part(x))
+    square_loss(compiled(model.blocks[0]), my_part(x)).backward()
+    square_loss(alone.blocks[0], x).backward()
+    assert_close(full_grads(model), full_grads(alone))
