@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+
 
 @dataclass(frozen=True)
 class UnitConfig:
@@ -57,6 +59,7 @@ class Unit:
     on_compiled_gradient: Callable[[], None] = field(default=lambda: None, repr=False)  # called for each that is left
     followers: list[Follower] = field(default_factory=list, repr=False)  # parameters, also of units that share theirs
 
+    @torch.inference_mode(False)  # what this makes trains
     def configure(self, **changes: Any) -> None:
         self.config = replace(self.config, **changes)
         for param in self.followers:

@@ -197,6 +197,19 @@ def test_a_unit_that_only_the_stored_micro_batch_used(mode):
     assert_close(full_grads(model), full_grads(alone))
 
 
+@each_mode
+@on_ranks(2)
+def test_sync_set_in_inference_mode(mode):
+    alone, model = MLP(), MLP()
+    call = shard(model, mode)
+    for index, x in enumerate(batches(2, 8, 10)):
+        with torch.inference_mode():
+            model.set_requires_gradient_sync(index == 1)
+        square_loss(alone, x).backward()
+        square_loss(call, my_part(x)).backward()
+    assert_close(full_grads(model), full_grads(alone))
+
+
 @row("accumulation", "mixed precision")
 @each_mode
 @on_ranks(2)
@@ -295,13 +308,14 @@ class _Twice(nn.Module):
 def test_each_sum_is_taken_once(backend, copies_saved):
     model, alone = _Twice(), _Twice()
     call = torch.compile(fully_shard(model), backend=backend, fullgraph=True)
-    for number, batch in enumerate(batches(3, 8, 6)):
-        model.set_requires_gradient_sync(number == 2)
+    for number, batch in enumerate(batches(4, 8, 6)):
+        model.set_requires_gradient_sync(number == 2)  # what the last one leaves is reduced outside of graphs
         # as hooks that move activations to the CPU do
         with saved_tensors_hooks(torch.clone, lambda tensor: tensor) if copies_saved else nullcontext():
             output = call(my_part(batch))
         output.square().mean().backward()
         alone(batch).square().mean().backward()
+    model.synchronize_gradients()
     assert_close(full_grads(model), full_grads(alone))
 
 
