@@ -230,7 +230,15 @@ def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, .
     for mixin in mixins:
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
-    return type(f"{prefix}{user_cls.__name__}", (*mixins, _Unannounced, user_cls), body)
+    return type(f"{prefix}{user_cls.__name__}", (*_layout(user_cls), *mixins, _Unannounced, user_cls), body)
+
+
+def _layout(user_cls: type[Any]) -> tuple[type, ...]:
+    """Return the first base that a subclass needs if instances get their ``__dict__`` below an ABC or a Generic."""
+    slots: Any = user_cls
+    while slots.__dictoffset__:
+        slots = slots.__base__
+    return () if slots is object else (type("_Layout", (slots,), {"__orig_bases__": ()}),)
 
 
 class _Unannounced:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from abc import ABC
 from contextlib import nullcontext
+from typing import Generic, TypeVar
 from unittest import mock
 
 import pytest
@@ -63,6 +65,14 @@ class Small(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x
+
+
+class Abstract(ABC, Small):
+    """Its instances get their ``__dict__`` below a base other than object."""
+
+
+class Typed(Generic[TypeVar("T")], Small):
+    """Such a base again, which refuses to be subclassed as it is."""
 
 
 def _compiled(model, mode, **kwargs):
@@ -504,3 +514,12 @@ def test_scripted_code_without_parameters(is_compiled):
     assert_trains_like_one_process(model, compiled(model, fullgraph=False) if is_compiled else call, alone)
     copied, alone = copy.deepcopy(model), copy.deepcopy(alone)
     assert_trains_like_one_process(copied, copied, alone)
+
+
+@eager_and_full
+@pytest.mark.parametrize("kind", [Abstract, Typed, Typed[int]])
+@on_ranks(2)
+def test_a_base_without_dict_before_module(kind, mode):
+    model = kind()
+    call = shard(model, mode)
+    assert_trains_like_one_process(model, call, kind(), batches(3, 8, 6))
