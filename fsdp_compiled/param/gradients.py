@@ -109,9 +109,9 @@ class Gradients:
         self.partial = AccumulatedGrad(storage.layout.shard_shape, dtypes.reduction, unit)  # reduced over shards only
         # The leaf that takes what a graph makes instead of the parameter's, see reads.py: unsharded, or a shard.
         self.unsharded_leaf: nn.Parameter | None = None
-        self._keeping: nn.Parameter | None = None
-        self._unit = unit
         self.shard_leaf: nn.Parameter | None = None
+        self._unit = unit
+        self._keeping: nn.Parameter | None = None  # what unsharded_leaf is while sync is off, kept from then on
         # The leaf that takes complete gradients: autograd would cast those of ``leaf`` to its own dtype.
         self.leaf, self._is_of_another_dtype = leaf, dtypes.gradient != leaf.dtype
         self.is_differentiable = leaf.requires_grad
