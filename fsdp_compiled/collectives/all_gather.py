@@ -116,8 +116,9 @@ def _unpack(output: Tensor, outs: Sequence[Tensor], bucket: AllGatherBucket) -> 
     output = output.view(bucket.spec.group.world, -1)
     if not outs:  # on a CPU, where no side stream asks for the memory before
         return reference.unpacked_parameters(output, bucket.layouts)
-    padded = [out.view(layout.padded_shape) for out, layout in zip(outs, bucket.layouts, strict=True)]
-    copies.unpack(output, padded, [layout.dim for layout in bucket.layouts])
+    dims = [layout.dim for layout in bucket.layouts]
+    pairs = zip(outs, bucket.layouts, strict=True)
+    copies.unpack(output, [out.view(layout.padded_shape) if layout.dim else out for out, layout in pairs], dims)
     return outs
 
 

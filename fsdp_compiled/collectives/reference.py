@@ -38,7 +38,8 @@ def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
     """
     world = packed.shape[0]
     pairs = list(zip(tensors, dims, strict=True))
-    layout = packed_layout(tuple(shard_layout(tensor.shape, dim, world).shard_numel for tensor, dim in pairs))
+    one = [each.numel() for each in tensors] if world == 1 else None  # of one rank there is no layout to look up
+    layout = packed_layout(tuple(one or [shard_layout(each.shape, dim, world).shard_numel for each, dim in pairs]))
     chunks = [each if dim == 0 else _chunks(each, dim, world).reshape(world, -1) for each, dim in pairs]
     if len({chunk.dtype for chunk in chunks}) > 1:
         chunks = [chunk.to(packed.dtype) for chunk in chunks]
@@ -70,7 +71,8 @@ def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor:
     packed = packed if divisor == 1.0 else packed / divisor
     chunks = [_chunks(out, dim, world) for out, dim in zip(outs, dims, strict=True)]
     pieces = packed_layout(tuple(out.numel() // world for out in outs)).pieces(packed)
-    copy_each([piece.view(chunk.shape) for piece, chunk in zip(pieces, chunks, strict=True)], chunks)
+    pairs = zip(pieces, chunks, strict=True)
+    copy_each([piece if chunk.dim() == 2 else piece.view(chunk.shape) for piece, chunk in pairs], chunks)
 
 
 def unpacked_parameters(output: Tensor, layouts: Sequence[ShardLayout]) -> list[Tensor]:
@@ -105,5 +107,7 @@ def copy_each(tensors: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
 
 
 def _chunks(tensor: Tensor, dim: int, world: int) -> Tensor:
-    """Return a view of a tensor, even along ``dim``, with the chunk of each rank first: ``[world, *chunk]``."""
+    """Return a view of a tensor, even along ``dim``, with the chunk of each rank first, flat if ``dim`` is 0."""
+    if dim == 0:
+        return tensor.view(world, tensor.numel() // world)
     return tensor.unflatten(dim, (world, -1)).movedim(dim, 0)

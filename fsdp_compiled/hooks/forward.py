@@ -20,8 +20,7 @@ class EagerHooks(Protocol):
 
     @property
     def unit(self) -> Unit: ...
-    def enter_forward(self, module: nn.Module) -> None: ...
-    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+    def enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
     def watch_output(self, module: nn.Module, output: Any) -> Any: ...
     def pre_backward(self) -> None: ...
     def post_backward(self) -> None: ...
@@ -39,15 +38,10 @@ class PreForward:
 
     @skipped
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        runs_hooks = not torch.compiler.is_compiling() and (
-            self.state.unit.config.has_hooks or torch.is_grad_enabled()
-        )
-        if runs_hooks:
-            self.state.enter_forward(module)
         if self.dtype is not None or self.device is not None:
             args, kwargs = cast_floating((args, kwargs), self.dtype, self.device)
-        if runs_hooks:
-            args, kwargs = self.state.watch_inputs(args, kwargs)
+        if not torch.compiler.is_compiling() and (self.state.unit.config.has_hooks or torch.is_grad_enabled()):
+            return self.state.enter_forward(args, kwargs)
         return args, kwargs
 
 

@@ -173,8 +173,14 @@ class FSDPState(TorchNames):
     # ---- forward ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """All-gather the unit; return the arguments so that the end of its backward calls :meth:`post_backward`."""
+        self._begin_forward()
+        is_watched = torch.is_grad_enabled() and not self.unit.is_recomputing and not self.unit.is_nested
+        return after_backward(self, (args, kwargs)) if is_watched else (args, kwargs)
+
     @hook("pre_forward")
-    def enter_forward(self, module: nn.Module) -> None:
+    def _begin_forward(self) -> None:
         """All-gather the unit before its module's forward."""
         context = self._lazy_init()
         self.check_trains()
@@ -196,13 +202,6 @@ class FSDPState(TorchNames):
             state.launch_unshard()
         if not self.forward_prefetch and streams.streams_of(self.device) is not None:
             context.step.enter_forward(self)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def watch_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments so that the end of the unit's backward calls :meth:`post_backward`."""
-        if not torch.is_grad_enabled() or self.unit.is_recomputing or self.unit.is_nested:
-            return args, kwargs
-        return after_backward(self, (args, kwargs))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch_output(self, module: nn.Module, output: Any) -> Any:

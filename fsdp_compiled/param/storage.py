@@ -90,7 +90,8 @@ class Unsharded:
         self._device = device  # of compute
         self._outer = outer  # other parallelism, of which what is all-gathered is the local part
         self._extension = extension  # makes the parameter of several all-gather outputs
-        self._outputs: list[Tensor] | None = None  # 1D, padded; made by the first all-gather
+        # 1-D, padded, made by the first all-gather; autograd does not count what is written to them.
+        self._outputs: list[Tensor] | None = None
         self._views: list[Tensor] = []  # of each, without padding
         self._version: int | None = None  # of the parameter, as all-gathered
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
@@ -109,13 +110,13 @@ class Unsharded:
             self._nbytes = {output: output.untyped_storage().nbytes() for output in made}
             if self._extension is None:
                 self.param = self._parameter(self._views[0])
-            self._outputs = made  # set last: an exception leaves nothing made
+            self._outputs = [output.data for output in made]  # set last: an exception leaves nothing made
         for tensor, nbytes in self._nbytes.items():
             storage = tensor.untyped_storage()
             if storage.nbytes() != nbytes:  # else resize_ would move it
                 storage.resize_(nbytes)
-        sizes = [spec.layout.padded_numel for spec in specs]
-        return [output.data[:size] for output, size in zip(self._outputs, sizes, strict=True)]
+        pairs = [(output, spec.layout.padded_numel) for output, spec in zip(self._outputs, specs, strict=True)]
+        return [output if output.numel() == size else output[:size] for output, size in pairs]
 
     def complete(self) -> nn.Parameter | None:
         """Return the parameter after its outputs have been filled; None before there were any."""
