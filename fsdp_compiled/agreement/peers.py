@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -24,7 +25,8 @@ from ..errors import RankFailureError
 from ..sharding.dtensor import store_of as store_of
 
 _BEAT_S = 0.5  # how often a rank that compiles says so
-_BEATS = "fsdp_compiled/compiling"
+_BEATS = "fsdp_compiled/compiling"  # also the name of the thread
+_SETTLE_S = 5.0  # how long the end of the process waits for that thread
 _FAILURES = "fsdp_compiled/failures"
 _PROCESS = "fsdp_compiled/process"
 
@@ -97,7 +99,7 @@ def _begin_beats(_: Any = None) -> None:
     if here is not None and here.compiling is None:
         here.compiling = threading.Event()
         args = here.store, f"{_BEATS}/{here.rank}", here.compiling
-        threading.Thread(target=_beat, args=args, name="fsdp_compiled beats", daemon=True).start()
+        threading.Thread(target=_beat, args=args, name=_BEATS, daemon=True).start()
 
 
 def _beat(store: Store, key: str, ended: threading.Event) -> None:
@@ -111,6 +113,15 @@ def _end_beats(_: Any = None) -> None:
     if here is not None and here.compiling is not None:
         here.compiling.set()
         here.compiling = None
+
+
+@atexit.register
+def _join_beats() -> None:
+    """Wait for what still says that this rank compiles: a thread that dies inside the store aborts the process."""
+    _end_beats()
+    for thread in threading.enumerate():
+        if thread.name == _BEATS:
+            thread.join(_SETTLE_S)
 
 
 callbacks = torch.compiler.disable(_begin_beats), torch.compiler.disable(_end_beats)  # as those of passes/log.py

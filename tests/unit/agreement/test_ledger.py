@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -381,6 +382,32 @@ def test_a_rank_that_compiles_says_so_until_it_ends(store, monkeypatch):
     assert until(lambda: peers.beats(0))  # a store's wait does not see what is added
     peers._end_beats()
     assert compiling.is_set() and peers.current().compiling is None and peers.beats(0) > 0
+
+
+_EXITING = """
+import atexit, threading, time
+left = lambda: [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+atexit.register(lambda: print(left()))  # what is registered first is called last
+import torch.distributed as dist
+from fsdp_compiled.agreement import peers
+
+class Slow(dist.HashStore):
+    def add(self, key, count):
+        time.sleep(1.0)
+        return super().add(key, count)
+
+dist.init_process_group("fake", rank=0, world_size=2)
+peers._peers[dist.group.WORLD] = peers.Peers(Slow(), 0, 2, peers.os.getpid())
+peers._BEAT_S = 0.0
+peers._begin_beats()
+time.sleep(0.1)
+assert left() == ["fsdp_compiled/compiling"]
+"""
+
+
+def test_a_rank_that_ends_while_it_compiles_leaves_no_thread_in_the_store():
+    ended = subprocess.run([sys.executable, "-c", _EXITING], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout) == (0, "[]\n"), ended.stderr
 
 
 # ---- the graph's contract ----
