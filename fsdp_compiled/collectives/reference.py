@@ -37,9 +37,24 @@ def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
     in ``dims``, becomes zeros. A divisor of 1 is none.
     """
     world = packed.shape[0]
-    pairs = list(zip(tensors, dims, strict=True))
-    one = [each.numel() for each in tensors] if world == 1 else None  # of one rank there is no layout to look up
-    layout = packed_layout(tuple(one or [shard_layout(each.shape, dim, world).shard_numel for each, dim in pairs]))
+    if world == 1:
+        _join(tensors, packed[0])
+    else:
+        _join_chunks(tensors, packed, dims)
+    if divisor != 1.0:
+        packed.div_(divisor)
+
+
+def _join(tensors: Sequence[Tensor], packed: Tensor) -> None:
+    pieces, gaps = packed_layout(tuple([tensor.numel() for tensor in tensors])).parts(packed)
+    copy_each([tensor.reshape(-1) for tensor in tensors], pieces)
+    if gaps:
+        torch._foreach_zero_(gaps)
+
+
+def _join_chunks(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int]) -> None:
+    world, pairs = packed.shape[0], list(zip(tensors, dims, strict=True))
+    layout = packed_layout(tuple([shard_layout(each.shape, dim, world).shard_numel for each, dim in pairs]))
     chunks = [each if dim == 0 else _chunks(each, dim, world).reshape(world, -1) for each, dim in pairs]
     if len({chunk.dtype for chunk in chunks}) > 1:
         chunks = [chunk.to(packed.dtype) for chunk in chunks]
@@ -50,16 +65,10 @@ def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
         parts = zip(chunks, layout.gaps, strict=True)
         pieces = [piece for chunk, gap in parts for piece in (chunk, zeros[: world * gap])]
     pieces = [piece for piece in pieces if piece.numel()]  # torch refuses empty ones
-    if not pieces:
-        return
-    if world == 1:  # which torch does faster so
-        joined = torch.cat([piece.reshape(-1) for piece in pieces], out=None if is_cast else packed[0])
-    else:
+    if pieces:
         joined = torch._chunk_cat(pieces, 0, world, out=None if is_cast else packed)
-    if is_cast:
-        packed.copy_(joined)
-    if divisor != 1.0:
-        packed.div_(divisor)
+        if is_cast:
+            packed.copy_(joined)
 
 
 def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int], divisor: float = 1.0) -> None:

@@ -117,11 +117,18 @@ class PackedLayout:
         """Of each shard, and of the gap behind each if there are any."""
         return tuple(chain(*zip(self.numels, self.gaps, strict=True))) if any(self.gaps) else self.numels
 
+    def parts(
+        self, packed: torch.Tensor, split: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return a packed buffer's shards and gaps along its last dimension: views, or copies if ``split`` copies."""
+        found = list(split(packed, self._lengths, -1))
+        return (found[::2], found[1::2]) if any(self.gaps) else (found, [])
+
     def pieces(
         self, packed: torch.Tensor, split: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes
     ) -> list[torch.Tensor]:
-        """Return the shards of a packed buffer along its last dimension: views, or copies if ``split`` copies."""
-        return list(split(packed, self._lengths, -1)[:: len(self._lengths) // len(self.numels)])
+        """Return the shards alone."""
+        return self.parts(packed, split)[0]
 
 
 packed_layout = lru_cache(maxsize=4096)(PackedLayout)  # as shard_layout
