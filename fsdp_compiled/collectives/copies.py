@@ -17,22 +17,18 @@ from . import reference
 
 def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int] | None = None, divisor: float = 1.0) -> None:
     """See :func:`reference.pack`. Without ``dims``: padded shards of this rank, and ``packed`` is 1-D."""
-    _for(packed).pack(*_unsharded(tensors, packed, dims), divisor)
+    _for(packed).pack(tensors, *_unsharded(tensors, packed, dims), divisor)
 
 
 def unpack(packed: Tensor, outs: Sequence[Tensor], dims: Sequence[int] | None = None, divisor: float = 1.0) -> None:
     """See :func:`reference.unpack`. Without ``dims``: padded shards of this rank, and ``packed`` is 1-D."""
-    outs, packed, dims = _unsharded(outs, packed, dims)
+    packed, dims = _unsharded(outs, packed, dims)
     _for(packed).unpack(packed, outs, dims, divisor)
 
 
-def _unsharded(
-    tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int] | None
-) -> tuple[Sequence[Tensor], Tensor, Sequence[int]]:
-    """Return shards of a rank as what is unsharded among one rank."""
-    if dims is not None:
-        return tensors, packed, dims
-    return [tensor.reshape(-1) for tensor in tensors], packed.view(1, -1), [0] * len(tensors)
+def _unsharded(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int] | None) -> tuple[Tensor, Sequence[int]]:
+    """Return buffer and dimensions; shards of a rank are what is unsharded among one rank."""
+    return (packed.view(1, -1), [0] * len(tensors)) if dims is None else (packed, dims)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 from torch import Tensor
 
@@ -19,6 +19,8 @@ from ..errors import FSDPError
 from ..sharding.spec import ReductionBucket
 from . import backend
 
+# Where a gradient not reduced yet has been or will be added up, in most processes nowhere; weak, as units own them.
+_expected: WeakSet[Any] = WeakSet()
 _SUMS = "_fsdp_sums"  # of a leaf: a weak reference to its sums; of a node: the backward, and those that it leads to
 
 
@@ -37,9 +39,16 @@ def tell_sums(leaf: Tensor, sums: Sums) -> None:
     setattr(leaf, _SUMS, ref(sums))
 
 
+def expect_sums(place: object) -> None:
+    """Let reductions in graphs look for sums from now on, for as long as ``place`` is there."""
+    _expected.add(place)
+
+
 def with_sums(grads: Sequence[Tensor], bucket: ReductionBucket) -> Sequence[Tensor]:
     """Return unsharded gradients with the sums of those that no backward has reduced, which are forgotten."""
-    sums = _in_backward() or {}
+    sums = _in_backward() if _expected else None
+    if not sums:
+        return grads
     pairs = zip(bucket.params, grads, strict=True)
     return [sums[param.name].with_sum(grad) if param.name in sums else grad for param, grad in pairs]
 
@@ -59,7 +68,7 @@ def keep(grad: Tensor, leaf: Tensor | None, name: str) -> None:
 
 def partial_sums(bucket: ReductionBucket) -> list[Tensor | None]:
     """Return, and forget, for each parameter the sum of gradients that are reduced over the shards only."""
-    sums = _in_backward() or {}
+    sums = (_in_backward() if _expected else None) or {}
     return [sums[param.name].take_partial() if param.name in sums else None for param in bucket.params]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..collectives.earlier import tell_sums
+from ..collectives.earlier import expect_sums, tell_sums
 from ..expect import unexpected
 from ..sharding.dtensor import local_of
 from ..sharding.spec import CommSpec
@@ -71,6 +71,7 @@ class AccumulatedGrad:
         if self.leaf is None:
             self.leaf = nn.Parameter(without_memory(self._shape, self._dtype, device))
             tell_unit(self.leaf, self._unit)
+            expect_sums(self)
         return self.leaf
 
     @property

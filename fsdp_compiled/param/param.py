@@ -24,6 +24,7 @@ from .storage import ShardStorage, Unsharded, same_memory, unpadded, without_mem
 from .unit import Unit
 
 HELD = ""  # in place of a spec: hooks hold the unsharded parameter, so a traced read is of what is registered
+HELD_SPECS = (HELD, HELD), (HELD, HELD)
 _Specs = tuple[tuple[str | None, str | None], ...]  # plain_spec, plain_spec_without_grad; outside of calls, in one
 
 
@@ -90,11 +91,13 @@ class FSDPParam:
         self.gradients.follow(self.spec, self.spec_text, self.unit.config)
         text = self.spec_text if self.extension is None and self.outer is None else None
         free = (None, None), (text if self.gradients.is_usual else None, text)
-        self._specs: tuple[_Specs, _Specs] = free, ((HELD, HELD), (HELD, HELD))
+        self._specs: tuple[_Specs, _Specs] = free, free  # as they are, and where hooks do not hold the parameter
         self.follow_hold()
 
     def follow_hold(self) -> None:
         """Let traced reads be of what is registered while hooks hold the parameter."""
+        free = self._specs[1]
+        self._specs = HELD_SPECS if self.is_held else free, free
         self.follow_call(self.unit.in_call)
 
     def follow_call(self, in_call: bool) -> None:
@@ -109,7 +112,7 @@ class FSDPParam:
             requires_grad = self.gradients.is_differentiable and (not in_call or self.sharded_param.requires_grad)
             if self.leaf.requires_grad is not requires_grad:
                 self.leaf.requires_grad = requires_grad
-        self.plain_spec, self.plain_spec_without_grad = self._specs[self.is_held][in_call]
+        self.plain_spec, self.plain_spec_without_grad = self._specs[0][in_call]
 
     @property
     def is_held(self) -> bool:
