@@ -17,7 +17,7 @@ from ..param.param import FSDPParam, Registered
 from ..torch_fsdp.registry import applied
 from ..tracing.sharded_module import is_managed
 from .backward import outside_modes, without_grad
-from .step import Step, TrainingState, UnitState
+from .step import Step, TrainingState, UnitState, is_in_backward
 
 
 @dataclass(eq=False)
@@ -117,12 +117,16 @@ class FSDPStateContext:
 
         These are units whose inputs needed no gradient, and gradients that were accumulated while sync was off and
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
+        A backward that has left no gradients, as one of inputs alone, leaves those where they are; a pipeline, which
+        calls this after its last one, does not.
         """
         if not self.step.is_checked:
             self.all_states[0].check_parameters()
         ended = [state for state in self.all_states if not _goes_on(state)]
-        self._start_reductions(self.all_states)
-        if self.ends_with_backward:
+        has_left_any = bool(self.comm.reducing) or any(map(_has_new_gradients, self.all_states))
+        reduces = has_left_any or not is_in_backward()
+        self._start_reductions(self.all_states, reduces)
+        if reduces and self.ends_with_backward:
             self.finish_reductions(self.all_states)
         else:
             self._wait_on_host()
@@ -165,11 +169,16 @@ class FSDPStateContext:
             for state, reduce_grads, all_reduce_grads in settings:
                 state.unit.configure(reduce_grads=reduce_grads, all_reduce_grads=all_reduce_grads)
 
-    def _start_reductions(self, states: Sequence[UnitState]) -> None:
+    def start_reduce(self, state: UnitState) -> None:
+        """Launch the reductions of a unit whose backward has ended, if it has left gradients."""
+        if _has_new_gradients(state) or state.unit.config.reduce_unused:
+            self.comm.start_reduce(state)
+
+    def _start_reductions(self, states: Sequence[UnitState], reduces: bool = True) -> None:
         for state in reversed(states):
             if state.unit.is_recomputing:
                 state.post_backward()
-            elif state.has_gradients:
+            if reduces and _has_gradients(state):
                 self.comm.start_reduce(state)
 
     def _wait_on_host(self) -> None:
@@ -215,8 +224,21 @@ class FSDPStateContext:
 
 def _goes_on(state: UnitState) -> bool:
     """Tell whether a backward within a unit's forward has left it no gradients, as one that computes forces."""
-    is_in_forward = state.unit.training_state is TrainingState.FORWARD
-    return is_in_forward and all(param.unsharded.grad is None for param in state.params)
+    return state.unit.training_state is TrainingState.FORWARD and not _has_new_gradients(state)
+
+
+def _has_new_gradients(state: UnitState) -> bool:
+    """Tell whether the running backward has left the unit gradients that its hooks have not reduced."""
+    is_eager = any(p.unsharded.grad is not None for group in state.groups for p in group.params)
+    return is_eager or state.unit.has_compiled_gradients
+
+
+def _has_gradients(state: UnitState) -> bool:
+    """Tell whether gradients wait to be reduced, or zeros take part in their place."""
+    unit, config = state.unit, state.unit.config
+    is_unused = unit.training_state is TrainingState.IDLE and not unit.has_compiled_gradients
+    takes_zeros = config.reduce_unused and is_unused
+    return config.reduce_grads and (takes_zeros or any(group.has_gradients for group in state.groups))
 
 
 class ModuleTree:

@@ -266,19 +266,13 @@ class FSDPState(TorchNames):
     @hook("post_backward")
     def post_backward(self) -> None:
         """Start reducing the unit's gradients and free its unsharded parameters."""
+        if self.unit.training_state is TrainingState.FORWARD:
+            return  # a backward within its forward, which goes on, has reached its inputs
         self.unit.end_backward()
         if self.unit.config.reshard_after_backward:
             self.reshard()
         self.unit.hold(False)
-        self._lazy_init().comm.start_reduce(self)
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether gradients wait to be reduced, or zeros take part in their place."""
-        unit, config = self.unit, self.unit.config
-        is_unused = unit.training_state is TrainingState.IDLE and not unit.has_compiled_gradients
-        takes_zeros = config.reduce_unused and is_unused
-        return config.reduce_grads and (takes_zeros or any(group.has_gradients for group in self.groups))
+        self._lazy_init().start_reduce(self)
 
     def end_step(self) -> None:
         """Return to idle; an all-gather prefetched for a unit that backward did not reach is dropped."""

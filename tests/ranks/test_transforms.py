@@ -129,12 +129,43 @@ def test_a_forward_that_differentiates_itself(mode, transforms, reshard):
     model, alone = Forces(transforms), Forces(transforms)
     call = shard(model, mode, reshard_after_forward=reshard)
     assert_trains_like_one_process(model, call, alone)
-    micros = list(batches(2, 8, 10))
+    micros, complete = list(batches(2, 8, 10)), []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(complete.append)
     for micro in micros:
         model.set_requires_gradient_sync(micro is micros[-1])
         for each, x in ((model, my_part(micro)), (alone, micro)):
             (call if each is model else each)(x).square().mean().backward()
     assert_close(full_grads(model), full_grads(alone))
+    assert len(complete) == len(set(complete))  # the inner backward leaves sums to the outer one
+
+
+class ForcesOfBlock(nn.Module):
+    """Differentiates by what the model's input depends on, through its own inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(10, 10), nn.Linear(10, 10)
+
+    def forward(self, x, of):
+        energy = self.last(self.first(x).tanh())
+        (forces,) = torch.autograd.grad(energy.square().sum(), of(), retain_graph=True)
+        return energy + forces
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_unit_that_differentiates_through_its_inputs(reshard):
+    class Model(MLP):
+        def forward(self, x):
+            positions = x.detach().requires_grad_()
+            return self.blocks[1](self.blocks[0](positions * self.scale), lambda: positions)
+
+    models = model, alone = Model(), Model()
+    for each in models:
+        torch.manual_seed(0)
+        each.blocks[1] = ForcesOfBlock()
+    assert_trains_like_one_process(model, shard(model, "eager", reshard_after_forward=reshard), alone)
 
 
 class TrainsItself(MLP):
