@@ -238,7 +238,12 @@ def _layout(user_cls: type[Any]) -> tuple[type, ...]:
     slots: Any = user_cls
     while slots.__dictoffset__:
         slots = slots.__base__
-    return () if slots is object else (type("_Layout", (slots,), {"__orig_bases__": ()}),)
+    if slots is object:
+        return ()
+    layout = type("_Layout", (slots,), {"__orig_bases__": ()})
+    for name in {"_is_protocol", "__init__"} & vars(layout).keys():  # by which no instance could be of a Protocol
+        delattr(layout, name)
+    return (layout,)
 
 
 class _Unannounced:

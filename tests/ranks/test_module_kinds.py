@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC
 from contextlib import nullcontext
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 from unittest import mock
 
 import pytest
@@ -73,6 +73,16 @@ class Abstract(ABC, Small):
 
 class Typed(Generic[TypeVar("T")], Small):
     """Such a base again, which refuses to be subclassed as it is."""
+
+
+class HasForward(Protocol):
+    def forward(self, x): ...
+
+
+class Declared(HasForward, Small):
+    """Of a subclass of such a base typing would make another protocol, of which nothing is an instance."""
+
+    forward = Small.forward
 
 
 def _compiled(model, mode, **kwargs):
@@ -517,9 +527,10 @@ def test_scripted_code_without_parameters(is_compiled):
 
 
 @eager_and_full
-@pytest.mark.parametrize("kind", [Abstract, Typed, Typed[int]])
+@pytest.mark.parametrize("kind", [Abstract, Typed, Typed[int], Declared])
 @on_ranks(2)
 def test_a_base_without_dict_before_module(kind, mode):
     model = kind()
     call = shard(model, mode)
     assert_trains_like_one_process(model, call, kind(), batches(3, 8, 6))
+    assert isinstance(model, type(model)) and not isinstance(kind(), type(model))
