@@ -40,7 +40,7 @@ def _check_module(module: nn.Module) -> None:
         got, do = "one that fully_shard has already been applied to", "apply it once to each module"
         raise unexpected(cls, "a module that is not sharded yet", got, do)
     for name, below in module.named_modules():
-        if isinstance(below, torch.jit.ScriptModule) and next(below.parameters(), None) is not None:
+        if isinstance(below, torch.jit.ScriptModule) and (not name or next(below.parameters(), None) is not None):
             got = f"a {type(below).__name__}, whose compiled code would not see its parameters change"
             raise unexpected(name or cls, "a Python module", got, "shard the module that it was made from")
         if f"{type(below).__module__}.{type(below).__name__}" == _PEFT_ATTENTION:

@@ -304,6 +304,8 @@ def test_scripted_modules():
     model = Model()
     model.layers[1] = torch.jit.script(model.layers[1])
     assert_refused(ValueError, r"layers\.1: expected a Python module, got a RecursiveScriptModule", model)
+    without_parameters = torch.jit.script(nn.Sequential(nn.Tanh()))  # may lie below a unit, but takes no hooks
+    assert_refused(ValueError, "RecursiveScriptModule: expected a Python module, got", without_parameters)
 
 
 def test_modules_that_something_else_distributes():
