@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
@@ -71,10 +72,17 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     tensors = tensors_in(output)
     if in_functorch() or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return _wrapped(PreBackward, owner, output)
-    for tensor in tensors:
-        if tensor.requires_grad:
-            tensor.register_hook(skipped(lambda grad: owner.pre_backward()))
-    return output
+    trained = [tensor for tensor in tensors if tensor.requires_grad]
+    computed = [tensor for tensor in trained if _given(owner, tensor) is None]
+    for tensor in computed or trained:
+        tensor.register_hook(skipped(lambda grad: owner.pre_backward()))
+    return map_tensors(functools.partial(_given, owner), output) if 0 < len(computed) < len(trained) else output
+
+
+def _given(owner: EagerHooks, tensor: Tensor) -> Tensor | None:
+    """Return the input that the unit only passes on as ``tensor``: a model may differentiate by it afterwards."""
+    node: Any = tensor.grad_fn
+    return node.given[tensor.output_nr]() if getattr(node, "owner", None) is owner else None
 
 
 def after_backward(owner: EagerHooks, inputs: Any) -> Any:
@@ -106,7 +114,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, owner: EagerHooks, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.owner = owner
+        ctx.owner, ctx.given = owner, list(map(weakref.ref, inputs))
         return inputs
 
     @staticmethod
@@ -150,7 +158,7 @@ class _InTransforms(_Identity):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.owner = inputs[0]
+        ctx.owner, ctx.given = inputs[0], list(map(weakref.ref, inputs[1:]))
 
 
 for _each in (PreBackward, PostBackward):

@@ -168,6 +168,33 @@ def test_a_unit_that_differentiates_through_its_inputs(reshard):
     assert_trains_like_one_process(model, shard(model, "eager", reshard_after_forward=reshard), alone)
 
 
+class PassesOn(nn.Linear):
+    def forward(self, data):
+        return {**data, "h": super().forward(data["h"]).tanh()}
+
+
+class ForcesByDict(nn.Module):
+    """Differentiates by what its units pass on in a dict, as those of SchNetPack and NequIP do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(PassesOn(10, 10) for _ in range(2))
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        data = {"x": x, "h": x.square()}
+        for block in self.blocks:
+            data = block(data)
+        return torch.autograd.grad(data["h"].square().sum(), data["x"], create_graph=True)[0]
+
+
+@on_ranks(2)
+def test_differentiating_by_what_units_pass_on():
+    model, alone = ForcesByDict(), ForcesByDict()
+    assert_trains_like_one_process(model, shard(model, "eager"), alone)
+
+
 class TrainsItself(MLP):
     def forward(self, x):
         loss = super().forward(x).square().mean()
