@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from ..collectives import backend
 from ..sharding.local_types import keeps_types, unchecked
@@ -69,7 +70,7 @@ def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def before_backward(owner: EagerHooks, output: Any) -> Any:
     """Call ``owner.pre_backward`` when the first gradient of a tensor in ``output`` arrives."""
-    tensors = tensors_in(output)
+    tensors = tensors_in(output) or [each for each in tree_leaves(output) if isinstance(each, Tensor)]
     if in_functorch() or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return _wrapped(PreBackward, owner, output)
     trained = [tensor for tensor in tensors if tensor.requires_grad]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils._pytree import register_pytree_node
 
 from fsdp_compiled import fully_shard
 from tests.support.parity import row
@@ -205,6 +206,41 @@ def test_dataclasses_between_units(mode):
     got = train(model, lambda x: call(x).hidden, data, square_loss)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=1e-5, atol=0)
     assert_close(full_params(model), full_params(alone))
+
+
+class Record:
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+register_pytree_node(Record, lambda record: ([record.hidden], None), lambda values, _: Record(*values))
+
+
+class WritesTo(nn.Linear):
+    def forward(self, record):
+        record.hidden = super().forward(record.hidden).tanh()
+        return record
+
+
+class Records(nn.Module):
+    """Its units write to an object and return it, as tensordict's modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(WritesTo(10, 10) for _ in range(2))
+
+    def forward(self, x):
+        record = Record(x)
+        for block in self.blocks:
+            record = block(record)
+        return record.hidden
+
+
+@on_ranks(2)
+def test_units_that_return_an_object_known_to_pytree():
+    model, alone = Records(), Records()
+    assert_trains_like_one_process(model, shard(model, "eager"), alone)
 
 
 class Chunked(nn.Module):
