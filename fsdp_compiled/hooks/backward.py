@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -70,20 +70,30 @@ def hook(what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 def before_backward(owner: EagerHooks, output: Any) -> Any:
     """Call ``owner.pre_backward`` when the first gradient of a tensor in ``output`` arrives."""
-    tensors = tensors_in(output) or [each for each in tree_leaves(output) if isinstance(each, Tensor)]
+    tensors = tensors_in(output)
     if in_functorch() or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return _wrapped(PreBackward, owner, output)
-    trained = [tensor for tensor in tensors if tensor.requires_grad]
-    computed = [tensor for tensor in trained if _given(owner, tensor) is None]
-    for tensor in computed or trained:
+    computed = _computed(owner, tensors) or _computed(owner, tree_leaves(output))
+    for tensor in computed or [each for each in tensors if each.requires_grad]:
         tensor.register_hook(skipped(lambda grad: owner.pre_backward()))
-    return map_tensors(functools.partial(_given, owner), output) if 0 < len(computed) < len(trained) else output
+    return map_tensors(functools.partial(_given, owner), output) if computed else output
+
+
+def _computed(owner: EagerHooks, values: Iterable[Any]) -> list[Tensor]:
+    trained = [each for each in values if isinstance(each, Tensor) and each.requires_grad]
+    return [tensor for tensor in trained if _given(owner, tensor) is None]
 
 
 def _given(owner: EagerHooks, tensor: Tensor) -> Tensor | None:
-    """Return the input that the unit only passes on as ``tensor``: a model may differentiate by it afterwards."""
+    """Return the input that the unit only passes on as ``tensor``: a model may differentiate by it afterwards.
+
+    None for one with hooks of the user's, to which gradients of its later uses belong, too.
+    """
     node: Any = tensor.grad_fn
-    return node.given[tensor.output_nr]() if getattr(node, "owner", None) is owner else None
+    is_passed_on = getattr(node, "owner", None) is owner and hasattr(node, "given")
+    if not is_passed_on or tensor._backward_hooks or tensor.retains_grad:
+        return None
+    return node.given[tensor.output_nr]()  # type: ignore[no-any-return]
 
 
 def after_backward(owner: EagerHooks, inputs: Any) -> Any:
@@ -115,7 +125,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, owner: EagerHooks, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.owner, ctx.given = owner, list(map(weakref.ref, inputs))
+        ctx.owner = owner
         return inputs
 
     @staticmethod
@@ -142,6 +152,11 @@ class PostBackward(_Identity):
     """Identity whose backward runs after that of the operations that use its outputs."""
 
     @staticmethod
+    def forward(ctx: Any, owner: EagerHooks, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.given = list(map(weakref.ref, inputs))
+        return _Identity.forward(ctx, owner, *inputs)
+
+    @staticmethod
     @skipped
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.owner.post_backward()
@@ -159,7 +174,7 @@ class _InTransforms(_Identity):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.owner, ctx.given = inputs[0], list(map(weakref.ref, inputs[1:]))
+        ctx.owner = inputs[0]
 
 
 for _each in (PreBackward, PostBackward):

@@ -170,8 +170,12 @@ class FSDPStateContext:
                 state.unit.configure(reduce_grads=reduce_grads, all_reduce_grads=all_reduce_grads)
 
     def start_reduce(self, state: UnitState) -> None:
-        """Launch the reductions of a unit whose backward has ended, if it has left gradients."""
-        if _has_new_gradients(state) or state.unit.config.reduce_unused:
+        """Launch the reductions of a unit whose backward has ended, even of sums alone, as other ranks do.
+
+        But one within a forward, or that is differentiated itself, may be of inputs, and leaves sums to a later one.
+        """
+        is_inner = torch.is_grad_enabled() or self.all_states[0].unit.training_state is TrainingState.FORWARD
+        if not is_inner or _has_new_gradients(state) or state.unit.config.reduce_unused:
             self.comm.start_reduce(state)
 
     def _start_reductions(self, states: Sequence[UnitState], reduces: bool = True) -> None:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch.autograd.graph import saved_tensors_hooks
@@ -330,3 +331,30 @@ def test_gradients_without_sync_are_not_in_memory_together():
     (output,) = recorder.only("backward").find_nodes(op="output")
     assert {node.meta["val"].numel() for node in output.all_input_nodes} == {1}
     assert all(param.gradients.unsharded.grad is not None for s in states_below([model]) for param in s.params)
+
+
+class Skipping(nn.Sequential):
+    skips = False
+
+    def forward(self, x):
+        return x if self.skips else x + super().forward(x)
+
+
+@pytest.mark.parametrize("number", range(3))
+@on_ranks(2)
+def test_a_unit_that_one_rank_skips_in_the_last_micro_batch(number):
+    def stack():
+        torch.manual_seed(0)
+        return MLP(layers=0), [Skipping(nn.Linear(10, width), nn.Linear(width, 10)) for width in (7, 11, 13)]
+
+    (model, blocks), (alone, blocks_alone) = stack(), stack()
+    model.blocks, alone.blocks = nn.ModuleList(blocks), nn.ModuleList(blocks_alone)
+    shard(model, "eager")
+    for sync, micro in zip((False, True), batches(2, 8, 10), strict=True):
+        model.set_requires_gradient_sync(sync)
+        blocks[number].skips = sync and dist.get_rank() == 0
+        model(my_part(micro)).square().mean().backward()
+        for rank, part in enumerate(micro.chunk(2)):
+            blocks_alone[number].skips = sync and rank == 0
+            (alone(part).square().mean() / 2).backward()
+    assert_close(full_grads(model), full_grads(alone))

@@ -218,12 +218,13 @@ register_pytree_node(Record, lambda record: ([record.hidden], None), lambda valu
 
 class WritesTo(nn.Linear):
     def forward(self, record):
+        mask = record.hidden > 0
         record.hidden = super().forward(record.hidden).tanh()
-        return record
+        return record, mask
 
 
 class Records(nn.Module):
-    """Its units write to an object and return it, as tensordict's modules do."""
+    """Its units write to an object and return it, as tensordict's modules do, beside a tensor without gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,8 +234,8 @@ class Records(nn.Module):
     def forward(self, x):
         record = Record(x)
         for block in self.blocks:
-            record = block(record)
-        return record.hidden
+            record, mask = block(record)
+        return record.hidden * mask
 
 
 @on_ranks(2)

@@ -195,6 +195,52 @@ def test_differentiating_by_what_units_pass_on():
     assert_trains_like_one_process(model, shard(model, "eager"), alone)
 
 
+class PassesOnWithHook(PassesOn):
+    def forward(self, data):
+        data["x"].register_hook(lambda grad: grad / 2)
+        return super().forward({**data, "h": data["x"] + data["h"]})
+
+
+class HookedByDict(ForcesByDict):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.blocks = nn.Parameter(torch.rand(10)), nn.ModuleList([PassesOnWithHook(10, 10)])
+
+    def forward(self, x):
+        data = self.blocks[0]({"x": x * self.scale, "h": x})
+        return data["x"] * data["h"]
+
+
+@on_ranks(2)
+def test_a_hook_on_what_a_unit_passes_on():
+    model, alone = HookedByDict(), HookedByDict()
+    assert_trains_like_one_process(model, shard(model, "eager"), alone)
+
+
+class GradientOfInputs(nn.Linear):
+    def forward(self, x, h, of):
+        energy = super().forward((x + h * self.bias).tanh())
+        return energy, torch.autograd.grad(energy.square().sum(), of(), create_graph=True)[0]
+
+
+class ReturnsForces(ForcesByDict):
+    """Its unit's output is the very gradient that has come to the unit's input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([GradientOfInputs(10, 10)])
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()
+        return self.blocks[0](x, x.detach().requires_grad_(), lambda: x)[1]
+
+
+@on_ranks(2)
+def test_a_unit_that_returns_the_gradient_of_its_input():
+    model, alone = ReturnsForces(), ReturnsForces()
+    assert_trains_like_one_process(model, shard(model, "eager"), alone)
+
+
 class TrainsItself(MLP):
     def forward(self, x):
         loss = super().forward(x).square().mean()
