@@ -47,7 +47,8 @@ def pack(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int], divisor
 
 def _join(tensors: Sequence[Tensor], packed: Tensor) -> None:
     layout = packed_layout(tuple([tensor.numel() for tensor in tensors]))
-    if all(layout.numels) and not any(layout.gaps) and {tensor.dtype for tensor in tensors} == {packed.dtype}:
+    is_copy = {tensor.dtype for tensor in tensors} == {packed.dtype} and not any(layout.gaps)
+    if is_copy and all(layout.numels) and all(tensor.dim() for tensor in tensors):  # it crashes at scalars
         torch._chunk_cat(list(tensors), 0, 1, out=packed.view(1, -1))  # takes 144 tensors of any shapes in 0.1 ms
         return
     pieces, gaps = layout.parts(packed)

@@ -17,7 +17,7 @@ from ..param.param import FSDPParam, Registered
 from ..torch_fsdp.registry import applied
 from ..tracing.sharded_module import is_managed
 from .backward import outside_modes, without_grad
-from .step import Step, TrainingState, UnitState, is_in_backward
+from .step import Step, TrainingState, UnitState
 
 
 @dataclass(eq=False)
@@ -117,14 +117,13 @@ class FSDPStateContext:
 
         These are units whose inputs needed no gradient, and gradients that were accumulated while sync was off and
         that no eager unit has reduced with its own. Every rank finds the same, since all ran the same program.
-        A backward that has left no gradients, as one of inputs alone, leaves those where they are; a pipeline, which
-        calls this after its last one, does not.
+        A backward within forward that has left no gradients, as one of inputs alone, leaves those where they are.
         """
         if not self.step.is_checked:
             self.all_states[0].check_parameters()
         ended = [state for state in self.all_states if not _goes_on(state)]
         has_left_any = bool(self.comm.reducing) or any(map(_has_new_gradients, self.all_states))
-        reduces = has_left_any or not is_in_backward()
+        reduces = has_left_any or not self._is_in_forward
         self._start_reductions(self.all_states, reduces)
         if reduces and self.ends_with_backward:
             self.finish_reductions(self.all_states)
@@ -169,12 +168,16 @@ class FSDPStateContext:
             for state, reduce_grads, all_reduce_grads in settings:
                 state.unit.configure(reduce_grads=reduce_grads, all_reduce_grads=all_reduce_grads)
 
+    @property
+    def _is_in_forward(self) -> bool:
+        return self.all_states[0].unit.training_state is TrainingState.FORWARD
+
     def start_reduce(self, state: UnitState) -> None:
         """Launch the reductions of a unit whose backward has ended, even of sums alone, as other ranks do.
 
         But one within a forward, or that is differentiated itself, may be of inputs, and leaves sums to a later one.
         """
-        is_inner = torch.is_grad_enabled() or self.all_states[0].unit.training_state is TrainingState.FORWARD
+        is_inner = self._is_in_forward or torch.is_grad_enabled()
         if not is_inner or _has_new_gradients(state) or state.unit.config.reduce_unused:
             self.comm.start_reduce(state)
 
