@@ -247,6 +247,18 @@ def test_recurrent_modules_run_eagerly_and_torch_refuses_to_compile_them(mode):
         assert_trains_like_replicas(model, torch.compile(model) if mode == "full" else model, alone, data)
 
 
+@on_ranks(2)
+def test_recurrent_modules_in_one_graph_where_dynamo_allows_them():
+    for kind in ("RNN", "LSTM", "GRU"):
+        alone, model = Recurrent(kind), Recurrent(kind)
+        fully_shard(model.rnn)
+        fully_shard(model)
+        # oneDNN: for its LSTM, Inductor asserts the strides of an output that is undefined, sharded or not
+        with torch._dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=False):
+            call = torch.compile(model, fullgraph=True)
+            assert_trains_like_replicas(model, call, alone, batches(3, 4, 3, 6))
+
+
 class OneBuffer(nn.LSTM):
     """Moves its weights into one buffer when they are other objects, as recurrent modules do on a GPU for cuDNN."""
 
