@@ -192,6 +192,45 @@ def test_4_ranks_whose_batches_differ_in_length():
     _check_lengths("full", [(16,), (2, 3), (9, 9, 4), (8,)])
 
 
+class Normed(nn.Module):
+    """A norm before a map whose weight backward needs, unless torch compiles an empty batch by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class NormedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.Sequential(Normed(), Normed())
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
+@on_ranks(2)
+def test_a_rank_whose_batch_is_empty_where_its_graph_is_of_any_size():
+    alone, model = NormedBlocks(), NormedBlocks()
+    call = shard(model, "full")
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        for step, size in enumerate(((2, 4, 0, 1), (0, 3, 4, 2))[dist.get_rank()]):
+
+            def loss_of(call, x, size=size):
+                x = x[:size].clone()
+                torch._dynamo.mark_dynamic(x, 0)
+                return call(x).square().sum()
+
+            data = batches(1, 8, 6, seed=step)
+            train_replicas(alone, alone, data, loss_of, lr=0.01)
+            train(model, call, data, loss_of, lr=0.01)
+    assert_close(full_params(model), full_params(alone))
+
+
 class Uneven(nn.Module):
     """Lengths that neither 3 nor 4 divide, and one shorter than the world."""
 
