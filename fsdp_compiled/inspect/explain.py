@@ -217,9 +217,11 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
     if not config.reshard_after_backward:
         yield "set_reshard_after_backward(False): stays unsharded after backward, compiled if it does after forward"
     layouts = [param.storage.layout for param in params]
-    padding = 1 - sum(each.numel for each in layouts) / sum(each.shard_numel * each.world for each in layouts)
-    if padding >= NOTABLE_PADDING:
-        yield f"{padding:.0%} of each all-gather is padding: dimensions do not divide by {info.shard_mesh_size} ranks"
+    padded = sum(each.padded_numel for each in layouts)
+    padding = padded - sum(each.numel for each in layouts)
+    if padding > NOTABLE_PADDING * padded:
+        share, ranks = f"{padding / padded:.0%}", info.shard_mesh_size
+        yield f"{share} of each all-gather is padding: dimensions do not divide by {ranks} ranks"
     if any(param.leaf.device.type == "meta" for param in params):
         yield "on the meta device: call to_empty and initialise the parameters before running the model"
     if kept:

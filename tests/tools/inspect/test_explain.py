@@ -118,6 +118,13 @@ def test_figures_of_a_unit():
     assert "14% of each all-gather is padding" in block.notes[0]
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_a_unit_without_elements():
+    (unit,) = explain(fully_shard(nn.Linear(8, 0, bias=False))).units
+    assert (unit.params, unit.total_bytes) == (("weight",), 0)
+    assert not any("padding" in note for note in unit.notes)
+
+
 def test_what_the_user_asked_for_is_the_reason():
     model = _sharded(llama(), reshard_after_forward=True)
     assert {unit.why for unit in explain(model).units} == {"reshard_after_forward=True"}
