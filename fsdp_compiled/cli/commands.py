@@ -256,8 +256,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefetch", type=_or(_count, "auto"), metavar="auto|N", help="all-gathers launched ahead of use")
     about = "bound on unsharded bytes: all-gathered and not freed, and gradients not yet reduced"
     add("--in-flight-bytes", type=_or(byte_size, "auto"), metavar="auto|BYTES", help=about)
-    about = "of parameters that stay unsharded from forward to backward (0)"
-    add("--keep-unsharded-bytes", type=_or(byte_size), metavar="BYTES", help=about)
+    about = "of parameters that stay unsharded from forward to backward"
+    add("--keep-unsharded-bytes", type=_or(byte_size, "auto"), metavar="auto|BYTES", help=about)
     add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
     add("--verify", action="store_true", help="check after every pass that the graph keeps the rules")
     about = f"{', '.join(CLUSTERS)} or a file by calibrate: what times are estimated for (--device, or found)"

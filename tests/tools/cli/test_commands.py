@@ -136,6 +136,12 @@ def test_every_option(program, captures, capsys):
     assert err.endswith("saved a.html\nsaved b.json\nsaved c.png\n")
 
 
+def test_bytes_that_may_be_auto(program, captures):
+    words = "--bucket auto --prefetch auto --in-flight-bytes auto --keep-unsharded-bytes auto"
+    assert _inspect(f"{program}:build", *words.split()) == 0
+    assert captures[0].kwargs["schedule"] == SchedulePolicy()
+
+
 def test_estimates_against_a_run(program, captures, capsys):
     Path("trace.json").write_text("{}")
     assert _inspect("program.py:build", "--trace", "trace.json", "--save", "a.html", "b.json") == 0
@@ -189,7 +195,7 @@ MISTAKES = {
     "program.py:build --bucket big": "--bucket: expected 'auto' or 'unit' or 'none' or a number of bytes such as",
     "program.py:build --bucket 0": "SchedulePolicy.bucket: expected 'auto' or 'unit' or 'none' or an integer of",
     "program.py:build --prefetch 1.5": "--prefetch: expected 'auto' or a number, got '1.5'",
-    "program.py:build --keep-unsharded-bytes auto": "expected a number of bytes such as 65536, 64MiB or 1GiB, got",
+    "program.py:build --keep-unsharded-bytes big": "expected 'auto' or a number of bytes such as 65536, 64MiB or",
     "program.py:build --cluster V100": "--cluster: cluster: expected H100, H100-500W, H200, A100, B200, CPU or",
     "program.py:build --world 4 --rank 4": "--rank: expected 0 to 3 for --world 4, got 4",
     "program.py:build --world 0": "--world: expected at least 1, got 0",
