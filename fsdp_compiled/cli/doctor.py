@@ -49,6 +49,7 @@ def diagnose() -> list[Finding]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = accelerator.type if accelerator is not None and has_streams(accelerator) else ""
     gpus = [_gpu(torch.device(kind, n)) for n in range(torch.accelerator.device_count() if kind else 0)]
+    on_cpu = cost.detect(torch.device("cpu")).name if os.environ.get(cost.VARIABLE) else "CPU"
     backends = [name for name in BACKENDS if getattr(dist, f"is_{name}_available", lambda: False)()]
     built_for = torch.accelerator.current_accelerator()
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -61,7 +62,7 @@ def diagnose() -> list[Finding]:
         judge_torch(torch.__version__),
         judge_triton(_triton_version(), bool(gpus)),
         judge_compiler(compiler, Path(sysconfig.get_path("include"), "Python.h").exists()),
-        *judge_gpus(gpus, built_for.type if built_for is not None and has_streams(built_for) else None),
+        *judge_gpus(gpus, built_for.type if built_for is not None and has_streams(built_for) else None, on_cpu),
         judge_backends(backends, bool(gpus)),
         judge_threads(torch.get_num_threads(), cpus, omp_threads, int(ranks) if ranks.isdecimal() else None),
         *(
@@ -130,15 +131,15 @@ def judge_compiler(path: str | None, has_python_headers: bool) -> Finding:
     return Finding("problem", "C++ compiler", f"Inductor compiles nothing without {' and '.join(missing)}")
 
 
-def judge_gpus(gpus: Sequence[Gpu], built_for: str | None) -> Iterator[Finding]:
-    """Judge the GPUs, for a torch built for this kind of device."""
+def judge_gpus(gpus: Sequence[Gpu], built_for: str | None, on_cpu: str = "CPU") -> Iterator[Finding]:
+    """Judge the GPUs, for a torch built for this kind of device; ``on_cpu`` is the cluster of ranks without any."""
     if not gpus:
         check = "check the driver and variables that hide devices, such as CUDA_VISIBLE_DEVICES"
         built = f"; torch is built for {built_for}, so {check}" if built_for else ""
-        text = f"none: ranks run on the CPU; times are estimated for cluster CPU{built}"
+        text = f"none: ranks run on the CPU; times are estimated for cluster {on_cpu}{built}"
         yield Finding("note" if built_for else "ok", "GPU", text)
     for index, gpu in enumerate(gpus):
-        is_known = gpu.cluster in gpu.name
+        is_known = gpu.cluster in gpu.name or gpu.cluster.endswith(", calibrated")  # as calibrate calls its own
         advice = ", which it is not: describe yours with SchedulePolicy(cluster=Cluster(...))"
         text = f"{gpu.name}, {gpu.memory_bytes / 2**30:.0f} GiB; times are estimated for cluster {gpu.cluster}"
         yield Finding("ok" if is_known else "note", f"GPU {index}", text + ("" if is_known else advice))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch._inductor import config, custom_graph_pass
@@ -23,6 +25,7 @@ from fsdp_compiled.cli.doctor import (
     judge_triton,
     read_settings,
 )
+from fsdp_compiled.passes.cost import CLUSTERS, as_text
 
 H200 = Gpu("NVIDIA H200", 150_000_000_000, "H200")
 SETTING = "torch._inductor.config"
@@ -91,6 +94,7 @@ def test_gpus():
     assert {found.level for found in judge_gpus([H200, H200], "cuda")} == {"ok"}
     other = Gpu("NVIDIA L4", 24_000_000_000, "H100")
     _only(judge_gpus([other], "cuda"), "note", "GPU 0", "cluster H100, which it is not: describe yours with")
+    assert [found.level for found in judge_gpus([other._replace(cluster="H100, calibrated")], "cuda")] == ["ok"]
     mixed = judge_gpus([H200, H200._replace(name="NVIDIA H100", cluster="H100")], "cuda")
     assert [(found.level, found.subject) for found in mixed if found.level != "ok"] == [("problem", "GPUs")]
 
@@ -166,6 +170,16 @@ def test_this_machine():
     assert found["threads"].text.startswith(f"{torch.get_num_threads()} in each process on ")
     assert "gloo" in found["distributed"].text
     assert found["C++ compiler"].level == "ok"
+
+
+def test_the_cluster_of_the_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    (tmp_path / "cluster.json").write_text(as_text(replace(CLUSTERS["CPU"], name="CPU, calibrated")))
+    monkeypatch.setenv("FSDP_COMPILED_CLUSTER", str(tmp_path / "cluster.json"))
+    _only([found for found in diagnose() if found.subject == "GPU"], "ok", "GPU", "for cluster CPU, calibrated")
+    monkeypatch.setenv("FSDP_COMPILED_CLUSTER", "V100")
+    with pytest.raises(ValueError, match="FSDP_COMPILED_CLUSTER: cluster: expected H100"):
+        diagnose()
 
 
 def _slots(names):
