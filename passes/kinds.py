@@ -10,13 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 
 from ..sharding.spec import Bucket, ParamSpec, Spec
 from .cost import Cluster, Lane, Times
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +31,6 @@ class Request:
     lanes: tuple[Lane, ...]  # one for each stage
     made: int | None = None  # position of the node that makes the input, which then counts as memory; -1: an argument
     kept_bytes: int = 0  # of ``bytes``, what the user keeps unsharded until backward; no part of the memory bound
-    device: torch.device = CPU  # where compute runs
     inputs_persist: bool = True  # see :class:`AllGatherBucket`
     key: Hashable = 0  # requests with equal keys may share a bucket
 

@@ -92,7 +92,6 @@ def _requests_of(
             lanes=tuple(lane(alone.group_of(stage)) for stage in alone.stages),
             made=None if kind.is_ahead else ready - 1,
             kept_bytes=size if kind.is_ahead and _is_returned(node) else 0,
-            device=_computes_on(node),
             inputs_persist=nodes.is_parameter(source) and nodes.memory_of(source) not in written,
             key=number[kind.opaque, alone.spec.key(param)],
         )
