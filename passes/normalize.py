@@ -53,7 +53,7 @@ def _merge_all_gathers(graph: fx.Graph) -> None:
     first: dict[object, fx.Node] = {}
     for node in nodes.calls_of(graph, "unshard"):
         shard = nodes.source_of(node)
-        is_cut = nodes.is_take_shard(shard)
+        is_cut = nodes.operator_of(shard) == "take_shard"
         kept = nodes.source_of(shard) if is_cut else first.setdefault((shard, nodes.spec_of(node)), node)
         if kept is not node:
             node.replace_all_uses_with(kept)
@@ -67,7 +67,7 @@ def _adds_two_reductions(node: fx.Node) -> bool:
     return (
         not node.kwargs
         and len(terms) == 2
-        and all(nodes.is_reduce_grad(term) and len(term.users) == 1 for term in terms)
+        and all(nodes.operator_of(term) == "reduce_grad" and len(term.users) == 1 for term in terms)
         and nodes.spec_of(terms[0]) == nodes.spec_of(terms[1])
     )
 

@@ -134,7 +134,7 @@ def _recompute_from_all_gathers(unsharded: fx.Node) -> None:
     stack = [unsharded]
     while stack:
         node = stack.pop()
-        if node.op == "call_function" and not nodes.is_unshard(node):
+        if node.op == "call_function" and nodes.operator_of(node) != "unshard":
             _tag(node, keep=False)
             stack += node.all_input_nodes
 
@@ -159,7 +159,7 @@ def _decide_by_operator(graph: fx.Graph) -> None:
 
 
 def _keep_over_smaller_group(node: fx.Node) -> None:
-    if any(nodes.is_take_shard(user) for user in node.users):
+    if any(nodes.operator_of(user) == "take_shard" for user in node.users):
         return
     behind, spec = node.next, nodes.spec_of(node)
     group = spec.post_forward

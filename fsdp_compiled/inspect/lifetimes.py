@@ -270,7 +270,7 @@ class GraphMemory:
             self._keys[node] = self._lists[node]
         elif nodes.is_wait(node) and nodes.stage_of(node) == nodes.bucket_of(node).stages[-1]:
             self._wait(node, node)
-        elif nodes.is_keep_grad(node):  # its result stands for the sum, which a step of micro-batches begins
+        elif nodes.operator_of(node) == "keep_grad":  # stands for the sum, which a step of micro-batches begins
             size = nodes.value_of(nodes.source_of(node)).numel() * nodes.spec_of(node).reduction.dtype.itemsize
             self._allocate(node, node, [(node.name, "unsharded gradients", size)])
         elif not nodes.is_ours(node) and not _is_same_memory(node) and self._has_memory(node):

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,16 +51,6 @@ def operator_of(node: fx.Node) -> str:
 def _name_of(target: Any) -> str:
     namespace, _, name = str(target).removesuffix(".default").partition(".")
     return name if namespace == NAMESPACE else ""
-
-
-def _is_op(name: str, node: fx.Node) -> bool:
-    return operator_of(node) == name
-
-
-is_unshard = partial(_is_op, "unshard")  # tells whether a node all-gathers one parameter
-is_reduce_grad = partial(_is_op, "reduce_grad")  # reduces one gradient
-is_keep_grad = partial(_is_op, "keep_grad")  # adds an unsharded gradient to a sum
-is_take_shard = partial(_is_op, "take_shard")  # cuts an unsharded parameter for a smaller group
 
 
 def calls_of(graph: fx.Graph, *names: str) -> list[fx.Node]:

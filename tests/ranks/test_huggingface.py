@@ -165,4 +165,4 @@ def _reduced_in_backward(model):
     call = torch.compile(model, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep), fullgraph=True)
     huggingface.loss(call, my_part(huggingface.token_batches(1)[0])).backward()
     _, backward = graphs
-    return [nodes.spec_of(node).param.name for node in backward.nodes if nodes.is_reduce_grad(node)]
+    return [nodes.spec_of(node).param.name for node in backward.nodes if nodes.operator_of(node) == "reduce_grad"]

@@ -114,7 +114,7 @@ def _line(node):
     value = node.meta["val"]
     shape = "" if not isinstance(value, torch.Tensor) else f" {list(value.shape)} {str(value.dtype)[6:]}"
     args = ", ".join(map(str, node.args))
-    if nodes.is_unshard(node) or nodes.is_reduce_grad(node):
+    if nodes.operator_of(node) in ("unshard", "reduce_grad"):
         args = f"{nodes.source_of(node)}, {nodes.spec_of(node).param.name}"
     elif nodes.is_launch(node) or nodes.is_wait(node):
         bucket = nodes.bucket_of(node)
