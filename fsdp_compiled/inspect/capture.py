@@ -29,8 +29,8 @@ from ..sharding.spec import Group
 from ..tracing.dynamo import counters, with_code_of_its_own
 from ..tracing.sharded_module import user_class
 from .gpu_program import GPU, OPTIONS, Gpu, generate, gpu_of
-from .lifetimes import Allocation, Part
-from .memory import step_memory
+from .lifetimes import Allocation, Event, Part
+from .memory import step_events, step_memory
 from .optimizer_cost import OPTIMIZERS, Updated, check_optimizer, clipping_us
 from .reading import Scheduled, captured_graph
 from .records import CapturedGraph, GraphKind
@@ -77,13 +77,11 @@ def capture(
         NotImplementedError: ``device`` is given, and shards of CPUOffloadPolicy.
     """
     traced = trace(model, args, kwargs, loss, schedule or SchedulePolicy(), code, device, passes, optimizer)
-    found, updated, shards, cluster = traced.capture, traced.updated, traced.shards, traced.capture.cluster
-    graphs = [(kind, read.graph) for kind, read in traced.scheduled]
-    memory = step_memory(graphs, traced.held, optimizer, updated, shards, cluster.on_host)
-    optimizer_us = OPTIMIZERS[optimizer].step_us(cluster, memory.reduced_bytes, updated, traced.ranks, shards)
+    cluster, updated, memory = traced.capture.cluster, traced.updated, step_memory(traced.events, optimizer)
+    optimizer_us = OPTIMIZERS[optimizer].step_us(cluster, memory.reduced_bytes, updated, traced.ranks, traced.shards)
     if clip_gradients:
         optimizer_us += clipping_us(cluster, memory.reduced_bytes, updated.parameters, traced.sharding)
-    return replace(found, memory=memory, optimizer_us=optimizer_us)
+    return replace(traced.capture, memory=memory, optimizer_us=optimizer_us)
 
 
 class Traced(NamedTuple):
@@ -91,7 +89,7 @@ class Traced(NamedTuple):
 
     capture: Capture
     scheduled: list[tuple[GraphKind, Scheduled]]  # before Inductor's own passes
-    held: list[Allocation]  # by a rank, before a step
+    events: list[Event]  # of memory in a step, in order
     updated: Updated  # by the optimizer
     ranks: list[int]  # of the largest data-parallel mesh
     shards: int  # of these, how many share the parameters
@@ -138,7 +136,9 @@ def trace(
         graphs=tuple(recorder.graphs),
         trained=updated.parameters,
     )
-    return Traced(found, recorder.scheduled, held, updated, ranks, shards, list(dict.fromkeys(_sharding(sharded))))
+    graphs = ((kind, read.graph) for kind, read in recorder.scheduled)
+    events = step_events(graphs, held, optimizer, updated, shards, found.cluster.on_host)
+    return Traced(found, recorder.scheduled, events, updated, ranks, shards, list(dict.fromkeys(_sharding(sharded))))
 
 
 def _updated(model: nn.Module, states: Sequence[FSDPState]) -> Updated:

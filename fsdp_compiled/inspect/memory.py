@@ -6,17 +6,16 @@ It must not know how a capture is drawn.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
 from torch import fx
 
 from .lifetimes import Allocation, Event, GraphMemory, Part
 from .optimizer_cost import OPTIMIZERS, Updated
 
-Graphs = Sequence[tuple[Literal["forward", "backward", "inference"], fx.Graph]]
+Graphs = Iterable[tuple[str, fx.Graph]]  # each with its kind
 
 # What PyTorch's caching allocator reserves beyond live bytes. *Source:* vllm-project/compressed-tensors pull request
 # 587, which allows 5% where 2.4% were seen with a Llama of 70 billion parameters on a full 80 GB card. It can be much
@@ -73,11 +72,8 @@ class StepMemory:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def step_memory(
-    graphs: Graphs, held: Sequence[Allocation], optimizer: str, updated: Updated, world: int, copies: bool
-) -> StepMemory:
-    """Return the memory of a step, see :func:`step_events`."""
-    events = step_events(graphs, held, optimizer, updated, world, copies)
+def step_memory(events: Sequence[Event], optimizer: str) -> StepMemory:
+    """Return the memory of a step with these events, those of :func:`step_events`."""
     levels, curve = list(accumulate(event.sign * event.what.bytes for event in events)), dict[tuple[str, str], int]()
     for event, level in zip(events, levels, strict=True):
         curve[event.graph, event.at] = max(level, curve.get((event.graph, event.at), 0))

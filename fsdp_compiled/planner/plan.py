@@ -69,10 +69,10 @@ def plan(
         do = "give memory_bytes, or a cluster that has it"
         raise unexpected("memory_bytes", "the bytes of a rank's device memory", memory_bytes, do)
     trials = dict[Checkpointing, Trial]()
-    with simulated_group(ranks_to_capture(build, max(2, cluster.ranks_per_node))) as shards:
+    with simulated_group(ranks_to_capture(build, max(2, cluster.ranks_per_node))):
         for checkpointing in CHECKPOINTING:
             progress(f"capturing with {CHECKPOINTING[checkpointing]}")
-            trials[checkpointing] = trial(build, checkpointing, shards, cluster, mp_policy, optimizer)
+            trials[checkpointing] = trial(build, checkpointing, cluster, mp_policy, optimizer)
     first = trials["none"]
     found = dict[int, tuple[Option, ...]]()
     for count in ranks:
@@ -84,13 +84,13 @@ def plan(
 
 
 @contextmanager
-def simulated_group(world: int, rank: int = 0) -> Iterator[int]:
+def simulated_group(world: int, rank: int = 0) -> Iterator[None]:
     """Start a process group that communicates nothing. RuntimeError: there is one already."""
     if dist.is_initialized():
         raise RuntimeError("plan: starts a simulated process group of its own; call it where there is none")
     dist.init_process_group("fake", rank=rank, world_size=world)
     try:
-        yield world
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -16,8 +16,8 @@ from ..expect import model_and_inputs, shown, unexpected
 from ..hooks.forward import map_tensors, tensors_in
 from ..hooks.state import states_below
 from ..inspect.capture import Traced, trace
-from ..inspect.lifetimes import Event, Part
-from ..inspect.memory import reduced_bytes, step_events
+from ..inspect.lifetimes import Part
+from ..inspect.memory import reduced_bytes
 from ..inspect.optimizer_cost import OPTIMIZERS
 from ..inspect.reading import Scheduled
 from ..inspect.records import GraphKind
@@ -92,7 +92,6 @@ class Trial:
         flops: of a sequence, forward and backward.
         traced: what was captured, with the graphs as read.
         again: parameters that backward all-gathers.
-        events: of memory in a step, in order.
         reduced_bytes: of all gradients that backward leaves on one of these ranks.
         buffer_bytes: of the model's buffers, as many for any batch.
     """
@@ -101,7 +100,6 @@ class Trial:
     flops: float
     traced: Traced
     again: frozenset[str]
-    events: tuple[Event, ...]
     reduced_bytes: int
     buffer_bytes: int
 
@@ -161,18 +159,20 @@ class Trial:
     @cached_property
     def _levels(self) -> Tensor:
         """Bytes that are alive after each event, by part: ``[events, parts]``."""
-        changes = torch.zeros(len(self.events), len(_PARTS), dtype=torch.float64, device="cpu")
-        for index, event in enumerate(self.events):
+        changes = torch.zeros(len(self.traced.events), len(_PARTS), dtype=torch.float64, device="cpu")
+        for index, event in enumerate(self.traced.events):
             changes[index, _PARTS.index(event.what.part)] = event.sign * event.what.bytes
         return changes.cumsum(0)
 
     @cached_property
     def _kept_levels(self) -> Tensor:
         """Bytes of unsharded parameters after each event if forward left to backward those that it needs."""
-        each = [(at, event) for at, event in enumerate(self.events) if event.what.part == "unsharded parameters"]
+        each = [
+            (at, event) for at, event in enumerate(self.traced.events) if event.what.part == "unsharded parameters"
+        ]
         last = {event.what.name: index for index, event in each if event.graph == "backward" and event.sign < 0}
         first = {event.what.name: index for index, event in reversed(each) if event.sign > 0}
-        changes = torch.zeros(len(self.events), dtype=torch.float64, device="cpu")
+        changes = torch.zeros(len(self.traced.events), dtype=torch.float64, device="cpu")
         for index, event in each:
             name = event.what.name
             if name not in last or index in (first[name], last[name]):
@@ -216,9 +216,9 @@ def ranks_to_capture(build: Build, ranks_per_node: int) -> int:
 
 
 def trial(
-    build: Build, checkpointing: Checkpointing, shards: int, cluster: Cluster, policy: MixedPrecisionPolicy, kind: str
+    build: Build, checkpointing: Checkpointing, cluster: Cluster, policy: MixedPrecisionPolicy, kind: str
 ) -> Trial:
-    """Shard a model over ``shards`` ranks, in a process group that must exist, and capture it.
+    """Shard a model over the ranks of the default process group, and capture it.
 
     Raises:
         TypeError, ValueError: ``build`` does not return a model that is not sharded, and inputs whose forward gives
@@ -233,17 +233,14 @@ def trial(
     model.to_empty(device="cpu")  # memory that the system has promised; nothing touches it
     compile(model, regions="auto")
     found = trace(model, args, kwargs, _loss_of, SchedulePolicy(cluster=cluster), optimizer=kind)
-    graphs = [(name, read.graph) for name, read in found.scheduled]
-    events = step_events(graphs, found.held, kind, found.updated, shards, cluster.on_host)
     behind = (read.requests for name, read in found.scheduled if name == "backward")
     again = frozenset(r.param.name for requests in behind for r in requests if r.kind.is_ahead)
     return Trial(
         tokens=_tokens(args, kwargs),
-        flops=sum(map(_flops, (graph for _, graph in graphs))) / BATCH,
+        flops=sum(_flops(read.graph) for _, read in found.scheduled) / BATCH,
         traced=found,
         again=again,
-        events=tuple(events),
-        reduced_bytes=reduced_bytes(events),
+        reduced_bytes=reduced_bytes(found.events),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
     )
 

@@ -142,7 +142,7 @@ def test_the_host_takes_what_a_capture_says():
 def tried(build, optimizer):
     dist.init_process_group("fake", rank=0, world_size=8)
     try:
-        return trial(build, "none", 8, CLUSTER, BF16, optimizer)
+        return trial(build, "none", CLUSTER, BF16, optimizer)
     finally:
         dist.destroy_process_group()
 
