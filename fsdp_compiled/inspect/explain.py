@@ -14,7 +14,7 @@ from ..hooks.state import FSDPState, states_of
 from ..param.param import FSDPParam
 from ..passes.reshard import kept_by
 from ..passes.schedule_policy import DEFAULT, SchedulePolicy
-from ..sharding.spec import CommSpec
+from ..sharding.spec import CommSpec, word
 from ..tracing.dynamo import module_inside
 from ..tracing.sharded_module import is_managed, user_class
 from .render import figures
@@ -254,8 +254,8 @@ def _cells(unit: UnitExplanation) -> dict[str, str]:
         "per rank": figures.size(unit.rank_bytes),
         "ranks": ranks if unit.params else "-",
         "all-gathers": figures.size(unit.all_gather_bytes),
-        "in": ", ".join(map(figures.dtype_name, unit.all_gather_dtypes)) or "-",
-        "reduces in": ", ".join(map(figures.dtype_name, unit.reduce_dtypes)) or "-",
+        "in": ", ".join(map(word, unit.all_gather_dtypes)) or "-",
+        "reduces in": ", ".join(map(word, unit.reduce_dtypes)) or "-",
         "after forward": unit.after_forward,
     }
 

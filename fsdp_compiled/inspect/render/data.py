@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ...sharding.spec import word
 from ..records import CapturedGraph, CapturedModel
 from . import figures
 from .drawing import lay_out
@@ -36,7 +37,7 @@ def _plain(value: Any) -> str | dict[str, Any]:
     if isinstance(value, fx.GraphModule):
         return str(value.graph)
     if isinstance(value, torch.dtype):
-        return figures.dtype_name(value)
+        return word(value)
     properties = (name for name, _ in getmembers(type(value), lambda member: isinstance(member, property)))
     names = [*(field.name for field in fields(value)), *properties]
     return {"after" if name == "module" else name: getattr(value, name) for name in names}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Literal, NamedTuple
 
+from ...sharding.spec import word
 from ..records import CapturedGraph, Collective
 from . import figures
 
@@ -110,7 +111,7 @@ def _links(graph: CapturedGraph) -> list[list[Mark]]:
 
 def _transfer(number: int, collective: Collective) -> Iterator[Mark]:
     kind, params, at = figures.words(collective.kind), collective.params, (collective.start_us, collective.end_us)
-    size = f"{figures.size(collective.bytes)} of {figures.dtype_name(collective.dtype)}"
+    size = f"{figures.size(collective.bytes)} of {word(collective.dtype)}"
     title = f"#{number} {kind}: {size} over {collective.world} ranks"
     cost = f"{figures.duration(collective.exposed_us)} " if figures.is_exposed(collective) else ""
     more = [f"and {len(params) - NAMES_IN_TIP} more"] if len(params) > NAMES_IN_TIP else []

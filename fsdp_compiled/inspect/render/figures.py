@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby, takewhile
 from math import floor, log10
 
-import torch
-
 from ...passes.schedule_policy import SchedulePolicy
+from ...sharding.spec import word
 from ..memory import StepMemory
 from ..records import CapturedGraph, CapturedModel, Collective, Kernel, Verdict
 
@@ -220,10 +219,6 @@ def words(kind: str) -> str:
     return kind.replace("_", "-")
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def is_exposed(collective: Collective) -> bool:
     return collective.exposed_us >= SHORTEST_US
 
@@ -233,7 +228,7 @@ def collective_facts(number: int, collective: Collective) -> dict[str, str]:
     return {
         "#": str(number),
         "kind": words(collective.kind),
-        "dtype": dtype_name(collective.dtype),
+        "dtype": word(collective.dtype),
         "size": size(collective.bytes),
         "ranks": str(collective.world),
         "launch": str(collective.launch),
