@@ -197,7 +197,8 @@ class TrainingPlan:
             chart("Memory of a rank at its peak", memory, lambda gib: f"{gib:.3g} GiB", self.memory_bytes / GIB),
         ]
         template = Path(__file__).with_name("plan.html")
-        path.write_text(page(template, plan=self, charts=charts, left=LEFT, WIDTH=WIDTH, HEIGHT=HEIGHT))
+        source = page(template, plan=self, charts=charts, left=LEFT, WIDTH=WIDTH, HEIGHT=HEIGHT)
+        path.write_text(source, encoding="utf-8")  # as it says, whatever the machine's encoding is
         return path
 
     @property

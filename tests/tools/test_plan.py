@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 
 import pytest
@@ -243,11 +244,14 @@ def test_what_fits_and_what_is_missing(planned):
         planned.best(4)
 
 
-def test_text_and_page(planned, tmp_path):
+def test_text_and_page(planned, tmp_path, monkeypatch):
     text = str(planned)
     assert "16 ranks: what would help most: " in text
     assert "fully_shard(block, " in text and "batch" in text
-    page = planned.save(tmp_path / "plan.html").read_text()
+    with monkeypatch.context() as machine:
+        machine.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")  # of another locale
+        path = planned.save(tmp_path / "plan.html")
+    page = path.read_text(encoding="utf-8")
     assert page.count("<svg") == 2 and page.count("<section") == 1 + len(RANKS)
     assert "http" not in page.replace("http-equiv", "")
     with pytest.raises(ValueError, match=r"saved as .html"):
