@@ -60,8 +60,8 @@ def slots(policy: SchedulePolicy, core: str = "", more: Sequence[Pass] = ()) -> 
     """
     # The last runs after Inductor's own passes, from which control dependencies would hide nodes, as from the rules.
     pipelines = {
-        "joint_custom_pre_pass": Pipeline(joint(policy), core, "joint", verifies=policy.verify),
-        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core, "schedule", policy, policy.verify),
+        "joint_custom_pre_pass": Pipeline(joint(policy), core, "joint", policy),
+        "post_grad_custom_pre_pass": Pipeline(post_grad(policy), core, "schedule", policy),
         "post_grad_custom_post_pass": Pipeline((Pin(),), core),  # Inductor's scheduler would undo the order
     }
     return inductor.with_users(pipelines, more)

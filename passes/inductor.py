@@ -18,7 +18,7 @@ from ..expect import expect, shown, unexpected
 from . import cost, log
 from .graph import nodes
 from .rules import verify
-from .schedule_policy import SchedulePolicy
+from .schedule_policy import DEFAULT, SchedulePolicy
 from .torch_internals import config, custom_graph_pass, list_mode_options
 
 
@@ -44,8 +44,7 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
     passes: tuple[Pass, ...]  # frozen records, so that ``repr`` is their configuration
     core: str = ""  # a hash of what the operators in the graphs compute: the caches do not look into operators
     slot: log.Slot = ""  # by which progress is told
-    policy: SchedulePolicy | None = None  # by which the passes schedule, if they do
-    verifies: bool = False  # each pass, and not the user's alone
+    policy: SchedulePolicy = DEFAULT  # of the passes; a user's own are verified whatever it says
 
     def __call__(self, graph: fx.Graph) -> None:
         if not nodes.has_ours(graph):
@@ -56,10 +55,10 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
                 run(graph)
                 if not is_ours:
                     log.ran(name_of(run), time.perf_counter() - began)
-                if (self.verifies or not is_ours) and not nodes.is_pinned(graph):
+                if (self.policy.verify or not is_ours) and not nodes.is_pinned(graph):
                     verify(graph, name_of(run))
             graph.lint()
-        if self.policy is not None:
+        if self.slot.startswith("schedule"):
             log.scheduled(graph, self.policy)
 
     def uuid(self) -> str | None:
