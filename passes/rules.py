@@ -17,14 +17,10 @@ class GraphError(RuntimeError):
 
 
 def verify(graph: fx.Graph, where: str = "graph") -> None:
-    """Check ``graph`` against every rule.
-
-    Args:
-        graph: an FX graph at any stage between tracing and Inductor's lowering.
-        where: what the message begins with, for example the name of the pass that ran last.
+    """Check ``graph``, at any stage between tracing and Inductor's lowering, against every rule.
 
     Raises:
-        GraphError: a rule is broken; the message names the node.
+        GraphError: a rule is broken; the message begins with ``where``, the pass that ran last, and names the node.
     """
     for rule, broken in RULES.items():
         for sentence in broken(graph):

@@ -105,7 +105,6 @@ def step_events(
         graphs: as scheduled, in order; each backward belongs to the last forward that has none yet.
         held: what is there before the step and after it.
         optimizer: a key of :data:`OPTIMIZERS`.
-        updated: what it updates.
         world: ranks that share the parameters.
         copies: whether collectives work on copies of their buffers.
     """

@@ -53,7 +53,6 @@ def owners_us(
         elements: of all together.
         ranks: that hold a parameter: groups of ``shards`` ranks, each of which has all of it.
         shares: whether replicas share the owners; else each group of shards does all.
-        cluster: where they are.
     """
     group, replicas = (ranks if shares else ranks[:shards]), len(ranks) // shards
     busiest = max(loads_of(costs_us, owners_of(costs_us, len(group)), len(group)))
