@@ -26,7 +26,7 @@ from ..sharding.dtensor import store_of as store_of
 
 _BEAT_S = 0.5  # how often a rank that compiles says so
 _BEATS = "fsdp_compiled/compiling"  # also the name of the thread
-_SETTLE_S = 5.0  # how long the end of the process waits for that thread
+SETTLE_S = 5.0  # how long one waits for a thread at the end of the process, and for other ranks after a mismatch
 _FAILURES = "fsdp_compiled/failures"
 _PROCESS = "fsdp_compiled/process"
 
@@ -121,7 +121,7 @@ def _join_beats() -> None:
     _end_beats()
     for thread in threading.enumerate():
         if thread.name == _BEATS:
-            thread.join(_SETTLE_S)
+            thread.join(SETTLE_S)
 
 
 callbacks = torch.compiler.disable(_begin_beats), torch.compiler.disable(_end_beats)  # as those of passes/log.py

@@ -37,7 +37,6 @@ _PAUSE_S = 0.002  # between two reports, at least
 _PAUSE_PER_RANK_S = 1e-4  # or so much per rank of the group, which limits the load of the store's host
 _POLL_S = 0.032  # from a report to a poll for records, if no window ends meanwhile; polls wake up a core that trains
 _IDLE_S = 1.0  # between two polls while nothing runs, at most
-_SETTLE_S = 5.0  # how long a rank waits for the records of the others
 _ASKED_FOR = 64  # ranks, after a failure: all would be too many for the store's host
 _KEPT_SUMS = 256  # in the store
 _KEPT_ENTRIES = 1024  # that a rank remembers
@@ -75,7 +74,7 @@ class _Reporter:
         self._thread = threading.Thread(target=self._run, name="fsdp_compiled windows", daemon=True)
         self._thread.start()
         # Else the thread might die inside the store, which ends the process. What is registered last is called first.
-        atexit.register(self._thread.join, _SETTLE_S)
+        atexit.register(self._thread.join, peers.SETTLE_S)
         atexit.register(self.queue.put, None)
 
     def _run(self) -> None:
@@ -153,7 +152,7 @@ class Tripwire:
     def check(self) -> None:
         """Raise RankMismatchError if another rank has run something else."""
         if self.differs:
-            self._settled.wait(2 * _SETTLE_S)
+            self._settled.wait(2 * peers.SETTLE_S)
             self.reporter.differing.clear()  # it is known: only what runs on this group raises again
             error = RankMismatchError(self._text)
             peers.report_failure(error)  # here, since an error in backward passes none of our frames
@@ -192,7 +191,7 @@ class Tripwire:
         self.store.set(f"{_KEY}/record/{self.rank}", json.dumps(record))
         if self.store.add(f"{_KEY}/records", 1) < len(self.ranks):
             with suppress(dist.DistStoreError):  # others have not come: tell of those that have
-                self.store.wait([f"{_KEY}/verdict"], timedelta(seconds=_SETTLE_S))
+                self.store.wait([f"{_KEY}/verdict"], timedelta(seconds=peers.SETTLE_S))
         if not self.store.check([f"{_KEY}/verdict"]):
             texts = {rank: peers.value(self.store, f"{_KEY}/record/{place}") for place, rank in enumerate(self.ranks)}
             records = {rank: json.loads(text) for rank, text in texts.items() if text}

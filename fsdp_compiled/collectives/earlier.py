@@ -46,8 +46,7 @@ def expect_sums(place: object) -> None:
 
 def with_sums(grads: Sequence[Tensor], bucket: ReductionBucket) -> Sequence[Tensor]:
     """Return unsharded gradients with the sums of those that no backward has reduced, which are forgotten."""
-    sums = _in_backward() if _expected else None
-    if not sums:
+    if not (sums := _to_take()):
         return grads
     pairs = zip(bucket.params, grads, strict=True)
     return [sums[param.name].with_sum(grad) if param.name in sums else grad for param, grad in pairs]
@@ -68,8 +67,13 @@ def keep(grad: Tensor, leaf: Tensor | None, name: str) -> None:
 
 def partial_sums(bucket: ReductionBucket) -> list[Tensor | None]:
     """Return, and forget, for each parameter the sum of gradients that are reduced over the shards only."""
-    sums = (_in_backward() if _expected else None) or {}
+    sums = _to_take()
     return [sums[param.name].take_partial() if param.name in sums else None for param in bucket.params]
+
+
+def _to_take() -> Mapping[str, Sums]:
+    """Return the sums that reductions of the running backward take along."""
+    return (_in_backward() if _expected else None) or {}
 
 
 def _in_backward() -> Mapping[str, Sums] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, ParamSpec, TypeVar
 
@@ -73,15 +73,15 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     tensors = tensors_in(output)
     if in_functorch() or any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
         return _wrapped(PreBackward, owner, output)
-    computed = _computed(owner, tensors) or _computed(owner, tree_leaves(output))
-    for tensor in computed or [each for each in tensors if each.requires_grad]:
+    trained = [each for each in tensors if each.requires_grad]
+    given = {each: passed_on for each in trained if (passed_on := _given(owner, each)) is not None}
+    computed = [each for each in trained if each not in given]
+    if not computed:  # pytree may know of objects that hold more
+        others = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+        computed = [each for each in others if _given(owner, each) is None]
+    for tensor in computed or trained:
         tensor.register_hook(skipped(lambda grad: owner.pre_backward()))
-    return map_tensors(functools.partial(_given, owner), output) if computed else output
-
-
-def _computed(owner: EagerHooks, values: Iterable[Any]) -> list[Tensor]:
-    trained = [each for each in values if isinstance(each, Tensor) and each.requires_grad]
-    return [tensor for tensor in trained if _given(owner, tensor) is None]
+    return map_tensors(given.get, output) if given and computed else output
 
 
 def _given(owner: EagerHooks, tensor: Tensor) -> Tensor | None:
