@@ -46,7 +46,7 @@ class Exchange:
             travels.
         """
         group, dtype = process_group(self.bucket.spec.group.name), self.bucket.spec.dtype
-        with backend.profiled("all_to_all", self.bucket):
+        with backend.profiled("all_to_all", "matrices"):
             packed = torch.empty(self.sent.numel, dtype=dtype, device=device)
             output = torch.empty(self.received.numel, dtype=dtype, device=device)
 
@@ -59,7 +59,7 @@ class Exchange:
                 backend.wait(started[0], device)
                 return self.received.views(output)
 
-            waiting = partial(backend.profiled, "all_to_all_wait", self.bucket)
+            waiting = partial(backend.profiled, "all_to_all_wait", "matrices")
             return streams.launch("all-to-alls", device, begin, finish, waiting)
 
 

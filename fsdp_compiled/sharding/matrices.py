@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .layout import shard_layout
-from .spec import Bucket, Group, ParamSpec, Spec, Text
+from .spec import Group, ParamSpec, word
 
 
 class Part(NamedTuple):
@@ -40,7 +39,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Matrix(Text):
+class Matrix:
     """Rows of a parameter of two dimensions, or of one that a stack of such is: its last two are the matrix's."""
 
     param: ParamSpec
@@ -95,7 +94,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AllToAllSpec(Spec):
+class AllToAllSpec:
     """Between the shards of matrices and their owners.
 
     Args:
@@ -111,16 +110,13 @@ class AllToAllSpec(Spec):
     to_owners: bool
 
     @property
-    def world(self) -> int:
-        return self.shards
-
-    @property
     def how(self) -> str:
-        return f"{super().how} {'to' if self.to_owners else 'from'} owners"
+        """What ranks compare beside the parameters."""
+        return f"sent as {word(self.dtype)} {'to' if self.to_owners else 'from'} owners"
 
 
 @dataclass(frozen=True)
-class AllToAllBucket(Bucket):
+class AllToAllBucket:
     """What one all-to-all carries: matrices, and the rank in the group that owns each.
 
     Ranks send and receive parts in the order of :meth:`sent` and :meth:`received`, by rank of the group, and for each
@@ -130,19 +126,6 @@ class AllToAllBucket(Bucket):
     spec: AllToAllSpec
     matrices: tuple[Matrix, ...]
     owners: tuple[int, ...]
-    stages = ("all_to_all",)
-
-    @cached_property
-    def params(self) -> tuple[ParamSpec, ...]:  # type: ignore[override]
-        return tuple(matrix.param for matrix in self.matrices)
-
-    @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Bytes of each matrix, as it travels."""
-        return tuple(matrix.numel * self.spec.dtype.itemsize for matrix in self.matrices)
-
-    def group_of(self, stage: str) -> Group:
-        return self.spec.group
 
     def sent(self, rank: int) -> list[Move]:
         """Return what a rank of the group sends."""

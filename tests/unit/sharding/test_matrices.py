@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fsdp_compiled.sharding.contract import contract_of
 from fsdp_compiled.sharding.layout import ShardLayout
 from fsdp_compiled.sharding.matrices import AllToAllBucket, AllToAllSpec, Matrix, Move
 from fsdp_compiled.sharding.spec import Group, ParamSpec
@@ -107,10 +106,7 @@ def test_matrices_arrive_complete_and_updates_at_every_shard(shards, replicas):
 def test_what_a_bucket_tells():
     matrices = tuple(matrices_of("blocks"))
     bucket = AllToAllBucket(AllToAllSpec(Group("g", 2), BF16, 2, to_owners=True), matrices, (1, 0, 0))
-    assert bucket.bytes_of("all_to_all") == 9 * 4 * 2 and bucket.stages == ("all_to_all",)
     assert [move[:2] for move in bucket.sent(0)] == [(0, 1), (1, 0)]
     assert [move[:2] for move in bucket.received(0)] == [(0, 1), (1, 1), (1, 2)]
     assert isinstance(bucket.sent(0)[0], Move)
-    (collective,) = contract_of(bucket).collectives
-    assert (collective.group, collective.kind, collective.how) == ("g", "all-to-all", "sent as bfloat16 to owners")
-    assert AllToAllBucket.decode(bucket.encode()) == bucket
+    assert bucket.spec.how == "sent as bfloat16 to owners"
