@@ -95,8 +95,10 @@ class FSDPParamGroup:
     @without_grad
     def launch_unshard(self) -> None:
         """Start the group's all-gathers unless it is unsharded or they are under way."""
-        if self._all_gathers and self._must_launch_again():
-            self.drop_unshard()
+        if self._all_gathers:  # one may be lost, or the program may have written to a shard since its launch
+            is_lost = any(all_gather.is_lost for all_gather in self._all_gathers)
+            if is_lost or self._sent != self._versions():
+                self.drop_unshard()
         if self.is_unsharded or self._all_gathers:
             return
         self._sent = self._versions()
@@ -111,10 +113,6 @@ class FSDPParamGroup:
         is_left = self.params[0].state is not ShardedState.SHARDED and not self.params[0].is_held
         if is_left and self._sent != self._versions():
             self.reshard()
-
-    def _must_launch_again(self) -> bool:
-        """Tell whether an all-gather under way is lost, or the program has written to a shard since its launch."""
-        return any(all_gather.is_lost for all_gather in self._all_gathers) or self._sent != self._versions()
 
     def _versions(self) -> list[list[int]]:
         return [param.storage.versions for param in self.params]

@@ -85,12 +85,6 @@ class FSDPStateContext:
         """Take what the user has set on the model of ``other``."""
         self.is_last_backward, self.finalizes_manually = other.is_last_backward, other.finalizes_manually
 
-    def check_parameters(self) -> None:
-        """Check that the user has put nothing in the parameters' place since the last call of the outermost unit."""
-        self.step.enter_thread(self.all_states)
-        self.tree.check_untouched()
-        self.step.note_check()
-
     def begin_call(self) -> None:
         """Begin a call of the outermost module; all-gather what was resharded within ``unsharded()`` before it."""
         self.step.call(self.all_states, True)
@@ -142,7 +136,7 @@ class FSDPStateContext:
                 is_reduced = any(gradients.is_reduced for gradients in found)
                 for gradients in found:
                     gradients.accumulate()
-                state.unit.accumulation.note_backward(state.unit.config, is_reduced)
+                state.unit.note_compiled_backward(is_reduced)
 
     def finalize(self) -> GradientReductionHandle:
         """Reduce what backwards have left; the handle's ``wait`` accumulates the gradients."""

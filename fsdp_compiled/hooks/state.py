@@ -316,7 +316,10 @@ class FSDPState(TorchNames):
 
     def check_parameters(self) -> None:
         """Check that the user has put nothing in the parameters' place, nor added or swapped modules unnoticed."""
-        self.follow_tree().check_parameters()
+        context = self.follow_tree()
+        context.step.enter_thread(context.all_states)
+        context.tree.check_untouched()
+        context.step.note_check()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def enter_thread(self) -> None:

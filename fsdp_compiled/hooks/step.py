@@ -22,7 +22,6 @@ from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
 from ..tracing.dynamo import compiled_autograd
-from .accumulation import Accumulation
 from .forward import EagerHooks
 from .group import FSDPParamGroup
 
@@ -47,7 +46,10 @@ class UnitInStep(Unit):
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
     in_method: bool = False  # while a forward method of the user's runs, or a compiled call that finds it unsharded
     kept: bool = False  # the user has unsharded it, and nobody has resharded it since
-    accumulation: Accumulation = field(default_factory=Accumulation)
+    # What compiled backwards teach, where the user tells of sync between forward and backward.
+    is_unsynced: bool = False  # the last backward was without sync
+    reduces_late: bool = False  # a graph has reduced though sync was off in its backward: forward was told otherwise
+    kept_between: bool = False  # the user has kept it unsharded between the backwards of a step
 
     @property
     def is_recomputing(self) -> bool:
@@ -61,7 +63,7 @@ class UnitInStep(Unit):
     @property
     def is_kept(self) -> bool:
         """Whether calls of a compiled model find it unsharded, if forward does not reshard it."""
-        return self.kept or self.accumulation.kept_between
+        return self.kept or self.kept_between
 
     def keep(self) -> None:
         self.kept = True
@@ -120,15 +122,22 @@ class UnitInStep(Unit):
     def note_compiled_gradients(self) -> None:
         self.has_compiled_gradients = True
 
+    def note_compiled_backward(self, is_reduced: bool) -> None:
+        """Note whether the graph of a backward has reduced gradients."""
+        if not self.config.reduce_grads:
+            self.kept_between |= not self.config.reshard_after_backward
+            self.reduces_late |= is_reduced
+
     def end_step(self) -> None:
         """Return to idle; hooks may still hold the unit."""
         self.training_state = TrainingState.IDLE
         self.to_run.clear()
         self.has_compiled_gradients = False
-        learned = self.accumulation
-        learned.end_backward(self.config)
-        if self.config.reduces_in_hooks is not learned.reduces_late:
-            self.configure(reduces_in_hooks=learned.reduces_late)
+        if self.config.reduce_grads and not self.is_unsynced:  # the step was of one backward
+            self.reduces_late = self.kept_between = False
+        self.is_unsynced = not self.config.reduce_grads
+        if self.config.reduces_in_hooks is not self.reduces_late:
+            self.configure(reduces_in_hooks=self.reduces_late)
 
     def reset(self) -> None:
         """Return to between two steps, after an exception that may have cut off any other change."""
@@ -200,17 +209,14 @@ class Step:
         """Note that this thread begins a forward; RuntimeError if another one is in forward or backward."""
         if is_in_backward():
             return  # a recomputation, on a GPU in a thread of the autograd engine
-        if self.is_used_elsewhere and (self.in_backward or self.in_call or not _are_idle(states)):
+        is_used_elsewhere = self.thread not in (None, get_ident())
+        if is_used_elsewhere and (self.in_backward or self.in_call or not _are_idle(states)):
             raise _second_thread(states[0])
         self.thread = get_ident()
 
     @property
-    def is_used_elsewhere(self) -> bool:
-        """Whether another thread called the model last."""
-        return self.thread not in (None, get_ident())
-
-    @property
     def is_used_here(self) -> bool:
+        """Whether this thread called the model last."""
         return self.thread == get_ident()
 
     def note_check(self) -> None:

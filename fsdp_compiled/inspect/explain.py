@@ -212,7 +212,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield "set_requires_all_reduce(False): gradients stay reduced over the shards only, until it is on again"
     if not config.reduce_grads:
         yield "set_requires_gradient_sync(False): gradients stay on their rank, unsharded, until sync is on again"
-    if state.unit.accumulation.reduces_late:
+    if state.unit.reduces_late:
         yield "set_requires_gradient_sync(False) after forward: graphs leave reductions to the end of backward"
     if not config.reshard_after_backward:
         yield "set_reshard_after_backward(False): stays unsharded after backward, compiled if it does after forward"

@@ -124,7 +124,7 @@ def test_one_thread_at_a_time_is_in_a_step():
     other = threading.Thread(target=enter)
     other.start()
     other.join()
-    assert not errors and step.is_used_elsewhere
+    assert not errors and not step.is_used_here
 
 
 def test_the_end_of_a_backward_is_called_once():
