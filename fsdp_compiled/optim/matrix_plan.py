@@ -126,6 +126,8 @@ def place_of(param: Tensor, name: str) -> Place:
 
 def matrices_of(param: Tensor, place: Place, name: str, blocks: Blocks) -> list[Matrix]:
     """Return the matrices of a parameter of two dimensions, or of a stack of such, cut into blocks of rows."""
+    if not param.numel():
+        return []
     dim = 0 if place.shard_dim is None else param.placements[place.shard_dim].dim  # type: ignore[attr-defined]
     spec, found = ParamSpec(name, "", tuple(param.shape), dim, param.dtype), list[Matrix]()
     for index in range(param.shape[0] if param.dim() == 3 else 1):

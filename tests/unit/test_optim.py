@@ -167,6 +167,18 @@ def test_plain_parameters_are_stepped_alone():
     assert torch.equal(*params)
 
 
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 4, 3)])
+def test_muon_steps_beside_an_empty_matrix(shape):
+    """One has no owner, but momentum as torch gives it one."""
+    empty, param = nn.Parameter(torch.zeros(shape)), nn.Parameter(torch.ones(4, 3))
+    empty.grad, param.grad = torch.zeros(shape), torch.randn(4, 3)
+    optimizer = optim.Muon([param])
+    optimizer.param_groups[0]["params"].append(empty)
+    step_on_shards(optimizer).step()
+    assert optimizer.state[empty]["momentum_buffer"].shape == shape
+    assert not torch.equal(param, torch.ones(4, 3))
+
+
 def test_refuses_classes_that_it_does_not_know():
     class MyAdam(optim.Adam):
         pass
