@@ -14,8 +14,8 @@ from torch import nn
 
 from ..param.gradients import tell
 from ..param.param import FSDPParam
-from ..regions.block import COMPILED_IN_PLACE
-from ..regions.choose import with_regions
+from ..regions.block import COMPILED_IN_PLACE, without_failing_regions
+from ..regions.choose import set_default_regions
 from ..tracing.dynamo import get_eval_frame_callback, skipped
 from .backward import before_backward
 from .forward import tensors_in
@@ -26,11 +26,13 @@ T = TypeVar("T")
 
 @skipped  # or Dynamo would trace it and what it calls as one
 def run_call(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Run a call of an outermost unit, see :func:`with_regions`; one under ``torch.compile`` finds kept units."""
+    """Run a call of an outermost unit; under ``torch.compile`` it makes regions, if need be, and finds kept units."""
     is_compiled = callable(get_eval_frame_callback()) or COMPILED_IN_PLACE in model.__dict__
+    if is_compiled and "_fsdp_regions" not in model.__dict__:
+        set_default_regions(model)
     held = _hold(model) if is_compiled and torch.is_grad_enabled() else ()
     try:
-        output = with_regions(model, run, *args, **kwargs)
+        output = without_failing_regions(model, run, *args, **kwargs)
     finally:
         if held:
             _release(held)

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import nn
 
 from ..expect import shown, unexpected
-from ..tracing.dynamo import get_eval_frame_callback, saves_packages, skipped
+from ..tracing.dynamo import saves_packages
 from ..tracing.sharded_module import UnitState, user_class
-from .block import REUSES_TRACES, RegionModule, drop_region, make_region, without_failing_regions
-
-T = TypeVar("T")
+from .block import REUSES_TRACES, RegionModule, drop_region, make_region
 
 # "auto" takes blocks that occur at least so often: a region costs about as much to compile as two flat blocks.
 AUTO_COUNT = 4
-
-
-@skipped  # or Dynamo would trace it and what it calls as one
-def with_regions(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Run a call of an outermost unit; its first one under ``torch.compile`` makes regions if nobody has chosen any.
-
-    Where torch cannot compile a region, its block is compiled as a part of the graph.
-    """
-    if "_fsdp_regions" not in model.__dict__ and callable(get_eval_frame_callback()):
-        set_default_regions(model)
-    return without_failing_regions(model, run, *args, **kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
