@@ -65,8 +65,6 @@ class GradientReductionHandle(_TorchHandle):
 
 @dataclass(eq=False)
 class FSDPStateContext:
-    """What the units below one root share."""
-
     all_states: Sequence[UnitState]  # the root's and all below it, outermost first; pipelining reads this name
     tree: ModuleTree  # that they were found in
     comm: FSDPCommContext = field(default_factory=FSDPCommContext)
@@ -132,10 +130,9 @@ class FSDPStateContext:
     def _accumulate_compiled(self) -> None:
         for state in self.all_states:
             if state.unit.has_compiled_gradients:
-                found = [param.gradients for param in state.params]
-                is_reduced = any(gradients.is_reduced for gradients in found)
-                for gradients in found:
-                    gradients.accumulate()
+                is_reduced = any(param.gradients.leaf.grad is not None for param in state.params)
+                for param in state.params:
+                    param.gradients.accumulate()
                 state.unit.note_compiled_backward(is_reduced)
 
     def finalize(self) -> GradientReductionHandle:

@@ -61,7 +61,7 @@ class FSDPState(TorchNames):
         self.params = list(params)
         self.shared: list[tuple[FSDPState, FSDPParam]] = []  # parameters that other units have sharded
         self.ignored: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # names of parameters left alone
-        self.mp_policy = policy = default.mp_policy
+        self._mp_policy = policy = default.mp_policy
         self.unit = unit  # its configuration and phase, which the parameters see
         self.device = default.device  # where compute runs
         self.mesh, self.number = default.mesh_info.mesh, number_in(default.mesh_info.mesh)

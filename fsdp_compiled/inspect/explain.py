@@ -198,8 +198,8 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield f"{_within(parallel, unit)} also sharded by other parallelism: bytes are those of this rank's part"
     if any(param.placement.offload is not None for param in params):
         yield "CPUOffloadPolicy: shards and gradients live on the CPU"
-    if uncast := [param for param in params if param.placement.mp_policy.param_dtype != state.mp_policy.param_dtype]:
-        yield f"param_dtype_override_fn: not cast to {state.mp_policy.param_dtype}: {_within(uncast, unit)}"
+    if uncast := [param for param in params if param.placement.mp_policy.param_dtype != state._mp_policy.param_dtype]:
+        yield f"param_dtype_override_fn: not cast to {state._mp_policy.param_dtype}: {_within(uncast, unit)}"
     if config.keep_unsharded_storage:
         yield "set_keep_unsharded_storage: a reshard leaves the memory of uncompiled units allocated"
     if config.divide_factor is not None:

@@ -79,9 +79,11 @@ class MatrixStep:
         before, plan = self._plan, self._plan_for(optimizer, params)
         found = {at: (*pair, pair[0].grad) for at, pair in enumerate(params) if pair[0].grad is not None}
         for param, _, grad in found.values():
-            _local(grad, param, optimizer, "gradient")
-            for name, value in optimizer.state.get(param, {}).items():
-                _local(value, param, optimizer, f"state {name!r}")
+            if isinstance(param, DTensor):
+                local_part_of(grad, param, optimizer)
+                for name, value in optimizer.state.get(param, {}).items():
+                    if isinstance(value, Tensor):
+                        local_part_of(value, param, optimizer, f"state {name!r}")
         if plan.contract.collectives:
             register_callbacks()
             for mesh in plan.meshes:  # as before any step, but also where this process has sharded no model
@@ -115,16 +117,8 @@ def _same(known: tuple[Any, ...], before: tuple[Any, ...]) -> bool:
     return len(known) == len(before) and all(a[0] is b[0] and a[1:] == b[1:] for a, b in pairs)
 
 
-def _local(tensor: Any, param: Tensor, optimizer: Optimizer, what: str) -> None:
-    """Raise ValueError for a tensor that is not sharded like its parameter."""
-    if isinstance(tensor, Tensor) and isinstance(param, DTensor):
-        local_part_of(tensor, param, optimizer, what)
-
-
 @dataclass(frozen=True, eq=False)
 class _Rounds:
-    """The rounds of one step."""
-
     rule: MatrixRule
     held: Mapping[int, _Held]
 

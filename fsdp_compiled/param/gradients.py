@@ -131,11 +131,6 @@ class Gradients:
         """Whether graphs reduce them completely, into the leaf by which they read the parameter."""
         return self.unsharded_leaf is None and self.shard_leaf is None
 
-    @property
-    def is_reduced(self) -> bool:
-        """Whether a compiled backward has left a reduced one, which :meth:`accumulate` takes."""
-        return self.leaf.grad is not None
-
     def with_sum(self, grad: Tensor) -> Tensor:
         """Return an unsharded gradient with the sum of those before it, which is forgotten."""
         return self.unsharded.take_with(grad)

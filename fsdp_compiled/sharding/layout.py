@@ -10,6 +10,9 @@ from math import prod
 from operator import add
 
 import torch
+from torch import Tensor
+
+Split = Callable[..., Sequence[Tensor]]  # as torch.split_with_sizes, or one that copies
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,12 @@ class ShardLayout:
         return self.padded_numel * dtype.itemsize
 
     @cached_property
-    def like_shard(self) -> torch.Tensor:
+    def like_shard(self) -> Tensor:
         """A padded chunk without memory, from which torch's loops in C++ read the shape."""
         return torch.empty(self.shard_shape, device="meta")
 
     @cached_property
-    def like_padded(self) -> torch.Tensor:
+    def like_padded(self) -> Tensor:
         """All chunks together, as :attr:`like_shard`."""
         return torch.empty(self.padded_shape, device="meta")
 
@@ -117,16 +120,12 @@ class PackedLayout:
         """Of each shard, and of the gap behind each if there are any."""
         return tuple(chain(*zip(self.numels, self.gaps, strict=True))) if any(self.gaps) else self.numels
 
-    def parts(
-        self, packed: torch.Tensor, split: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def parts(self, packed: Tensor, split: Split = torch.split_with_sizes) -> tuple[list[Tensor], list[Tensor]]:
         """Return a packed buffer's shards and gaps along its last dimension: views, or copies if ``split`` copies."""
         found = list(split(packed, self._lengths, -1))
         return (found[::2], found[1::2]) if any(self.gaps) else (found, [])
 
-    def pieces(
-        self, packed: torch.Tensor, split: Callable[..., Sequence[torch.Tensor]] = torch.split_with_sizes
-    ) -> list[torch.Tensor]:
+    def pieces(self, packed: Tensor, split: Split = torch.split_with_sizes) -> list[Tensor]:
         """Return the shards alone."""
         return self.parts(packed, split)[0]
 

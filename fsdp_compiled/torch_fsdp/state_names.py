@@ -18,8 +18,6 @@ from ..tracing.dynamo import skipped
 class _Group:
     """Stands for a unit's groups of parameters where a tool wants to end each one's backward."""
 
-    comm_ctx: object
-
     def __init__(self, state: Any) -> None:
         self._state = state
 
@@ -36,7 +34,7 @@ class TorchNames:
 
     pre_forward: Any
     post_forward: Any
-    mp_policy: Any
+    _mp_policy: Any
     _lazy_init: Any
 
     @skipped
@@ -46,10 +44,6 @@ class TorchNames:
     @skipped
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         return self.post_forward.hook(module, args, output)
-
-    @property
-    def _mp_policy(self) -> Any:
-        return self.mp_policy
 
     @property
     def _fsdp_param_group(self) -> _Group:
