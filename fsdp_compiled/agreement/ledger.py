@@ -51,7 +51,6 @@ _settings: WeakKeyDictionary[ModuleType, Setting] = WeakKeyDictionary()
 
 
 def setting() -> Setting:
-    """Return what the user has set."""
     return _settings.get(dist, Setting())
 
 

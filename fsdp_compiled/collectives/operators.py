@@ -157,14 +157,9 @@ def unshard_all(reads: Sequence[tuple[Tensor, Tensor | None, Tensor | None, str]
 
 
 def reduce_grad(grad: Tensor, spec: str) -> Tensor:
-    """Average an unsharded gradient over the ranks.
+    """Average an unsharded gradient, of any floating-point dtype, over the ranks.
 
-    Args:
-        grad: of the unsharded parameter's shape, any floating-point dtype.
-        spec: :meth:`CommSpec.encode`.
-
-    Returns:
-        This rank's padded shard of the mean, in the dtype of the parameter's gradient.
+    Returns this rank's padded shard of the mean, in the dtype of the parameter's gradient.
     """
     return _numbered(torch.ops.fsdp_compiled.reduce_grad.default, grad, spec)
 
@@ -174,14 +169,9 @@ def keep_grad(grad: Tensor, leaf: Tensor, spec: str) -> Tensor:
 
     Were it returned, all gradients of a graph would be in memory at the end of backward, and the sums as well.
 
-    Args:
-        grad: of the unsharded parameter's shape, any floating-point dtype.
-        leaf: what :func:`unshard` was given as ``unsharded_grad``. A trace keeps it for backward only if parameters
-            of two models have the same name: others find their sum by that.
-        spec: :meth:`CommSpec.encode`.
-
-    Returns:
-        A gradient for ``leaf``, which tells that there was one.
+    ``leaf`` is what :func:`unshard` was given as ``unsharded_grad``. A trace keeps it for backward only if parameters
+    of two models have the same name: others find their sum by that. Returns a gradient for ``leaf``, which tells
+    that there was one.
     """
     mode, name = get_proxy_mode(), CommSpec.decode(spec).param.name
     is_unique = mode is not None and len(set(_shards_read(mode.tracer.graph, name))) == 1

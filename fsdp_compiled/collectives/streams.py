@@ -134,14 +134,10 @@ def launch(
     waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     held: object = None,
 ) -> Pending[Result]:
-    """Start work that runs at the same time as compute.
+    """Start work that runs at the same time as compute on ``device``: on the side stream ``name``.
 
-    Args:
-        name: of the side stream.
-        device: where compute runs.
-        begin: starts a collective.
-        finish: waits for it and unpacks its output: on the side stream; without streams, when compute waits.
-        waiting: makes what is entered when compute waits.
+    ``begin`` starts a collective. ``finish`` waits for it and unpacks its output: on the side stream; without
+    streams, when compute waits. ``waiting`` makes what is entered when compute waits.
     """
     streams = streams_of(device)
     if streams is None:

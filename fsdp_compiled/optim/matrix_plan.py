@@ -75,19 +75,12 @@ class Item:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What is exchanged, computed and exchanged back together.
+    """What is exchanged, computed and exchanged back together."""
 
-    Args:
-        items: that travel, in the order of the buckets.
-        local: that this rank alone works on and needs, with where its shard has them.
-        there: brings complete matrices to their owners; None if nothing travels.
-        back: brings updates to shards.
-    """
-
-    items: tuple[Item, ...]
-    local: tuple[tuple[Item, Part], ...]
-    there: Exchange | None
-    back: Exchange | None
+    items: tuple[Item, ...]  # that travel, in the order of the buckets
+    local: tuple[tuple[Item, Part], ...]  # that this rank alone works on and needs, with where its shard has them
+    there: Exchange | None  # brings complete matrices to their owners; None if nothing travels
+    back: Exchange | None  # brings updates to shards
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,13 +132,7 @@ def matrices_of(param: Tensor, place: Place, name: str, blocks: Blocks) -> list[
 
 
 def plan_step(params: Sequence[Param], rule: MatrixRule, blocks: Blocks) -> StepPlan:
-    """Return the plan of a step of all parameters of an optimizer; all ranks of a mesh return the same rounds.
-
-    Args:
-        params: in the optimizer's order.
-        rule: what the optimizer does.
-        blocks: see :func:`step_on_shards`.
-    """
+    """Return the plan of a step of an optimizer's parameters, in order; all ranks of a mesh get the same rounds."""
     by_place = defaultdict[Place, list[int]](list)
     for index, param in enumerate(params):
         by_place[place_of(param.tensor, param.name)].append(index)

@@ -95,19 +95,12 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class AllToAllSpec:
-    """Between the shards of matrices and their owners.
+    """Between the shards of matrices and their owners."""
 
-    Args:
-        group: the ranks of one shard group, or of all replicas of one: rank ``r`` has shard ``r % shards``.
-        dtype: that travels.
-        shards: how many ranks share a parameter.
-        to_owners: whether complete matrices arrive, at one rank each; else their parts, on every rank.
-    """
-
-    group: Group
-    dtype: torch.dtype
-    shards: int
-    to_owners: bool
+    group: Group  # the ranks of one shard group, or of all replicas of one: rank ``r`` has shard ``r % shards``
+    dtype: torch.dtype  # that travels
+    shards: int  # how many ranks share a parameter
+    to_owners: bool  # complete matrices arrive, at one rank each; else their parts, on every rank
 
     @property
     def how(self) -> str:

@@ -51,12 +51,7 @@ def rounds_of(sizes: Sequence[int], costs: Sequence[float], owners: Sequence[int
     """Return the matrices of each round, the most expensive of each owner in the first.
 
     In a round an owner has matrices of at most ``ROUND_BYTES``, one at least, and at most a quarter of what the
-    busiest owner receives in all.
-
-    Args:
-        sizes: bytes of each matrix.
-        costs: of each.
-        owners: of each.
+    busiest owner receives in all. ``sizes`` are the matrices' bytes.
     """
     of_owner: dict[int, list[int]] = {}
     for at in sorted(range(len(sizes)), key=lambda at: (-costs[at], at)):

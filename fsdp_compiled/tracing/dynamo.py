@@ -246,7 +246,6 @@ def begin_body(context: Any) -> None:
 
 
 def end_body(context: Any) -> None:
-    """End that."""
     output, call = _tracer(context).output, of_trace(_Call, context)
     call.read = set(output.variable_tracker_cache)
     output.variable_tracker_cache |= call.wrapped

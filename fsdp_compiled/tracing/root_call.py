@@ -26,7 +26,6 @@ def watch_compiles() -> None:
 
 
 def ignore_compiles() -> None:
-    """End that."""
     for begin, end in (log.callbacks, peers.callbacks):
         if begin in callback_handler.start_callbacks:
             callback_handler.remove_start_callback(begin)
