@@ -62,10 +62,9 @@ def _unsharded(model: nn.Module, max_bytes: int | None) -> Iterator[None]:
         raise unexpected("max_bytes", "0 or more", max_bytes)
     for state in states:
         if not state.unit.config.trains or state.unit.training_state is not TrainingState.IDLE:
-            got = "one in another such block" if not state.unit.config.trains else "one in forward or backward"
-            raise unexpected(
-                "unsharded", "a model between two steps", f"{got} of {state.unit.config.name}", "", RuntimeError
-            )
+            where = "another such block" if not state.unit.config.trains else "forward or backward"
+            got = f"one in {where} of {state.unit.config.name}"
+            raise unexpected("unsharded", "a model between two steps", got, error=RuntimeError)
     kept = _that_fit(states, max_bytes)
     before, has_hooks = [state.unit.config for state in kept], len(kept) < len(states)
     kept_config = {
@@ -115,10 +114,9 @@ def _check_unwritten(before: dict[FSDPParam, int], after: dict[FSDPParam, int]) 
     """Raise RuntimeError if an unsharded parameter was written to."""
     for param, version in after.items():
         if version != before.get(param, version):
-            expected, got = "parameters that stay as they are", "a change of the unsharded one, which is lost"
-            raise unexpected(
-                f"{param.name} in unsharded()", expected, got, "change it outside the block", RuntimeError
-            )
+            where, expected = f"{param.name} in unsharded()", "parameters that stay as they are"
+            got, do = "a change of the unsharded one, which is lost", "change it outside the block"
+            raise unexpected(where, expected, got, do, RuntimeError)
 
 
 def _versions(states: Sequence[FSDPState]) -> dict[FSDPParam, int]:

@@ -110,10 +110,9 @@ def place_of(param: Tensor, name: str) -> Place:
         got = f"{param.placements} on {param.device_mesh}"
         raise unexpected(name, "matrices sharded over one mesh dimension", got, do, NotImplementedError)
     if param.device.type not in (param.device_mesh.device_type, "meta"):
+        expected, do = f"a matrix on {param.device_mesh.device_type}", "do not offload matrices"
         got = f"one on {param.device.type} (CPUOffloadPolicy)"
-        raise unexpected(
-            name, f"a matrix on {param.device_mesh.device_type}", got, "do not offload matrices", NotImplementedError
-        )
+        raise unexpected(name, expected, got, do, NotImplementedError)
     return Place(param.device_mesh, cut[0] if cut else None)
 
 

@@ -40,9 +40,8 @@ def matrix_step(
             raise unexpected("blocks", "parameters of the optimizer", shown(param))
         is_right = all(isinstance(count, int) and count > 0 for count in rows) and sum(rows) == param.shape[-2]
         if not is_right:
-            raise unexpected(
-                f"blocks of {names[param]}", f"rows that sum up to {param.shape[-2]}", shown(tuple(rows))
-            )
+            expected = f"rows that sum up to {param.shape[-2]}"
+            raise unexpected(f"blocks of {names[param]}", expected, shown(tuple(rows)))
     if newton_schulz is not None:
         if not callable(newton_schulz):
             raise unexpected("newton_schulz", "a function or None", shown(newton_schulz), error=TypeError)

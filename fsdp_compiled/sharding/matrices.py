@@ -68,9 +68,8 @@ class Matrix:
         if dim == 1:
             return Part(every, (0, self.rows), (first, last), self.index) if first < last else None
         if dim < 0:
-            return (
-                Part(every, (0, self.rows), (0, columns), self.index - first) if first <= self.index < last else None
-            )
+            at = self.index - first
+            return Part(every, (0, self.rows), (0, columns), at) if first <= self.index < last else None
         top, bottom = max(first, every[0]), min(last, every[1])
         if top >= bottom:
             return None
