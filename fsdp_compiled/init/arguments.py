@@ -17,6 +17,7 @@ from ..tracing.dynamo import module_inside
 from ..tracing.sharded_module import user_class
 
 _PEFT_ATTENTION = "peft.tuners.lora.layer.MultiheadAttention"  # checked on peft 0.21.2
+_TENSORDICT_PARAMS = "tensordict.nn.params.TensorDictParams"  # checked on tensordict 0.15.3
 
 
 def checked_modules(module: Any) -> list[nn.Module]:
@@ -43,9 +44,13 @@ def _check_module(module: nn.Module) -> None:
         if isinstance(below, torch.jit.ScriptModule) and (not name or next(below.parameters(), None) is not None):
             got = f"a {type(below).__name__}, whose compiled code would not see its parameters change"
             raise unexpected(name or cls, "a Python module", got, "shard the module that it was made from")
-        if f"{type(below).__module__}.{type(below).__name__}" == _PEFT_ATTENTION:
+        kind = f"{type(below).__module__}.{type(below).__name__}"
+        if kind == _PEFT_ATTENTION:
             got, do = f"PEFT's {type(below).__name__}, which replaces them in every forward", "adapt other modules"
             raise unexpected(name or cls, "a module that keeps its parameters", got, do, NotImplementedError)
+        if kind == _TENSORDICT_PARAMS:
+            got, do = "TensorDictParams, whose values would stay the original ones, untrained", "shard other modules"
+            raise unexpected(name or cls, "a module that reads its parameters", got, do, NotImplementedError)
     without_forward = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward in without_forward:
         got, do = "a container without one, whose hooks would never run", "apply fully_shard to each of its members"

@@ -308,6 +308,23 @@ def test_scripted_modules():
     assert_refused(ValueError, "RecursiveScriptModule: expected a Python module, got", without_parameters)
 
 
+class TensorDictParams(nn.Module):
+    """Reads its values elsewhere than where they are registered, as tensordict's does."""
+
+    __module__ = "tensordict.nn.params"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+def test_parameters_of_tensordict():
+    model = Model()
+    model.params = TensorDictParams()
+    message = "params: expected a module that reads its parameters, got TensorDictParams, whose values would stay"
+    assert_refused(NotImplementedError, message, model)
+
+
 def test_modules_that_something_else_distributes():
     assert_refused(
         ValueError,
