@@ -35,11 +35,12 @@ def begin(context: Any) -> None:
 
     So it does in a branch or a loop: whether and how often that runs, data say. It is all-gathered before, once.
 
-    Raises RuntimeError if ``torch.func.functional_call`` has registered a parameter of the user's there, which the
-    read would ignore: it takes the shard, and a guard on what is registered would be slow in every step. Breaks the
-    graph where the trace has written to the sharded parameter.
+    Breaks the graph if ``torch.func.functional_call`` has registered a parameter of the user's there, which the read
+    would ignore: it takes the shard, and a guard on what is registered would be slow in every step. So it does where
+    the trace has written to the sharded parameter.
     """
-    _check(context, dynamo.local_value(context, "module"))
+    if (replaced := _replaced(context, dynamo.local_value(context, "module"))) is not None:
+        context.graph_break(str(replaced))
     param = dynamo.local_value(context, "param")
     sharded = dynamo.fake_input(context, param.sharded_param)
     if sharded is not None and sharded._version:
@@ -97,18 +98,23 @@ def _written(name: str, got: str) -> Exception:
 
 @dynamo.known_internals(_WHAT)
 def check_below(context: Any) -> None:
-    """Raise as :func:`begin` for the caller's ``self`` and all modules below it, whose reads Dynamo may not trace."""
+    """Raise RuntimeError where :func:`begin` breaks the graph, for all modules of the caller's ``self``.
+
+    Dynamo may not trace their reads.
+    """
     for module in dynamo.local_value(context, "self").modules():
-        if "_fsdp_params" in module.__dict__:
-            _check(context, module)
+        if "_fsdp_params" in module.__dict__ and (replaced := _replaced(context, module)) is not None:
+            raise replaced
 
 
-def _check(context: Any, module: Any) -> None:
+def _replaced(context: Any, module: Any) -> Exception | None:
+    """Return the error for a parameter of the user's that the traced program has registered in ``module``."""
     for name, variable in dynamo.changed_dict(context, module._parameters).items():
         # A tensor keeps the source by which the program reached it first, in any module's parameters, or in ours;
         # else the program has computed it.
         if name in module._fsdp_params and not re.search("_parameters|_fsdp_params", repr(variable.source)):
-            raise not_registered(module._fsdp_params[name].name, "Tensor")
+            return not_registered(module._fsdp_params[name].name, "Tensor")
+    return None
 
 
 @dynamo.known_internals("compile blocks as regions")

@@ -389,6 +389,24 @@ def test_policies_that_differ_per_unit(mode):
     assert_trains_like_replicas(model, call, alone, batches(3, 8, 6), reference, rtol)
 
 
+class ComputesWeights(Small):
+    """A block runs with weights that the model computes, as in a hypernetwork and in an inner step of training."""
+
+    def forward(self, x):
+        first, last = self.blocks
+        weights = {"weight": first.weight * 2, "bias": first.bias + 1}
+        return x + functional_call(last, weights, (x * self.scale,))
+
+
+@on_ranks(2)
+def test_functional_call_in_a_forward_that_is_compiled():
+    model, alone = ComputesWeights(), ComputesWeights()
+    for each in (model, alone):
+        each.blocks[1].requires_grad_(False)
+    fully_shard(model)
+    assert_trains_like_one_process(model, torch.compile(model, backend="aot_eager"), alone, batches(3, 8, 6))
+
+
 class Branches(Small):
     """Which blocks run is decided anew in every step."""
 
