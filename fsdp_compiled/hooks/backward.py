@@ -79,9 +79,20 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     if not computed:  # pytree may know of objects that hold more
         others = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
         computed = [each for each in others if _given(owner, each) is None]
+    if not computed and not trained:
+        owner.begin_by_gradients()
     for tensor in computed or trained:
-        tensor.register_hook(skipped(lambda grad: owner.pre_backward()))
+        _hook_first(tensor, skipped(lambda grad: owner.pre_backward()))
     return map_tensors(given.get, output) if given and computed else output
+
+
+def _hook_first(tensor: Tensor, run: Callable[[Tensor], None]) -> None:
+    """Hook a tensor's gradient before hooks of the user's, which may run a backward of the unit's operations."""
+    given: Any = tensor._backward_hooks or {}
+    later = [key for key, hook in given.items() if getattr(hook, "__module__", None) != __name__]
+    tensor.register_hook(run)
+    for key in later:
+        given[key] = given.pop(key)
 
 
 def _given(owner: EagerHooks, tensor: Tensor) -> Tensor | None:

@@ -18,7 +18,6 @@ from ..regions.block import COMPILED_IN_PLACE, without_failing_regions
 from ..regions.choose import set_default_regions
 from ..tracing.dynamo import get_eval_frame_callback, skipped
 from .backward import before_backward
-from .forward import tensors_in
 from .step import TrainingState, UnitState, is_in_backward
 
 T = TypeVar("T")
@@ -70,19 +69,15 @@ def _release(held: Sequence[UnitState]) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _watch(held: Sequence[UnitState], output: T) -> T:
     """Return the output so that its backward all-gathers what was resharded since, and reduces at its end."""
-    is_watched = any(tensor.requires_grad for tensor in tensors_in(output))
     for state in held:
         for group in state.groups:
             group.keep_changes()
-        if is_watched:
-            output = before_backward(state, output)
-        else:  # the output is an object of the user's
-            _tell(state)
+        output = before_backward(state, output)
     return output
 
 
-def _tell(state: UnitState) -> None:
-    """Let the gradients of the unit's unsharded parameters begin its backward, which has no other sign."""
+def begin_by_gradients(state: UnitState) -> None:
+    """Let the gradients of unsharded parameters begin a backward without another sign: an object was returned."""
     for param in _params(state):
         leaf = param.unsharded.param
         if leaf is not None and leaf.requires_grad and "_fsdp_told" not in vars(leaf):

@@ -25,7 +25,7 @@ from ..tracing.sharded_module import rebase
 from .backward import after_backward, before_backward, hook
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
-from .held import run_call
+from .held import begin_by_gradients, run_call
 from .optimizers import watch_optimizers
 from .root import FSDPStateContext, ModuleTree, check_all_sharded, check_materialized, names_below
 from .step import TrainingState, UnitInStep, UnitState, is_in_backward
@@ -211,6 +211,10 @@ class FSDPState(TorchNames):
         if not self.unit.is_nested:
             self._leave_forward(module)
         return before_backward(self, output) if torch.is_grad_enabled() else output
+
+    def begin_by_gradients(self) -> None:
+        """Let the gradients of unsharded parameters begin the backward of a forward that returned an object."""
+        begin_by_gradients(self)
 
     @hook("post_forward")
     def _leave_forward(self, module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from dataclasses import dataclass
@@ -242,6 +243,24 @@ class Records(nn.Module):
 def test_units_that_return_an_object_known_to_pytree():
     model, alone = Records(), Records()
     assert_trains_like_one_process(model, shard(model, "eager"), alone)
+
+
+class Flow(nn.Module):
+    """Returns an object that computes afterwards, as models of distributions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.weight = nn.Parameter(torch.randn(10, 10))
+
+    def forward(self):
+        return functools.partial(nn.functional.linear, weight=self.weight)
+
+
+@on_ranks(2)
+def test_a_model_that_returns_an_object_that_computes():
+    model, alone = fully_shard(Flow()), Flow()
+    assert_trains_like_one_process(model, lambda x: model()(x), alone, call_alone=lambda x: alone()(x))
 
 
 class Chunked(nn.Module):

@@ -241,6 +241,33 @@ def test_a_unit_that_returns_the_gradient_of_its_input():
     assert_trains_like_one_process(model, shard(model, "eager"), alone)
 
 
+class Equilibrium(nn.Module):
+    """A fixed point, whose gradient is one, too: a hook on the output computes it by backwards of the last step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(10, 10)
+
+    def forward(self, x):
+        with torch.no_grad():
+            z = (self.inner(x) + x).tanh()
+        z = (self.inner(z) + x).tanh()
+        start = z.detach().requires_grad_()
+        end = (self.inner(start) + x.detach()).tanh()
+        z.register_hook(lambda grad: grad + torch.autograd.grad(end, start, grad, retain_graph=True)[0])
+        return z
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_hook_on_the_output_that_runs_a_backward(reshard):
+    models = model, alone = MLP(), MLP()
+    for each in models:
+        torch.manual_seed(0)
+        each.blocks[1] = Equilibrium()
+    assert_trains_like_one_process(model, shard(model, "eager", reshard_after_forward=reshard), alone)
+
+
 class TrainsItself(MLP):
     def forward(self, x):
         loss = super().forward(x).square().mean()
