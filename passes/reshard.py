@@ -68,7 +68,8 @@ class Reshard:
     ::
 
         unshard(reshard=True)    ->  MUST_RECOMPUTE: only the shard is saved, backward all-gathers again
-        unshard(reshard=False)   ->  MUST_SAVE: the unsharded parameter is saved, backward all-gathers nothing
+        unshard(reshard=False)   ->  MUST_SAVE: the unsharded parameter is saved, backward all-gathers nothing;
+                                     MUST_RECOMPUTE if it is the shard itself, which backward would overwrite
         w = with_gradient(v)     ->  w = v, tagged as an unshard is: an all-gather extension made it of several
         w = unshard(s)           ->  p = take_shard(unshard(s)); w = unshard(p), over the smaller group if there is
                                      one: p is saved, backward all-gathers w again, and Normalize drops the
@@ -92,7 +93,7 @@ class Reshard:
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
         kept = kept_by(self.policy, specs, self.policy.cluster_for(nodes.device_of(graph)))
         for node in unshards:
-            keep = not nodes.spec_of(node).reshard or _key(node) in kept
+            keep = (not nodes.spec_of(node).reshard or _key(node) in kept) and not _is_shard(nodes.spec_of(node))
             _tag(node, keep)
             if not keep and nodes.spec_of(node).post_forward.world > 1:
                 _keep_over_smaller_group(node)
@@ -156,6 +157,11 @@ def _decide_by_operator(graph: fx.Graph) -> None:
                 _tag(node, keep=False)
             elif not is_parameter and (is_lookup or operator in _REDUCTIONS):
                 _tag(node, keep=True)
+
+
+def _is_shard(spec: CommSpec) -> bool:
+    """Tell whether the unsharded parameter is the shard, and not the new tensor that AOTAutograd lets be overwritten."""
+    return spec.all_gather.local_steps(spec.param) == (spec.param.dtype,)
 
 
 def _keep_over_smaller_group(node: fx.Node) -> None:

@@ -95,6 +95,39 @@ def test_replicas_only(mode):
     assert_trains_like_one_process(model, call, alone)
 
 
+class Gain(nn.Module):
+    """Backward computes from the gain what it could write over it."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.linear, self.gain = nn.Linear(8, 8), nn.Parameter(torch.full(shape, -2.0))
+
+    def forward(self, x):
+        return self.linear(x).tanh() * self.gain.exp().exp()
+
+
+class Gains(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Gain(*shape) for _ in range(2))
+        self.last = Gain(*shape)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+@on_ranks(2)
+def test_backward_does_not_write_over_replicas_that_forward_keeps():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("replicate",))
+    alone, model = Gains(8), Gains(8)
+    where = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate="replicate")}
+    call = shard(model, "full", inductor=True, reshard_after_forward=False, **where)
+    assert_trains_like_one_process(model, call, alone, batches(3, 4, 8))
+
+
 @row("shard_placement_fn", "reshard")
 @eager_and_full
 @pytest.mark.parametrize("reshard", [True, 2])
