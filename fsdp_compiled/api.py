@@ -77,8 +77,9 @@ def fully_shard(
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: a container, a scripted module, one that is distributed already, itself or by a unit around it, a
-            scalar, sparse or non-contiguous parameter, a mesh of the wrong shape or device, a shard dimension that is
-            missing or uneven, or a list unit only partly below ``module``. The model is left as it was.
+            sparse or non-contiguous parameter, a scalar that is a DTensor or on a full mesh, a mesh of the wrong
+            shape or device, a shard dimension that is missing or uneven, or a list unit only partly below ``module``.
+            The model is left as it was.
         NotImplementedError: an option that does not exist yet, or PEFT's LoRA of ``nn.MultiheadAttention``.
     """
     modules = checked_modules(module)

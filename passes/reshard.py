@@ -160,7 +160,7 @@ def _decide_by_operator(graph: fx.Graph) -> None:
 
 
 def _is_shard(spec: CommSpec) -> bool:
-    """Tell whether the unsharded parameter is the shard, and not the new tensor that AOTAutograd lets be overwritten."""
+    """Tell whether the unsharded parameter is the shard; AOTAutograd lets backward write over it as a new tensor."""
     return spec.all_gather.local_steps(spec.param) == (spec.param.dtype,)
 
 

@@ -17,8 +17,9 @@ from ..sharding.layout import ShardLayout, packed_layout, shard_layout
 
 def take_shard(unsharded: Tensor, layout: ShardLayout, rank: int) -> Tensor:
     """Return rank ``rank``'s padded shard of ``unsharded``, contiguous and in memory of its own."""
-    mine = unsharded.narrow(layout.dim, layout.offset(rank), layout.length(rank))
-    return padded_shard(mine.clone(memory_format=torch.contiguous_format), layout)
+    if layout.world > 1:
+        unsharded = unsharded.narrow(layout.dim, layout.offset(rank), layout.length(rank))
+    return padded_shard(unsharded.clone(memory_format=torch.contiguous_format), layout)
 
 
 def padded_shard(local: Tensor, layout: ShardLayout) -> Tensor:

@@ -19,7 +19,7 @@ from ..param.placement import ParamPlacement, Place, TakenOriginal
 from ..sharding.dtensor import local_of
 from ..sharding.layout import ShardLayout
 from ..sharding.local_types import local_types
-from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ShardPlacementResult
+from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ScalarMeshInfo, ShardPlacementResult
 from ..torch_fsdp.registry import own_record
 from ..tracing.sharded_module import is_managed
 
@@ -63,8 +63,6 @@ def _check_parameter(name: str, param: nn.Parameter) -> None:
     if param.layout != torch.strided:
         do = "replace it by nn.Parameter(param.to_dense()), or leave it alone with ignored_params"
         raise unexpected(name, "a dense parameter", f"layout {param.layout}", do)
-    if param.dim() == 0:
-        raise unexpected(name, "at least 1 dimension", "a scalar", "make it a 1-D parameter of one element")
     if not param.is_contiguous():
         got = f"shape {tuple(param.shape)} with strides {param.stride()}"
         raise unexpected(name, "a contiguous parameter", got, "replace it by nn.Parameter(param.contiguous())")
@@ -100,7 +98,10 @@ def checked_placements(
         _check_dtensor(name, param, info)
         local = local_of(param.detach())
         check_extension(name, local, 1 if isinstance(reshard, bool | None) else info.shard_mesh_size)
-        dim = _checked_dim(name, local, dim, info.shard_mesh_size)
+        if local.dim():
+            dim = _checked_dim(name, local, dim, info.shard_mesh_size)
+        else:
+            info, dim = _replicated(name, param, info), 0
         layout = ShardLayout(tuple(local.shape), dim, info.shard_mesh_size)
         inner_tensors(name, local, layout)  # whether it can be sharded
         if not isinstance(reshard, bool | None) and info.shard_mesh_size % reshard and info.shard_mesh_size != 1:
@@ -127,6 +128,14 @@ def _chosen(name: str, chosen: object, info: DataParallelMeshInfo) -> tuple[Data
         expected = "shard_placement_fn to return a Shard, a ShardPlacementResult or None"
         raise unexpected(name, expected, shown(chosen), error=TypeError)
     return info, chosen.dim
+
+
+def _replicated(name: str, param: Tensor, info: DataParallelMeshInfo) -> DataParallelMeshInfo:
+    """Return the mesh of a scalar, which all ranks have, and whose gradient they average."""
+    if isinstance(param, DTensor) or info.dp_mesh_dims is not None:
+        got = f"a scalar on {param.device_mesh if isinstance(param, DTensor) else info.spmd_mesh}"
+        raise unexpected(name, "at least 1 dimension", got, "make it a 1-D parameter of one element")
+    return ScalarMeshInfo(info.mesh, replicate_mesh_dim=0)
 
 
 def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:

@@ -14,6 +14,7 @@ from ..hooks.state import FSDPState, states_of
 from ..param.param import FSDPParam
 from ..passes.reshard import kept_by
 from ..passes.schedule_policy import DEFAULT, SchedulePolicy
+from ..sharding.mesh import DataParallelMeshInfo, ScalarMeshInfo
 from ..sharding.spec import CommSpec, word
 from ..tracing.dynamo import module_inside
 from ..tracing.sharded_module import is_managed, user_class
@@ -151,12 +152,25 @@ def _unit(state: FSDPState, names: Mapping[nn.Module, str], all_kept: set[Hashab
         all_gather_bytes=sum(param.spec.all_gather_bytes for param in params),
         all_gather_dtypes=tuple(dict.fromkeys(param.spec.all_gather.dtype for param in params)),
         reduce_dtypes=tuple(dict.fromkeys(param.spec.reduction.dtype for param in params if param not in frozen)),
-        shard_world=params[0].placement.mesh_info.shard_mesh_size if params else 1,
-        replicate_world=params[0].placement.mesh_info.replicas.world if params else 1,
+        shard_world=_mesh_info(params).shard_mesh_size if params else 1,
+        replicate_world=_mesh_info(params).replicas.world if params else 1,
         reshards=state.unit.config.reshard_after_forward,
         why=_why(state),
         notes=tuple(_notes(state, name, frozen, kept)) if params else (),
     )
+
+
+def _mesh_info(params: Sequence[FSDPParam]) -> DataParallelMeshInfo:
+    """Return the mesh of a unit's first parameter that is no scalar, if there is one."""
+    infos = [param.placement.mesh_info for param in params]
+    return next((info for info in infos if not isinstance(info, ScalarMeshInfo)), infos[0])
+
+
+def _where(other: DataParallelMeshInfo) -> str:
+    """Say how parameters on another mesh than their unit's are sharded."""
+    if isinstance(other, ScalarMeshInfo):
+        return "scalar, on every rank"
+    return f"on another mesh, sharded over {other.shard_mesh_size} ranks"
 
 
 def _why(state: FSDPState) -> str:
@@ -172,7 +186,7 @@ def _why(state: FSDPState) -> str:
 
 def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Sequence[FSDPParam]) -> Iterator[str]:
     config, params = state.unit.config, state.params
-    info = params[0].placement.mesh_info
+    info = _mesh_info(params)
     if len(state.modules) > 1:
         yield f"list of {len(state.modules)} modules, all-gathered before the first of them runs"
     if len(frozen) == len(params):
@@ -183,7 +197,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield f"different dtypes, meshes or sharing: {len(state.groups)} all-gathers in an uncompiled forward"
     for other in dict.fromkeys(param.placement.mesh_info for param in params if param.placement.mesh_info != info):
         there = [param for param in params if param.placement.mesh_info == other]
-        yield f"on another mesh, sharded over {other.shard_mesh_size} ranks: {_within(there, unit)}"
+        yield f"{_where(other)}: {_within(there, unit)}"
     if info.shard_mesh_size == 1:
         yield "sharded over one rank: its all-gather sends nothing"
     if info.replicas.world > 1 and len(frozen) < len(params):

@@ -25,10 +25,10 @@ def local_part_of(tensor: Tensor, param: DTensor, optimizer: Optimizer, what: st
 
 def check_params(optimizer: Optimizer) -> None:
     for param in chain.from_iterable(group["params"] for group in optimizer.param_groups):
-        if isinstance(param, DTensor) and (param.dim() == 0 or any(p.is_partial() for p in param.placements)):
+        if isinstance(param, DTensor) and any(p.is_partial() for p in param.placements):
             got = f"shape {tuple(param.shape)} with {layout_of(param)}"
             do = "use the optimizer without step_on_shards"
-            raise unexpected(name_of(param, optimizer), "a DTensor with a dimension and no Partial", got, do)
+            raise unexpected(name_of(param, optimizer), "a DTensor without Partial", got, do)
 
 
 def layout_of(tensor: DTensor) -> str:

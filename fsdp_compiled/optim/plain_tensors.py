@@ -96,8 +96,11 @@ def _show_state(values: dict[str, Any], shown: dict[str, Any], param: DTensor) -
 
 
 def _shown_value(value: Any, param: DTensor) -> Any:
-    """Return new state as its user sees it: with one value per element, as a DTensor of ``param``'s layout."""
-    if not isinstance(value, Tensor) or value.shape != param._local_tensor.shape:
+    """Return new state as its user sees it: with one value per element, as a DTensor of ``param``'s layout.
+
+    A scalar's stays as it is, since nothing tells it from a count of steps, and ranks have the same.
+    """
+    if not isinstance(value, Tensor) or not value.dim() or value.shape != param._local_tensor.shape:
         return value
     spec = param._spec
     if value.dtype != param.dtype and spec.tensor_meta is not None:

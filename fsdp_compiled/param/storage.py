@@ -32,7 +32,7 @@ class ShardStorage:
 
     def unpadded(self, padded: Tensor) -> Tensor:
         """Return the part of a padded shard, or of its gradient, that is not padding."""
-        return unpadded(padded, self.layout, self.local.shape[self.layout.dim])
+        return padded if self.layout.is_even else unpadded(padded, self.layout, self.local.shape[self.layout.dim])
 
     def new_dtensor(self, local: Tensor) -> DTensor:
         """Return a DTensor as the sharded parameter is, over another local tensor, such as a gradient."""
@@ -208,7 +208,7 @@ def unpadded(padded: Tensor, layout: ShardLayout, length: int) -> Tensor:
 
 def without_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor whose elements are all one."""
-    return torch.zeros(1, dtype=dtype, device=device).expand(shape)
+    return torch.zeros((), dtype=dtype, device=device).expand(shape)
 
 
 def same_memory(a: Tensor, b: Tensor) -> bool:

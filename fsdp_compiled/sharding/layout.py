@@ -21,6 +21,7 @@ class ShardLayout:
 
     Rank ``r`` owns ``[r * chunk, (r + 1) * chunk)`` of the dimension as far as it exists, as ``torch.chunk`` and
     DTensor's ``Shard`` cut. Every rank stores a full chunk, so that all ranks trace the same graph.
+    A scalar is cut among one rank only, of which it is the one chunk.
     """
 
     shape: tuple[int, ...]  # of the unsharded tensor
@@ -28,19 +29,23 @@ class ShardLayout:
     world: int  # the number of ranks
 
     @cached_property
+    def _extent(self) -> int:
+        return self.shape[self.dim] if self.shape else 1
+
+    @cached_property
     def chunk(self) -> int:
         """Length of one padded chunk along ``dim``."""
-        return -(-self.shape[self.dim] // self.world)
+        return -(-self._extent // self.world)
 
     @cached_property
     def is_even(self) -> bool:
         """Whether no rank has padding."""
-        return self.chunk * self.world == self.shape[self.dim]
+        return self.chunk * self.world == self._extent
 
     @cached_property
     def shard_shape(self) -> tuple[int, ...]:
         """Shape of one padded chunk, the same on every rank."""
-        return (*self.shape[: self.dim], self.chunk, *self.shape[self.dim + 1 :])
+        return self._of_length(self.chunk)
 
     @cached_property
     def shard_numel(self) -> int:
@@ -55,7 +60,10 @@ class ShardLayout:
     @cached_property
     def padded_shape(self) -> tuple[int, ...]:
         """Shape of all chunks together, padding included."""
-        return (*self.shape[: self.dim], self.chunk * self.world, *self.shape[self.dim + 1 :])
+        return self._of_length(self.chunk * self.world)
+
+    def _of_length(self, length: int) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], length, *self.shape[self.dim + 1 :]) if self.shape else ()
 
     @cached_property
     def padded_numel(self) -> int:
@@ -78,7 +86,7 @@ class ShardLayout:
 
     def offset(self, rank: int) -> int:
         """First index along ``dim`` that ``rank`` owns, clipped to the dimension."""
-        return min(rank * self.chunk, self.shape[self.dim])
+        return min(rank * self.chunk, self._extent)
 
     def length(self, rank: int) -> int:
         """Number of indices along ``dim`` that ``rank`` owns; 0 for an empty shard."""

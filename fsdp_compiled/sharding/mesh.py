@@ -193,6 +193,16 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
 
 @dataclass(frozen=True)
+class ScalarMeshInfo(DDPMeshInfo):
+    """A parameter without dimensions is replicated over all ranks of ``mesh``, of any dimensions."""
+
+    @property
+    def replicas(self) -> Group:
+        group = group_of_all(self.mesh)
+        return Group() if self.mesh.size() == 1 else Group(group.group_name, self.mesh.size())
+
+
+@dataclass(frozen=True)
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """Parameters are sharded over one mesh dimension, and the shards replicated over the other; both are needed."""
 

@@ -210,7 +210,8 @@ class _Stream:
         complete: dict[tuple[int, torch.dtype], Tensor] = {}
         for bucket, members, pending in launched.tensors:
             for (key, param), layout, padded in zip(members, bucket.layouts, pending.wait(), strict=True):
-                tensor, outer = padded.narrow(layout.dim, 0, layout.shape[layout.dim]), param.outer
+                tensor = padded if layout.is_even else padded.narrow(layout.dim, 0, layout.shape[layout.dim])
+                outer = param.outer
                 if outer is not None and not self._knows(outer):
                     tensor = outer.dtensor(tensor).full_tensor()
                 complete[key, bucket.spec.dtype] = tensor

@@ -38,10 +38,12 @@ def test_an_outer_module_sharded_before_an_inner_one():
     assert_refused(ValueError, message, model, [model.layers[1], model.layers[0]])
 
 
-def test_a_scalar_parameter():
+def test_a_scalar_parameter_that_is_a_dtensor():
     model = Model()
-    model.layers[0].gain = nn.Parameter(torch.tensor(1.0))
-    assert_refused(ValueError, r"layers\.0\.gain: expected at least 1 dimension, got a scalar", model)
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+    model.layers[0].gain = nn.Parameter(distribute_tensor(torch.tensor(1.0), mesh["tp"], [Replicate()]))
+    message = r"layers\.0\.gain: expected at least 1 dimension, got a scalar on DeviceMesh\("
+    assert_refused(ValueError, message, model, mesh=mesh["dp"])
 
 
 def test_a_non_contiguous_parameter():

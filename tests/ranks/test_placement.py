@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,8 +17,12 @@ from fsdp_compiled import (
     DataParallelMeshDims,
     HSDPMeshInfo,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     ShardPlacementResult,
     fully_shard,
+    step_on_shards,
+    stream_parameters,
+    unsharded,
 )
 from fsdp_compiled.hooks.state import states_below
 from fsdp_compiled.param.placement import ShardedState
@@ -126,6 +132,42 @@ def test_backward_does_not_write_over_replicas_that_forward_keeps():
     where = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(replicate="replicate")}
     call = shard(model, "full", inductor=True, reshard_after_forward=False, **where)
     assert_trains_like_one_process(model, call, alone, batches(3, 4, 8))
+
+
+@each_mode
+@pytest.mark.parametrize("hybrid", [False, True])
+@on_ranks(4)
+def test_scalars(mode, hybrid):
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    alone, model = Gains(), Gains()
+    call = shard(model, mode, mesh=both if hybrid else None)
+    assert model.last.gain.shape == () and set(model.last.gain.placements) == {Replicate()}
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 8))
+
+
+@eager_and_full
+@pytest.mark.parametrize("offload", [False, True])
+@on_ranks(2)
+def test_scalars_accumulated_clipped_stepped_on_shards_and_streamed(mode, offload):
+    alone, model = Gains(), Gains()
+    call = shard(model, mode, offload_policy=CPUOffloadPolicy(pin_memory=False) if offload else OffloadPolicy())
+    optimizers = torch.optim.AdamW(alone.parameters()), step_on_shards(torch.optim.AdamW(model.parameters()))
+    for step in range(3):
+        for micro, batch in enumerate(batches(2, 4, 8, seed=step)):
+            model.set_requires_gradient_sync(micro == 1)
+            square_loss(alone, batch).backward()
+            square_loss(call, my_part(batch)).backward()
+        norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (alone, model)]
+        torch.testing.assert_close(norms[1].full_tensor(), norms[0])
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+    assert_close(full_params(model), full_params(alone))
+    assert_close(full_params(copy.deepcopy(model)), full_params(alone))
+    assert_close(dict(stream_parameters(model)), full_params(alone))
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with torch.no_grad(), unsharded(model):
+        torch.testing.assert_close(model(batch), alone(batch))
 
 
 @row("shard_placement_fn", "reshard")

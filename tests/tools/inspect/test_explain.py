@@ -211,6 +211,14 @@ def test_parameters_on_another_mesh():
     assert "on another mesh, sharded over 2 ranks: 1 parameter, bias" in unit.notes
 
 
+def test_scalars_do_not_stand_for_their_unit():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))  # before those of modules below
+    (unit,) = explain(fully_shard(model)).units
+    assert (unit.params[0], unit.shard_world, unit.replicate_world) == ("scale", 4, 1)
+    assert "scalar, on every rank: 1 parameter, scale" in unit.notes
+
+
 def test_options_that_change_what_travels():
     from fsdp_compiled import CPUOffloadPolicy
 
