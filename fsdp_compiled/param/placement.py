@@ -39,7 +39,12 @@ class TakenOriginal(weakref.ref[nn.Parameter]):
         self.taken_by = taken_by  # an FSDPParam, whose file imports this one
 
     def __new__(cls, original: nn.Parameter, taken_by: Any) -> TakenOriginal:
-        return super().__new__(cls, original)
+        return super().__new__(cls, original, _forget)
+
+
+def _forget(taken: TakenOriginal) -> None:
+    """Let go of the FSDPParam when the original is gone: a copy of it has this reference, too, and would keep it."""
+    taken.taken_by = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -52,6 +54,17 @@ def storages(model: nn.Module) -> set[int]:
     tensors = [*model.parameters(), *model.buffers()]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors]
     return {each.untyped_storage().data_ptr() for each in local if each.numel()}
+
+
+@on_ranks(2)
+def test_a_copy_does_not_keep_the_original():
+    model = MLP()
+    shard(model, "eager")
+    copied, state = copy.deepcopy(model), weakref.ref(states_below([model])[0])
+    del model
+    gc.collect()
+    assert state() is None
+    assert isinstance(copied, FSDPModule)
 
 
 @row("copies")
