@@ -82,14 +82,18 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     if not computed and not trained:
         owner.begin_by_gradients()
     for tensor in computed or trained:
-        _hook_first(tensor, skipped(lambda grad: owner.pre_backward()))
+        _hook_first(tensor, owner)
     return map_tensors(given.get, output) if given and computed else output
 
 
-def _hook_first(tensor: Tensor, run: Callable[[Tensor], None]) -> None:
+def _hook_first(tensor: Tensor, owner: EagerHooks) -> None:
     """Hook a tensor's gradient before hooks of the user's, which may run a backward of the unit's operations."""
     given: Any = tensor._backward_hooks or {}
+    if tensor.is_leaf and any(getattr(hook, "owner", None) is owner for hook in given.values()):
+        return  # a parameter that the unit returns in every forward
     later = [key for key, hook in given.items() if getattr(hook, "__module__", None) != __name__]
+    run: Any = skipped(lambda grad: owner.pre_backward())
+    run.owner = owner
     tensor.register_hook(run)
     for key in later:
         given[key] = given.pop(key)

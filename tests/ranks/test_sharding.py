@@ -263,6 +263,25 @@ def test_a_model_that_returns_an_object_that_computes():
     assert_trains_like_one_process(model, lambda x: model()(x), alone, call_alone=lambda x: alone()(x))
 
 
+class Queries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.weight = nn.Parameter(torch.randn(10))
+
+    def forward(self):
+        return self.weight
+
+
+@on_ranks(2)
+def test_a_unit_that_returns_its_parameter_is_hooked_once():
+    model, alone = fully_shard(Queries()), Queries()
+    data = batches(4, 8, 10)
+    assert_trains_like_one_process(model, lambda x: x * model(), alone, data, lambda x: x * alone())
+    model.unshard()
+    assert len(model.weight._backward_hooks) == 1
+
+
 class Chunked(nn.Module):
     """The head runs outside forward, in chunks, as memory-saving losses do."""
 
