@@ -21,6 +21,8 @@ from .forward import EagerHooks, map_tensors, tensors_in
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_VALUES = (Tensor, int, float, complex, str, type(None), tuple, list, dict, set, frozenset)
+
 
 def in_functorch() -> bool:
     """Tell whether a transform of ``torch.func`` (grad, jvp, vmap, ...) is under way."""
@@ -79,11 +81,17 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     if not computed:  # pytree may know of objects that hold more
         others = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
         computed = [each for each in others if _given(owner, each) is None]
-    if not computed and not trained:
+    if not (trained or computed) or _holds_objects(output):
         owner.begin_by_gradients()
     for tensor in computed or trained:
         _hook_first(tensor, owner)
     return map_tensors(given.get, output) if given and computed else output
+
+
+def _holds_objects(output: Any) -> bool:
+    """Tell whether a forward returned objects with its tensors, which may compute with parameters afterwards."""
+    items = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    return any(not isinstance(each, _VALUES) for each in items)
 
 
 def _hook_first(tensor: Tensor, owner: EagerHooks) -> None:

@@ -53,6 +53,7 @@ class FSDPState(TorchNames):
     pre_forward: PreForward
     post_forward: PostForward
     run = staticmethod(run_call)  # a call of the outermost unit, see TracedCall
+    begin_by_gradients = begin_by_gradients
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], default: ParamPlacement, unit: UnitInStep
@@ -212,10 +213,6 @@ class FSDPState(TorchNames):
             self._leave_forward(module)
         return before_backward(self, output) if torch.is_grad_enabled() else output
 
-    def begin_by_gradients(self) -> None:
-        """Let the gradients of unsharded parameters begin the backward of a forward that returned an object."""
-        begin_by_gradients(self)
-
     @hook("post_forward")
     def _leave_forward(self, module: nn.Module) -> None:
         if self.unit.end_module(module):
@@ -272,6 +269,8 @@ class FSDPState(TorchNames):
         """Start reducing the unit's gradients and free its unsharded parameters."""
         if self.unit.training_state is TrainingState.FORWARD:
             return  # a backward within its forward, which goes on, has reached its inputs
+        if self.unit.training_state is TrainingState.IDLE:  # it returned an object, and no parameter has its gradient
+            self._lazy_init().begin_backward()
         self.unit.end_backward()
         if self.unit.config.reshard_after_backward:
             self.reshard()
