@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 pytest.importorskip("transformers")
 
-from fsdp_compiled import MixedPrecisionPolicy
+from fsdp_compiled import MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.regions.block import RegionModule
 from fsdp_compiled.regions.choose import set_regions
@@ -22,11 +22,14 @@ from tests.support.parity import row
 from tests.support.ranks import on_ranks, same_on_ranks
 from tests.support.training import (
     assert_close,
+    batches,
     compiled,
     full_grads,
     full_params,
     mean_over_ranks,
     my_part,
+    train,
+    train_replicas,
     units_inside,
     with_regions,
 )
@@ -112,6 +115,25 @@ def test_a_mixture_of_experts_in_bf16_has_the_gradients_of_replicas(name, mode):
 
 
 @row("Hugging Face models", mode="regions")
+@pytest.mark.parametrize("mode", ["eager", "full"])
+@on_ranks(2)
+def test_clip_whose_scale_is_a_scalar_trains_like_replicas(mode):
+    alone, model = huggingface.clip(), huggingface.clip()
+    for layer in (*model.text_model.encoder.layers, *model.vision_model.encoder.layers):
+        fully_shard(layer)
+    fully_shard(model)
+
+    def loss_of(call, pixels):
+        tokens = (pixels[:, 0, 0, :16] * 10).long().clamp(2, huggingface.VOCAB - 1)
+        return call(input_ids=tokens, pixel_values=pixels, return_loss=True).loss
+
+    call = model if mode == "eager" else compiled(model)
+    want = train_replicas(alone, alone, batches(3, 8, 3, 30, 30), loss_of, lr=0.05)
+    got = train(model, call, batches(3, 8, 3, 30, 30), loss_of, lr=0.05)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=0)
+    assert_close(full_params(model), full_params(alone))
+
+
 @pytest.mark.parametrize("name", ["gemma 3", "gpt-oss"])
 @thorough()
 @on_ranks(2)

@@ -72,6 +72,15 @@ def _bert() -> nn.Module:
     return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **NO_DROPOUT))
 
 
+def clip() -> nn.Module:
+    """Two towers and a scalar, ``logit_scale``, on which the contrastive loss depends."""
+    torch.manual_seed(0)
+    text = transformers.CLIPTextConfig(**SIZES, projection_dim=16, bos_token_id=0, eos_token_id=1)
+    vision = transformers.CLIPVisionConfig(**SIZES, image_size=30, patch_size=15, projection_dim=16)
+    towers = {"text_config": text.to_dict(), "vision_config": vision.to_dict()}
+    return transformers.CLIPModel(transformers.CLIPConfig(**towers, projection_dim=16))
+
+
 def _llama_with_lora() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
