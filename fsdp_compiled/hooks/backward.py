@@ -78,11 +78,13 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     trained = [each for each in tensors if each.requires_grad]
     given = {each: passed_on for each in trained if (passed_on := _given(owner, each)) is not None}
     computed = [each for each in trained if each not in given]
-    if not computed:  # pytree may know of objects that hold more
-        others = [each for each in tree_leaves(output) if isinstance(each, Tensor) and each.requires_grad]
+    if not computed:  # objects may hold more, as pytree knows or as attributes
+        others = tree_leaves(output)
+        others += [held for each in others for held in getattr(each, "__dict__", {}).values()]
+        others = [each for each in others if isinstance(each, Tensor) and each.requires_grad]
         computed = [each for each in others if _given(owner, each) is None]
     if not (trained or computed) or _holds_objects(output):
-        owner.begin_by_gradients()
+        owner.begin_by_gradients(has_sign=bool(trained or computed))
     for tensor in computed or trained:
         _hook_first(tensor, owner)
     return map_tensors(given.get, output) if given and computed else output

@@ -242,6 +242,11 @@ class Step:
         """Note that a unit's forward has ended whose backward is to come."""
         self.post_forward_order.append(state)
 
+    def leave(self, state: UnitState) -> None:
+        """Let a unit that has just ended its forward not be all-gathered ahead: nothing would wait before its use."""
+        if self.post_forward_order[-1:] == [state]:
+            self.post_forward_order.pop()
+
     def drop_ahead(self) -> None:
         """Drop the all-gather of a unit that was expected and did not come."""
         ahead, self.ahead = self.ahead, None

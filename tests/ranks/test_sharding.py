@@ -263,38 +263,6 @@ def test_a_model_that_returns_an_object_that_computes():
     assert_trains_like_one_process(model, lambda x: model()(x), alone, call_alone=lambda x: alone()(x))
 
 
-class Policy(Flow):
-    """Returns a tensor, too, of which the loss may know nothing."""
-
-    def forward(self):
-        return self.weight.sum(), super().forward()
-
-
-@on_ranks(2)
-def test_a_model_that_returns_a_tensor_and_an_object_that_computes():
-    model, alone = fully_shard(Policy()), Policy()
-    assert_trains_like_one_process(model, lambda x: model()[1](x), alone, call_alone=lambda x: alone()[1](x))
-
-
-class ComputedAhead(Flow):
-    def forward(self, x):
-        return functools.partial(torch.mul, super().forward()(x))
-
-
-@on_ranks(2)
-def test_an_object_that_is_differentiated_by_inputs_before_the_backward():
-    """By the first, the unit's inputs get their gradients, and none of its parameters has one."""
-    model, alone = fully_shard(ComputedAhead()), ComputedAhead()
-    model.set_reshard_after_backward(False)
-    for module, x in ((model, my_part(batches(1, 8, 10)[0])), (alone, batches(1, 8, 10)[0])):
-        x.requires_grad_()
-        loss = module(x)(2).square().mean()
-        torch.autograd.grad(loss, x, retain_graph=True)
-        loss.backward()
-    model.reshard()
-    assert_close(full_grads(model), full_grads(alone))
-
-
 class Queries(nn.Module):
     def __init__(self) -> None:
         super().__init__()
