@@ -31,6 +31,11 @@ def _unsharded(tensors: Sequence[Tensor], packed: Tensor, dims: Sequence[int] | 
     return (packed.view(1, -1), [0] * len(tensors)) if dims is None else (packed, dims)
 
 
+def to_host(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` on the host, pinned if it moves; valid once the current stream reaches this point."""
+    return tensor.to("cpu", non_blocking=True)
+
+
 def _for(tensor: Tensor) -> ModuleType:
     return reference if tensor.is_complex() else _module(tensor.device.type)
 

@@ -158,8 +158,8 @@ def finish_reduction(packed: Tensor, bucket: ReductionBucket) -> list[Tensor]:
             pairs = zip(shapes, bucket.params, strict=False)
             outs = [packed.new_empty(shape, dtype=param.gradient_dtype) for shape, param in pairs]
             copies.unpack(packed, outs, divisor=divisor)
-        if to_host:  # pinned if they move; valid once the current stream reaches this point
-            outs = [out.to("cpu", non_blocking=True) for out in outs]
+        if to_host:
+            outs = list(map(copies.to_host, outs))
         return reference.packed_shards(outs[0], bucket.layouts) if len(dtypes) == 1 else outs
 
 
