@@ -114,7 +114,6 @@ def test_a_mixture_of_experts_in_bf16_has_the_gradients_of_replicas(name, mode):
         assert (got - grad / 2).norm() < 0.03 * grad.norm() / 2, name
 
 
-@row("Hugging Face models", mode="regions")
 @pytest.mark.parametrize("mode", ["eager", "full"])
 @on_ranks(2)
 def test_clip_whose_scale_is_a_scalar_trains_like_replicas(mode):
@@ -134,6 +133,7 @@ def test_clip_whose_scale_is_a_scalar_trains_like_replicas(mode):
     assert_close(full_params(model), full_params(alone))
 
 
+@row("Hugging Face models", mode="regions")
 @pytest.mark.parametrize("name", ["gemma 3", "gpt-oss"])
 @thorough()
 @on_ranks(2)
