@@ -93,9 +93,10 @@ class Reshard:
         specs = {_key(node): nodes.spec_of(node) for node in unshards}
         kept = kept_by(self.policy, specs, self.policy.cluster_for(nodes.device_of(graph)))
         for node in unshards:
-            keep = (not nodes.spec_of(node).reshard or _key(node) in kept) and not _is_shard(nodes.spec_of(node))
+            spec = nodes.spec_of(node)
+            keep = (not spec.reshard or _key(node) in kept) and not _is_shard(spec)
             _tag(node, keep)
-            if not keep and nodes.spec_of(node).post_forward.world > 1:
+            if not keep and spec.post_forward.world > 1:
                 _keep_over_smaller_group(node)
         _decide_by_operator(graph)
 
