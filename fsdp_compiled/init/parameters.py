@@ -16,10 +16,11 @@ from ..module import FSDPModule
 from ..param.extension import check_extension, inner_tensors
 from ..param.param import FSDPParam
 from ..param.placement import ParamPlacement, Place, TakenOriginal
-from ..sharding.dtensor import local_of
+from ..sharding.dtensor import group_of_all, local_of
 from ..sharding.layout import ShardLayout
 from ..sharding.local_types import local_types
 from ..sharding.mesh import DataParallelMeshInfo, FSDPMeshInfo, ScalarMeshInfo, ShardPlacementResult
+from ..sharding.spec import Group
 from ..torch_fsdp.registry import own_record
 from ..tracing.sharded_module import is_managed
 
@@ -135,7 +136,9 @@ def _replicated(name: str, param: Tensor, info: DataParallelMeshInfo) -> DataPar
     if isinstance(param, DTensor) or info.dp_mesh_dims is not None:
         got = f"a scalar on {param.device_mesh if isinstance(param, DTensor) else info.spmd_mesh}"
         raise unexpected(name, "at least 1 dimension", got, "make it a 1-D parameter of one element")
-    return ScalarMeshInfo(info.mesh, replicate_mesh_dim=0)
+    ranks = info.mesh.size()
+    everyone = Group(group_of_all(info.mesh).group_name, ranks) if ranks > 1 else Group()
+    return ScalarMeshInfo(info.mesh, replicate_mesh_dim=0, everyone=everyone)
 
 
 def _checked_dim(name: str, local: Tensor, dim: int, world: int) -> int:

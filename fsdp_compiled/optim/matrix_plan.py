@@ -20,9 +20,8 @@ from ..expect import unexpected
 from ..passes import cost
 from ..passes.cost.matrix_cost import newton_schulz_us, owners_us
 from ..sharding.contract import Collective, Contract
-from ..sharding.dtensor import process_group
+from ..sharding.dtensor import group_of_all, process_group
 from ..sharding.matrices import AllToAllBucket, AllToAllSpec, Matrix, Part
-from ..sharding.mesh import group_of_all
 from ..sharding.owners import owners_of, rounds_of
 from ..sharding.spec import Group, ParamSpec, word
 from .matrix_rules import MatrixRule

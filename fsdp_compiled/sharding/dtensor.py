@@ -30,7 +30,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..expect import expect, unexpected
 from .local_types import LocalTypes, local_types
-from .mesh import DataParallelMeshDims, DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo, note_siblings
+from .mesh import (
+    DataParallelMeshDims,
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    group_of_ranks,
+    note_siblings,
+)
 
 _WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this process
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
@@ -59,6 +67,17 @@ def note_groups(mesh: DeviceMesh) -> None:
         for dim, size in enumerate(mesh.shape):
             if size > 1:
                 note_siblings(mesh.get_group(dim), mesh.mesh.movedim(dim, -1).reshape(-1, size).tolist())
+
+
+def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a process group of all ranks of a mesh, in its order; every one of them must make the first call."""
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    with _disable_current_modes():
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+        if dist.group.WORLD is not None and ranks == dist.get_process_group_ranks(dist.group.WORLD):
+            return dist.group.WORLD
+        return group_of_ranks(mesh.get_group(mesh.ndim - 1), ranks)
 
 
 def local_of(tensor: Tensor) -> Tensor:

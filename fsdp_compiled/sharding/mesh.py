@@ -141,14 +141,11 @@ class DataParallelMeshInfo:
         if size == 1:
             return Group()
         shard_group = self.mesh.get_group(self.shard_mesh_dim)
-        made = _more_groups.setdefault(shard_group, {})
-        if size not in made:
-            first = self.shard_mesh_rank // size * size
-            ranks = dist.get_process_group_ranks(shard_group)[first : first + size]
-            made[size] = dist.new_group(ranks, use_local_synchronization=True)
+        first = self.shard_mesh_rank // size * size
+        group = group_of_ranks(shard_group, dist.get_process_group_ranks(shard_group)[first : first + size])
         cuts = [slice(first, first + size) for first in range(0, self.shard_mesh_size, size)]
-        note_siblings(made[size], (each[cut] for each in siblings_of(shard_group) for cut in cuts))
-        return Group(made[size].group_name, size)
+        note_siblings(group, (each[cut] for each in siblings_of(shard_group) for cut in cuts))
+        return Group(group.group_name, size)
 
     def _group(self, mesh_dim: int | None) -> Group:
         if mesh_dim is None or self.mesh.size(mesh_dim) == 1:
@@ -169,17 +166,12 @@ def siblings_of(group: dist.ProcessGroup) -> list[tuple[int, ...]]:
     return sorted({tuple(dist.get_process_group_ranks(group)), *_siblings.get(group, ())})
 
 
-def group_of_all(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a process group of all ranks of a mesh, in its order; every one of them must make the first call."""
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    if mesh.ndim == 1:
-        return mesh.get_group()
-    if dist.group.WORLD is not None and ranks == dist.get_process_group_ranks(dist.group.WORLD):
-        return dist.group.WORLD
-    made = _more_groups.setdefault(mesh.get_group(mesh.ndim - 1), {})
-    if mesh.size() not in made:
-        made[mesh.size()] = dist.new_group(ranks, use_local_synchronization=True)
-    return made[mesh.size()]
+def group_of_ranks(known: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return another group, of ranks that ``known`` and their number tell; every one must make the first call."""
+    made = _more_groups.setdefault(known, {})
+    if len(ranks) not in made:
+        made[len(ranks)] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return made[len(ranks)]
 
 
 @dataclass(frozen=True)
@@ -194,12 +186,13 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
 @dataclass(frozen=True)
 class ScalarMeshInfo(DDPMeshInfo):
-    """A parameter without dimensions is replicated over all ranks of ``mesh``, of any dimensions."""
+    """A parameter without dimensions is replicated over all ranks of ``mesh``, of any dimensions: ``everyone``."""
+
+    everyone: Group = field(default_factory=Group)
 
     @property
     def replicas(self) -> Group:
-        group = group_of_all(self.mesh)
-        return Group() if self.mesh.size() == 1 else Group(group.group_name, self.mesh.size())
+        return self.everyone
 
 
 @dataclass(frozen=True)

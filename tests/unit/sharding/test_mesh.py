@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
-from fsdp_compiled.sharding.dtensor import data_parallel_mesh, process_group
+from fsdp_compiled import fully_shard
+from fsdp_compiled.sharding.dtensor import data_parallel_mesh, group_of_all, process_group
 from fsdp_compiled.sharding.mesh import DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from fsdp_compiled.sharding.spec import Group
 
@@ -59,3 +63,13 @@ def test_roles_are_required():
         FSDPMeshInfo(mesh, replicate_mesh_dim=0)
     with pytest.raises(ValueError, match="DDPMeshInfo: replicate_mesh_dim must be given"):
         DDPMeshInfo(mesh, shard_mesh_dim=0)
+
+
+def test_scalars_of_fake_models_have_the_group_of_all_ranks():
+    """The mesh's tensor is no fake one, and its ranks decide which group that is."""
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    with FakeTensorMode():
+        model = nn.Linear(8, 8)
+        model.register_parameter("gain", nn.Parameter(torch.ones(())))
+        fully_shard(model, mesh=hybrid)
+    assert model._fsdp_params["gain"].spec.reduction.replicas == Group(group_of_all(hybrid).group_name, 4)
