@@ -184,8 +184,10 @@ class PostBackward(_Identity):
     @staticmethod
     @skipped
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.owner.post_backward()
+        if not ctx.owner.unit.ends_late:
+            ctx.owner.post_backward()
         if torch.is_grad_enabled():  # create_graph=True: a backward through this one needs the parameters once more
+            ctx.owner.unit.note_differentiated()
             grads = PreBackward.around(ctx.owner, grads)
         return (None, *grads)
 

@@ -43,6 +43,10 @@ class UnitInStep(Unit):
 
     training_state: TrainingState = TrainingState.IDLE
     to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
+    # A backward through an earlier one ends at its end: operations of that one that lead to no input, as where a loss
+    # is linear, may come after those of forward; on a GPU they do, recorded by another thread.
+    is_differentiated: bool = False  # the next backward goes through an earlier one
+    ends_late: bool = False  # the running one does
     has_compiled_gradients: bool = False  # a compiled backward that has not ended has left some of the unit
     in_method: bool = False  # while a forward method of the user's runs, or a compiled call that finds it unsharded
     kept: bool = False  # the user has unsharded it, and nobody has resharded it since
@@ -103,7 +107,11 @@ class UnitInStep(Unit):
         """Begin the unit's backward; return whether this is its first output gradient."""
         is_first = self.training_state is not TrainingState.PRE_BACKWARD
         self.training_state = TrainingState.PRE_BACKWARD
+        self.ends_late, self.is_differentiated = self.ends_late or self.is_differentiated, False
         return is_first
+
+    def note_differentiated(self) -> None:
+        self.is_differentiated = True
 
     def begin_kept(self) -> None:
         """Begin a call of the outermost unit that finds it unsharded; uncompiled forwards within are part of it."""
@@ -132,7 +140,7 @@ class UnitInStep(Unit):
         """Return to idle; hooks may still hold the unit."""
         self.training_state = TrainingState.IDLE
         self.to_run.clear()
-        self.has_compiled_gradients = False
+        self.has_compiled_gradients = self.ends_late = False
         if self.config.reduce_grads and not self.is_unsynced:  # the step was of one backward
             self.reduces_late = self.kept_between = False
         self.is_unsynced = not self.config.reduce_grads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -339,6 +341,39 @@ def test_a_compiled_model_refuses_transforms_from_outside(fake_group):
 
 
 # ---- repeated and differentiated backwards ----
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(14) + 0.5)
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@on_ranks(2)
+def test_a_linear_loss_whose_backward_another_thread_has_recorded(sync):
+    """As on a GPU, where the backward of a penalty reaches some of the first one's operations after forward's."""
+    models = model, alone = MLP(), MLP()
+    for each in models:
+        torch.manual_seed(0)
+        for block in each.blocks:
+            block[2] = Scaled()
+    shard(model, "eager")
+    for last in (False, True) if not sync else (True, True):
+        model.set_requires_gradient_sync(last)
+        x = my_part(batches(1, 8, 10)[0]).requires_grad_()
+        for each in models:
+            with ThreadPoolExecutor(1) as other:
+                out = each(x).sum()
+                (grad,) = other.submit(torch.autograd.grad, out, x, create_graph=True).result()
+            grad.square().mean().backward()
+    assert_close(full_grads(model), _grads_of_replicas(alone))
+    model.zero_grad()
+    alone.zero_grad()
+    _assert_trains_on(model, model, alone)
 
 
 @on_ranks(2)
