@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from .cost.compute import is_view
+from .cost.compute import is_view, node_bytes
 from .graph import emit, nodes
 from .inductor import source_hash
 from .torch_internals import V, config, custom_graph_pass, ir
 
 _MAYBE_VIEWS = ("aten._unsafe_view.default", "aten.reshape.default")
+_OWN = "fsdp_compiled_own_memory"  # key in the meta of a node with whose memory no region has to do
 _SLOT = "_pre_fusion_custom_pass"
 _SchedulerPass = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)  # torch 2.11
 
@@ -89,14 +90,32 @@ class Expand:
 class Unalias:
     """No result of a region shares memory with its arguments. Numerics cannot change.
 
-    ::
+    Products that no region reads are marked for ``Protect``, logits among them::
 
         y, s, v = region(x, w), where s = w and v = w.t()  ->  s = w; v = w.t()
     """
 
     def __call__(self, graph: fx.Graph) -> None:
-        for call, region in _regions_called(graph):
+        calls = list(_regions_called(graph))
+        for call, region in calls:
             _unalias(call, region)
+        for node in graph.nodes if calls else ():
+            if nodes.work_of(node) == "matrix products" and not _may_be_read_by_region(node):
+                node.meta[_OWN] = True
+
+
+def may_be_overwritten(placeholder: fx.Node) -> bool:
+    """Tell whether a backward graph that calls regions may write over what it is given."""
+    return _OWN in placeholder.meta
+
+
+def _may_be_read_by_region(node: fx.Node) -> bool:
+    """Tell whether a region reads ``node``, or what may lie in its memory: a view, or a copy that Inductor drops."""
+    return any(
+        nodes.region_of(user) is not None
+        or ((is_view(user) or node_bytes(user) == node_bytes(node)) and _may_be_read_by_region(user))
+        for user in node.users
+    )
 
 
 def _regions_called(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Graph]]:
@@ -172,8 +191,8 @@ def _make_traceable(full: fx.Node) -> None:
 class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
     """Nothing is written over what shares memory with a region's result. It runs before Inductor plans memory.
 
-    Nor over inputs that AOTAutograd gave away to a backward graph: it has not seen which of them share memory, and
-    Inductor takes the inputs of regions at the same positions for given away, too.
+    Nor over inputs that AOTAutograd gave away to a backward graph, but for those that ``Unalias`` has marked: it has not
+    seen which of them share memory, and Inductor takes the inputs of regions at the same positions for given away, too.
     """
 
     def __call__(self, scheduled: list[Any]) -> list[Any]:
@@ -181,9 +200,9 @@ class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
         calls = [each for each in graph.operations if isinstance(each, ir.InvokeSubgraph)]
         if not calls and not hasattr(graph, "parent"):  # it neither calls a region nor is one
             return scheduled
-        graph.never_reuse_buffers.update(
-            name for name, original in graph.graph_inputs_original.items() if isinstance(original, ir.DonatedBuffer)
-        )
+        own = {each.target for each in graph.graph.find_nodes(op="placeholder") if may_be_overwritten(each)}
+        given = (name for name, each in graph.graph_inputs_original.items() if isinstance(each, ir.DonatedBuffer))
+        graph.never_reuse_buffers.update(name for name in given if name not in own)
         for call in calls:
             graph.never_reuse_buffers.update(_shared(graph, call))
         return scheduled

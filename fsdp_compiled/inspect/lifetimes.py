@@ -9,7 +9,8 @@ A result takes memory from its node to the last node that reads it:
   several read, have memory also if something reads them behind a later product: Inductor does not compute these
   again;
 - values that ``fusion`` puts into one kernel are computed at the same time; what it alone reads has no memory;
-- freed memory is kept for the next result of its size and dtype, unless that would raise the peak.
+- freed memory is kept for the next result of its size and dtype, unless that would raise the peak; a backward that
+  calls regions keeps of what it is given only what no region has to do with.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ..passes.cost.compute import (
     tensors_of,
 )
 from ..passes.graph import nodes
+from ..passes.unalias import may_be_overwritten
 from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
 from .fusion import Kernel, elements, in_order, is_alone, kernels_of
 
@@ -102,6 +104,7 @@ class GraphMemory:
         self._lists = dict[fx.Node, tuple[Hashable, ...]]()  # of nodes that return new tensors in a list
         self._allocated = defaultdict[fx.Node, list[Hashable]](list)  # by the node that does
         self._last = dict[Hashable, fx.Node]()  # node that reads it
+        self._protected = set[Hashable]()  # what a backward is given and may not write over
         self._costly = set[fx.Node]()  # values without memory that take an exponential to compute, on the CPU
         self._level = dict[fx.Node, int]()  # how many products and collectives precede a node, one behind the other
         for node in graph.nodes:
@@ -209,7 +212,8 @@ class GraphMemory:
         peak, pool = max(levels), defaultdict[tuple[int, torch.dtype | None], list[tuple[int, Hashable]]](list)
         for index, node in enumerate(order):
             unknown = ("packed buffers", "unsharded parameters")
-            left = [(index, key) for key in freed[node] if self.memory[key].part not in unknown]
+            keys = (key for key in freed[node] if self.memory[key].part not in unknown and key not in self._protected)
+            left = [(index, key) for key in keys]
             early = [each for each in left if not is_alone(node) and self._is_read_once(each[1], node)]
             for each in early:
                 pool[size_of[each[1]], _dtype_of(each[1])].append(each)
@@ -245,6 +249,9 @@ class GraphMemory:
             self._last |= dict.fromkeys(forward.returned, end)  # unless something reads it
             pairs = zip(reversed(saved), reversed(left.args[0]), strict=False)
             self._keys |= {node: forward._keys[source] for node, source in pairs}
+            if self.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+                given_away = (node for node in saved if not may_be_overwritten(node))
+                self._protected.update(key for node in given_away for key in self._keys[node])
 
     def _allocate(self, node: fx.Node, owner: fx.Node, results: Iterable[tuple[str, Part, int]]) -> None:
         """Let ``node`` allocate what ``owner`` returns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections import Counter
 from unittest import mock
@@ -264,6 +265,40 @@ def test_a_capture_names_each_region_once_and_the_blocks_that_call_it(tmp_path):
         page.count("<summary>Region ") == sum(len(graph.regions) for graph in captured.graphs)
         and "3 calls: blocks.{1,2,3}" in page
     )
+
+
+class Scored(Model):
+    """The product that ``head`` makes is saved for backward, which computes a result of its size."""
+
+    def __init__(self, then) -> None:
+        super().__init__(*[6] * 5)
+        self.head, self.then = nn.Linear(8, 64, bias=False), then
+
+    def forward(self, x):
+        *blocks, last = self.blocks
+        for each in blocks:
+            x = x + each(x)
+        scores = self.head(x)
+        return self.then(last, scores, x).exp().mean()
+
+
+def _own(last, scores, x):
+    return scores
+
+
+def _read_by_region(last, scores, x):
+    return scores * last(scores.view(-1, 8)).view_as(scores)
+
+
+@pytest.mark.parametrize("then, is_overwritten", [(_own, True), (_read_by_region, False)])
+def test_backward_writes_over_saved_products_that_no_region_reads(then, is_overwritten):
+    model = Scored(then)
+    for each in model.blocks:
+        fully_shard(each, reshard_after_forward=True)
+    fsdp_compiled.compile(fully_shard(model), regions=list(model.blocks))
+    backward = capture(model, X).graphs[1]
+    (given,) = re.findall(r"assert_size_stride\((mm\w*), \(2, 64\)", backward.code)
+    assert (f"= {given}; del {given}  # reuse" in backward.code) is is_overwritten
 
 
 def test_an_uncompiled_call_knows_no_regions():
