@@ -128,6 +128,7 @@ class Recurrent(nn.LSTM):
         return super().forward(x)[0]
 
 
+@pytest.mark.filterwarnings("ignore:RNN module weights are not part of single contiguous chunk")
 def test_recurrent_modules(one_rank):
     torch.manual_seed(0)
     alone = nn.Sequential(*(Recurrent(WIDTH, WIDTH) for _ in range(2))).cuda()
