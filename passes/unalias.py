@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .cost.compute import is_view, node_bytes
+from .cost.compute import is_view, node_bytes, work_of
 from .graph import emit, nodes
 from .inductor import source_hash
 from .torch_internals import V, config, custom_graph_pass, ir
@@ -100,7 +100,7 @@ class Unalias:
         for call, region in calls:
             _unalias(call, region)
         for node in graph.nodes if calls else ():
-            if nodes.work_of(node) == "matrix products" and not _may_be_read_by_region(node):
+            if work_of(node) == "matrix products" and not _may_be_read_by_region(node):
                 node.meta[_OWN] = True
 
 
@@ -191,8 +191,8 @@ def _make_traceable(full: fx.Node) -> None:
 class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
     """Nothing is written over what shares memory with a region's result. It runs before Inductor plans memory.
 
-    Nor over inputs that AOTAutograd gave away to a backward graph, but for those that ``Unalias`` has marked: it has not
-    seen which of them share memory, and Inductor takes the inputs of regions at the same positions for given away, too.
+    Nor over inputs that AOTAutograd gave away to a backward graph, if ``Unalias`` has not marked them: it has not seen
+    which of them share memory, and Inductor takes the inputs of regions at the same positions for given away, too.
     """
 
     def __call__(self, scheduled: list[Any]) -> list[Any]:

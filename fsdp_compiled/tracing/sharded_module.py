@@ -227,6 +227,8 @@ def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, .
     body: dict[str, Any] = {name: _reader(name) for name in names}
     body |= {"_fsdp_user_class": user_cls, "_fsdp_mixins": mixins, "_fsdp_names": names}
     body |= {"__module__": user_cls.__module__, "__reduce_ex__": _refuse_pickle, "__new__": new_of_user_class}
+    if issubclass(user_cls, nn.RNNBase):
+        body["flatten_parameters"] = _flatten_parameters
     for mixin in mixins:
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
@@ -282,6 +284,12 @@ def copied_module(module: Any, memo: dict[int, Any]) -> Any:
     copied.__setstate__(deepcopy(state, memo))
     copied.__dict__.pop("_fsdp_calling", None)
     return copied
+
+
+def _flatten_parameters(module: nn.RNNBase) -> None:
+    """Move a recurrent module's parameters into one memory, but not in a graph, to which they are all-gathered."""
+    if not torch.compiler.is_compiling():
+        cast(Any, user_class(module)).flatten_parameters(module)
 
 
 def _refuse_pickle(module: nn.Module, protocol: object) -> None:

@@ -136,6 +136,15 @@ def test_recurrent_modules(one_rank):
     _trains_like(alone, model, _shard(model, "eager"), rtol=1e-2)  # cuDNN multiplies in TF32
 
 
+def test_recurrent_modules_in_one_graph(one_rank):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    alone = nn.Sequential(*(Recurrent(WIDTH, WIDTH) for _ in range(2))).cuda()
+    model = copy.deepcopy(alone)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        _trains_like(alone, model, _shard(model, "full"), rtol=1e-2)  # cuDNN multiplies in TF32
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_float8_products(mode, one_rank):
     float8 = pytest.importorskip("torchao.float8")
