@@ -191,7 +191,7 @@ def _make_traceable(full: fx.Node) -> None:
 class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
     """Nothing is written over what shares memory with a region's result. It runs before Inductor plans memory.
 
-    Nor over inputs that AOTAutograd gave away to a backward graph, if ``Unalias`` has not marked them: it has not seen
+    Nor over inputs that AOTAutograd gave away to a backward graph and ``Unalias`` has not marked: it has not seen
     which of them share memory, and Inductor takes the inputs of regions at the same positions for given away, too.
     """
 
