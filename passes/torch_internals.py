@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch.distributed as dist
+from torch._functorch import config as _functorch_config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name as get_aot_graph_name
 from torch._guards import CompileContext as CompileContext
 from torch._guards import TracingContext as TracingContext
@@ -21,6 +22,8 @@ from torch._inductor.virtualized import V as V
 from torch._logging import _internal as _internal  # of logs and traces
 from torch.distributed import distributed_c10d
 from torch.utils._ordered_set import OrderedSet as OrderedSet
+
+functorch_config = _functorch_config
 
 
 def groups() -> Mapping[dist.ProcessGroup, str]:

@@ -21,6 +21,7 @@ from torch.compiler import nested_compile_region
 from .. import collectives, passes
 from ..param.param import FSDPParam
 from ..param.unit import Unit
+from ..passes.torch_internals import functorch_config
 from ..tracing import dynamo, reads
 from ..tracing.dynamo import comptime
 from ..tracing.sharded_module import MixinOrder, rebase
@@ -257,14 +258,21 @@ _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Freevar has no
 def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run; where torch cannot compile a region, compile its block as a part of the graph, and warn or log.
 
-    An error that has nothing to do with regions leaves them as they are.
+    An error that has nothing to do with regions leaves them as they are. A graph that recomputes random numbers, or
+    attention on a GPU, does not take the states of their generators as arguments, for which CUDA graphs have a use:
+    torch gives none to regions.
     """
     dropped: dict[nn.Module, Region] = {}
     why: Exception | None = None
     tracing = dynamo.get_eval_frame_callback()
     begins = (getattr(run, "__wrapped__", run).__code__, *model.__dict__.get(COMPILED_IN_PLACE, ()))  # type: ignore[attr-defined]
+    is_compiled, as_arguments = (
+        tracing is not None or len(begins) > 1,
+        functorch_config.graphsafe_rng_functionalization,
+    )
     while True:
         before, call = _entered.set(None), _repeated.set(begins)
+        functorch_config.graphsafe_rng_functionalization = as_arguments and not is_compiled
         try:
             result = run(*args, **kwargs)
         except (dynamo.TorchDynamoException, AssertionError) as error:  # Dynamo lets assertions of its own out
@@ -288,6 +296,7 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: A
                 _tell(dropped, why)
             return result
         finally:
+            functorch_config.graphsafe_rng_functionalization = as_arguments
             _repeated.reset(call)
             _entered.reset(before)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.comptime import comptime
+from torch._functorch import config
 from torch.func import functional_call
 
 import fsdp_compiled
@@ -308,3 +309,18 @@ def test_an_uncompiled_call_knows_no_regions():
         warnings.simplefilter("error")
         model(X).sum().backward()
     assert all(each.grad is not None for each in model.parameters())
+
+
+def test_states_of_random_generators_are_no_arguments_of_a_graph():
+    model, seen = sharded(6, 6), []
+
+    def backend(gm, inputs):
+        seen.append(config.graphsafe_rng_functionalization)
+        return gm
+
+    torch.compile(model, backend=backend)(X)
+    assert seen == [False] and config.graphsafe_rng_functionalization
+    torch._dynamo.reset()
+    model.compile(backend=backend)
+    model(X)
+    assert seen == [False, False] and config.graphsafe_rng_functionalization

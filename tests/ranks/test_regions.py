@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._inductor import config
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import compile, fully_shard
 from fsdp_compiled.regions.block import RegionModule
@@ -188,7 +189,23 @@ class Dropping(Block):
 @on_ranks(2)
 def test_backward_drops_what_forward_has_dropped(inductor):
     model = _with_regions(Stack(lambda: [Dropping(index) for index in range(2)]))
-    call = compiled(model, inductor=inductor)
+    _assert_backward_drops_alike(compiled(model, inductor=inductor))
+
+
+class DroppingInCheckpoint(Dropping):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("as_eager", [True, False])
+@on_ranks(2)
+def test_a_checkpoint_in_a_region_drops_what_forward_has_dropped(as_eager):
+    model = _with_regions(Stack(lambda: [DroppingInCheckpoint(index) for index in range(2)]))
+    with config.patch(fallback_random=as_eager):  # else the graph holds the states of random generators
+        _assert_backward_drops_alike(compiled(model, inductor=True))
+
+
+def _assert_backward_drops_alike(call) -> None:
     x = my_part(batches(1, 8, 10)[0]).requires_grad_()
     torch.manual_seed(0)
     (grad,) = torch.autograd.grad(call(x).sum(), x)
