@@ -65,6 +65,13 @@ def test_nothing_of_torchs_implementation_runs(fake_group, compiled):
     assert not found
 
 
+def test_the_second_base_of_a_modules_class_is_the_users(fake_group):
+    model = _model()
+    for module in (model, model[1]):
+        assert type(module).__bases__[1] is nn.Sequential  # by which Opacus tells the layers that it knows
+    assert type(fully_shard(nn.Linear(4, 4))).__bases__[1] is nn.Linear
+
+
 def test_the_class_of_a_module_makes_modules_of_the_users_class(fake_group):
     model = _model()
     for module in (model[0], model[1][0]):
