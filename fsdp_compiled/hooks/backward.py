@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
@@ -78,13 +79,10 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     trained = [each for each in tensors if each.requires_grad]
     given = {each: passed_on for each in trained if (passed_on := _given(owner, each)) is not None}
     computed = [each for each in trained if each not in given]
-    if not computed:  # objects may hold more, as pytree knows or as attributes
-        others = tree_leaves(output)
-        others += [held for each in others for held in getattr(each, "__dict__", {}).values()]
-        others = [each for each in others if isinstance(each, Tensor) and each.requires_grad]
-        computed = [each for each in others if _given(owner, each) is None]
-    if not (trained or computed) or _holds_objects(output):
-        owner.begin_by_gradients(has_sign=bool(trained or computed))
+    if not computed:
+        computed = [each for each in _held(output, set()) if each.grad_fn and _given(owner, each) is None]
+    if not trained or _holds_objects(output):
+        owner.begin_by_gradients()
     for tensor in computed or trained:
         _hook_first(tensor, owner)
     return map_tensors(given.get, output) if given and computed else output
@@ -94,6 +92,16 @@ def _holds_objects(output: Any) -> bool:
     """Tell whether a forward returned objects with its tensors, which may compute with parameters afterwards."""
     items = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
     return any(not isinstance(each, _VALUES) for each in items)
+
+
+def _held(value: Any, seen: set[int], depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors that objects in ``value`` hold: as pytree knows, as attributes, or as objects' in these."""
+    for each in tree_leaves(value):
+        if isinstance(each, Tensor):
+            yield each
+        elif depth and id(each) not in seen and not isinstance(each, (nn.Module, ModuleType)):
+            seen.add(id(each))
+            yield from _held(getattr(each, "__dict__", {}), seen, depth - 1)
 
 
 def _hook_first(tensor: Tensor, owner: EagerHooks) -> None:

@@ -76,13 +76,12 @@ def _watch(held: Sequence[UnitState], output: T) -> T:
     return output
 
 
-def begin_by_gradients(state: UnitState, has_sign: bool) -> None:
+def begin_by_gradients(state: UnitState) -> None:
     """Let the gradients of unsharded parameters begin the backward of a forward that returned an object.
 
-    If it has no other sign, operations before find what forward has left unsharded, or an error.
+    Operations before it, if nothing else has told, find what forward has left unsharded, or an error.
     """
-    if not has_sign:
-        state._lazy_init().step.leave(state)  # type: ignore[attr-defined]
+    state._lazy_init().step.left.add(state)  # type: ignore[attr-defined]
     for param in _params(state):
         leaf = param.unsharded.param
         if leaf is not None and leaf.requires_grad and "_fsdp_told" not in vars(leaf):

@@ -260,7 +260,7 @@ class FSDPState(TorchNames):
                 self.unit.hold(True)
             ahead: Sequence[UnitState] | None = self.backward_prefetch
             for state in context.step.before(self) if ahead is None else ahead:
-                if state.unit.config.unshard_in_backward:
+                if state.unit.config.unshard_in_backward and state not in context.step.left:
                     state.launch_unshard()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -206,6 +206,9 @@ class Step:
     ahead: UnitState | None = None  # the unit that is all-gathered ahead by that order and has not been used
     # Units whose forward ended in this step and whose backward has not begun.
     post_forward_order: list[UnitState] = field(default_factory=list)
+    left: set[UnitState] = field(
+        default_factory=set
+    )  # not all-gathered ahead: what may use them first would not wait
 
     def call(self, states: Iterable[UnitState], in_call: bool) -> None:
         """Begin or end a call of the outermost module."""
@@ -234,6 +237,7 @@ class Step:
         """Begin the forward of a step, or of one more micro-batch if the last backward has not ended the step."""
         if ends_step:
             self.post_forward_order.clear()
+            self.left.clear()
         self.to_come, self.begun = self.begun, []
 
     def enter_forward(self, state: UnitState) -> None:
@@ -249,11 +253,6 @@ class Step:
     def end_forward(self, state: UnitState) -> None:
         """Note that a unit's forward has ended whose backward is to come."""
         self.post_forward_order.append(state)
-
-    def leave(self, state: UnitState) -> None:
-        """Let a unit that has just ended its forward not be all-gathered ahead: nothing would wait before its use."""
-        if self.post_forward_order[-1:] == [state]:
-            self.post_forward_order.pop()
 
     def drop_ahead(self) -> None:
         """Drop the all-gather of a unit that was expected and did not come."""

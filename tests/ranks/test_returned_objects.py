@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from torch import nn
+from torch.distributions import Independent, Normal
 
 from fsdp_compiled import fully_shard
 from tests.support.ranks import on_ranks
@@ -59,45 +60,57 @@ class Box:
         self.output = output
 
 
+# How a block returns its output, and how the model takes it.
+TOLD = {
+    "attribute": (Box, lambda box: box.output),
+    "in a list": (lambda output: Box([output]), lambda box: box.output[0]),
+    "in a distribution": (lambda output: Independent(Normal(output, 1.0), 1), lambda policy: policy.base_dist.loc),
+}
+UNTOLD = {
+    "in a function": (lambda output: lambda: output, lambda function: function()),
+    "beside an unused tensor": (lambda output: (output.sum(), Box(output)), lambda pair: pair[1].output),
+}
+
+
 class Boxes(nn.Module):
     """Its blocks return objects; their parameters are as large as what the allocator gives back to the system."""
 
-    def __init__(self, hides: bool = False) -> None:
+    def __init__(self, wrap, unwrap) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.hides = hides
+        self.unwrap = unwrap
         self.first = nn.Linear(512, 512)
-        self.blocks = nn.ModuleList(InBox(hides) for _ in range(3))
+        self.blocks = nn.ModuleList(InBox(wrap) for _ in range(3))
 
     def forward(self, x):
         x = self.first(x)
         for block in self.blocks:
-            box = block(x)
-            x = x + (box.output[0] if self.hides else box.output)
+            x = x + self.unwrap(block(x))
         return x
 
 
 class InBox(nn.Sequential):
-    def __init__(self, hides: bool) -> None:
+    def __init__(self, wrap) -> None:
         super().__init__(nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 512))
-        self.hides = hides
+        self.wrap = wrap
 
     def forward(self, x):
-        output = super().forward(x)
-        return Box([output] if self.hides else output)
+        return self.wrap(super().forward(x))
 
 
+@pytest.mark.parametrize("kind", TOLD)
 @on_ranks(2)
-def test_objects_with_tensors_as_attributes_train():
-    """Backward waits for a block that is all-gathered ahead before it uses its parameters."""
-    model, alone = Boxes(), Boxes()
+def test_objects_with_tensors_as_attributes_train(kind):
+    """Backward waits for a block's parameters before it uses them."""
+    model, alone = Boxes(*TOLD[kind]), Boxes(*TOLD[kind])
     assert_trains_like_one_process(model, shard(model, "eager"), alone, batches(3, 8, 512))
 
 
+@pytest.mark.parametrize("kind", UNTOLD)
 @on_ranks(2)
-def test_objects_that_hide_their_tensors_are_not_all_gathered_ahead():
+def test_objects_that_hide_their_tensors_are_not_all_gathered_ahead(kind):
     """Nothing tells of their backward in time: it would use what has not arrived yet."""
-    model = Boxes(hides=True)
+    model = Boxes(*UNTOLD[kind])
     call = shard(model, "eager")
     with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
         call(my_part(batches(1, 8, 512)[0])).sum().backward()
