@@ -88,6 +88,18 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     return map_tensors(given.get, output) if given and computed else output
 
 
+def copy_own(owner: EagerHooks, output: Any) -> Any:
+    """Return the output of a forward, copied where it is a parameter or a view of one, whose memory goes now."""
+
+    def copied(tensor: Tensor) -> Tensor | None:
+        base = tensor if tensor._base is None else tensor._base
+        return tensor.clone() if any(param.unsharded.param is base for param in owner.params) else None
+
+    config = owner.unit.config
+    is_freed = config.reshard_after_forward or (config.reshards_by_default and not torch.is_grad_enabled())
+    return map_tensors(copied, output) if is_freed else output
+
+
 def _holds_objects(output: Any) -> bool:
     """Tell whether a forward returned objects with its tensors, which may compute with parameters afterwards."""
     items = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()

@@ -22,7 +22,7 @@ from ..torch_fsdp.state_names import TorchNames
 from ..tracing.dynamo import renew_compiled
 from ..tracing.root_call import TracedCall
 from ..tracing.sharded_module import rebase
-from .backward import after_backward, before_backward, hook
+from .backward import after_backward, before_backward, copy_own, hook
 from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
 from .held import begin_by_gradients, run_call
@@ -210,6 +210,7 @@ class FSDPState(TorchNames):
         if self.unit.is_recomputing or not self.unit.hooked:
             return output
         if not self.unit.is_nested:
+            output = copy_own(self, output)
             self._leave_forward(module)
         return before_backward(self, output) if torch.is_grad_enabled() else output
 

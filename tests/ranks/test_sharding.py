@@ -282,6 +282,34 @@ def test_a_unit_that_returns_its_parameter_is_hooked_once():
     assert len(model.weight._backward_hooks) == 1
 
 
+class Positions(Queries):
+    def forward(self):
+        return self.weight[:1]
+
+
+class WithQueries(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList([nn.Linear(10, 10), Queries(), Positions()])
+
+    def forward(self, x):
+        linear, queries, positions = self.blocks
+        return (linear(x) * queries() * positions()).flatten(1)
+
+
+@each_mode
+@on_ranks(2)
+def test_units_that_return_parameters_and_views_of_them(mode):
+    """They are resharded before what they return is used."""
+    model, alone = WithQueries(), WithQueries()
+    call = shard(model, mode)
+    data = batches(3, 8, 10)
+    assert_trains_like_one_process(model, call, alone, data)
+    with torch.no_grad():
+        torch.testing.assert_close(call(data[0]), alone(data[0]))
+
+
 class Chunked(nn.Module):
     """The head runs outside forward, in chunks, as memory-saving losses do."""
 

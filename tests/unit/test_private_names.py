@@ -23,6 +23,7 @@ MODULE, GROUP = "torch.nn.Module", "torch._C._distributed_c10d.ProcessGroup"
 OWNERS = {
     "_allgather_base": GROUP,
     "_backward_hooks": "torch.Tensor",
+    "_base": "torch.Tensor",
     "_buffers": MODULE,
     "_call_impl": MODULE,
     "_cdata": "torch.Tensor",
