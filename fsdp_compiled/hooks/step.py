@@ -206,9 +206,8 @@ class Step:
     ahead: UnitState | None = None  # the unit that is all-gathered ahead by that order and has not been used
     # Units whose forward ended in this step and whose backward has not begun.
     post_forward_order: list[UnitState] = field(default_factory=list)
-    left: set[UnitState] = field(
-        default_factory=set
-    )  # not all-gathered ahead: what may use them first would not wait
+    # Units that are not all-gathered ahead of their backward: what may use them first would not wait.
+    left: set[UnitState] = field(default_factory=set)
 
     def call(self, states: Iterable[UnitState], in_call: bool) -> None:
         """Begin or end a call of the outermost module."""
