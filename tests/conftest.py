@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -13,7 +14,12 @@ from fsdp_compiled.testing.processes import GC_THRESHOLDS
 
 from .support.parity_plugin import ParityPlugin
 from .support.ranks import DEVICE, close_pool
+from .support.spared import HEADERS
 from .support.variants import leave_out
+
+if HEADERS not in os.environ:  # as in a worker's process
+    _headers = tempfile.TemporaryDirectory(prefix="headers-")
+    os.environ[HEADERS] = _headers.name
 
 
 def pytest_addoption(parser):

@@ -20,13 +20,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch._dynamo.guards
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_compiled.testing import RankProcesses
 from fsdp_compiled.testing.processes import Setting
 
 from . import staged
+from .spared import spare
 
 WORLD = 4
 DEVICE = "FSDP_COMPILED_TESTS_DEVICE"  # set by --device, for the ranks' processes
@@ -38,8 +38,7 @@ _CRASHED = ("its process died of SIGSEGV", "its process died of SIGABRT")
 # torch's caches keep process groups of compiled models, and gloo's threads for each take time as long as it lives.
 TESTS_PER_POOL = 80
 
-# Torch times the guards of every graph, for its log, after it has emptied the processor's caches.
-torch._dynamo.guards.profile_guard_manager = lambda *args: 0.0
+spare()
 
 _pool: RankProcesses | None = None
 _served = 0
