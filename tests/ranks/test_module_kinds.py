@@ -255,7 +255,7 @@ def test_recurrent_modules_in_one_graph_where_dynamo_allows_them():
         fully_shard(model)
         # oneDNN: for its LSTM, Inductor asserts the strides of an output that is undefined, sharded or not
         with torch._dynamo.config.patch(allow_rnn=True), torch.backends.mkldnn.flags(enabled=False):
-            call = torch.compile(model, fullgraph=True)
+            call = compiled(model, inductor=kind == "LSTM")
             assert_trains_like_replicas(model, call, alone, batches(3, 4, 3, 6))
 
 

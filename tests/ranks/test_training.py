@@ -30,7 +30,9 @@ from tests.support.variants import thorough
 STEPS = 20
 
 
-def _contender(mode, inductor=True, **kwargs):
+def _contender(mode, inductor=None, **kwargs):
+    """By default code is generated for the full graph."""
+    inductor = mode == "full" if inductor is None else inductor
     model = llama()
     if mode == "one process":
         return model, model
