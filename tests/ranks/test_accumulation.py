@@ -30,6 +30,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 each_with_regions = pytest.mark.parametrize("mode", WITH_REGIONS)
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -245,6 +246,7 @@ def test_a_conversion_after_sync_was_set_late():
 
 @each_with_regions
 @pytest.mark.parametrize("sync", [False, True])
+@thorough(when=lambda mode, sync: sync and mode in ("regional", "regions"))
 @on_ranks(2)
 def test_gradients_of_the_input_alone_leave_sums_as_they_are(mode, sync):
     alone, model = MLP(), MLP()
@@ -265,6 +267,7 @@ def test_gradients_of_the_input_alone_leave_sums_as_they_are(mode, sync):
 
 
 @pytest.mark.parametrize(("together", "hidden"), [(True, 14), (True, 18), (False, 14)])
+@thorough(when=lambda hidden: hidden == 18)
 @on_ranks(2)
 def test_sums_of_two_models_whose_parameters_have_the_same_names(together, hidden):
     """A graph of both must not give one model's sums to the other; graphs of each take their own."""

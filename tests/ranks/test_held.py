@@ -26,6 +26,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 
 def _unshard(model):
@@ -58,6 +59,7 @@ def _backward(model, loss, is_last):
 
 @pytest.mark.parametrize("asks", [True, False], ids=["unshard", "settings"])
 @each_with_regions
+@thorough(when=lambda mode, asks: asks and mode in ("regional", "regions"))
 @on_ranks(2)
 def test_micro_batches_share_all_gathers_and_reductions(mode, asks):
     alone, model = MLP(), MLP()
@@ -85,6 +87,7 @@ def test_micro_batches_share_all_gathers_and_reductions(mode, asks):
 
 @pytest.mark.parametrize("reshards", [True, False], ids=["after backward", "by state_dict"])
 @each_with_regions
+@thorough(when=lambda mode, reshards: reshards == (mode == "full") and mode != "eager")
 @on_ranks(2)
 def test_a_backward_all_gathers_what_was_resharded_since_forward(mode, reshards):
     alone, model = MLP(), MLP()
@@ -102,6 +105,7 @@ def test_a_backward_all_gathers_what_was_resharded_since_forward(mode, reshards)
 
 
 @each_with_regions
+@thorough(when=lambda mode: mode == "regional")
 @on_ranks(2)
 def test_values_written_since_count(mode):
     alone, model = MLP(), MLP()
@@ -123,6 +127,7 @@ def _params(model):
 
 
 @each_with_regions
+@thorough(when=lambda mode: mode == "regional")
 @on_ranks(2)
 def test_a_forward_that_fails_leaves_nothing_unsharded(mode):
     alone, model = MLP(), MLP()
@@ -142,6 +147,7 @@ def test_a_forward_that_fails_leaves_nothing_unsharded(mode):
 
 
 @each_with_regions
+@thorough(when=lambda mode: mode == "regional")
 @on_ranks(2)
 def test_units_that_forward_reshards_are_all_gathered_in_the_graph(mode):
     alone, model = MLP(), MLP()
@@ -195,6 +201,7 @@ def test_a_block_may_run_in_the_graph_and_outside():
 
 
 @each_with_regions
+@thorough(when=lambda mode: mode == "regional")
 @on_ranks(2)
 def test_a_checkpoint_around_the_call_recomputes_what_ran(mode):
     """Though the backward before it has told that the units are kept."""

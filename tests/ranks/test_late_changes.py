@@ -25,6 +25,7 @@ from tests.support.training import (
     shard,
     square_loss,
 )
+from tests.support.variants import thorough
 
 
 @row("state dict")
@@ -119,6 +120,7 @@ class _Double(nn.Module):
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("mode", ["eager", "pieces"])
+@thorough(when=lambda mode, trains: mode == "pieces" and not trains)
 @on_ranks(2)
 def test_a_forward_that_parametrizes_a_weight_for_a_while(mode, trains):
     alone, model = MLP(), MLP()

@@ -85,6 +85,7 @@ def test_training_where_results_are_taken_from_parts():
 
 
 @pytest.mark.parametrize("inductor", [False, True])
+@thorough(when=lambda inductor: not inductor)
 @on_ranks(2)
 def test_sizes_that_vary_compile_once_more(inductor):
     alone, model = MLP(), MLP()

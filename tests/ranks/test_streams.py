@@ -379,6 +379,7 @@ def test_the_host_waits_last_where_nothing_is_communicated():
 
 
 @pytest.mark.parametrize("inductor", [False, True])
+@thorough(when=lambda inductor: not inductor)
 @on_ranks(4)
 def test_graphs_pack_what_they_have_computed_on_the_compute_stream(inductor):
     with pytest.MonkeyPatch.context() as patch:

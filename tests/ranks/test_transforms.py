@@ -20,6 +20,7 @@ from tests.support.training import (
     my_part,
     shard,
 )
+from tests.support.variants import thorough
 
 TRANSFORMS = {
     "jvp": lambda call, x, t: torch.cat(func.jvp(call, (x,), (t,))),
@@ -126,6 +127,7 @@ class Forces(MLP):
     ("mode", "transforms"), [("eager", False), ("eager", True), ("full", True)], ids=["grad", "func", "in a graph"]
 )
 @pytest.mark.parametrize("reshard", [True, False])
+@thorough(when=lambda mode, reshard: mode == "full" and not reshard)
 @on_ranks(2)
 def test_a_forward_that_differentiates_itself(mode, transforms, reshard):
     model, alone = Forces(transforms), Forces(transforms)

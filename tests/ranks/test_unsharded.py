@@ -26,6 +26,7 @@ from tests.support.training import (
     square_loss,
     train,
 )
+from tests.support.variants import thorough
 
 
 def _counted(run):
@@ -134,6 +135,7 @@ def test_nothing_trains_inside(mode):
 
 @each_mode
 @pytest.mark.parametrize("is_trained", [True, False])
+@thorough(when=lambda mode, is_trained: not is_trained and mode == "regional")
 @on_ranks(2)
 def test_state_dicts_inside(mode, is_trained):
     """The next call all-gathers, and no other."""
