@@ -97,6 +97,7 @@ def test_a_rank_whose_blocks_are_regions_starts_what_the_others_start(name, met)
 
 
 @pytest.mark.parametrize("world", WORLDS)
+@thorough(when=lambda world: world == 4)
 def test_times_decide_in_groups_of_every_size(world):
     with fake_ranks(world):
         assert len(set(map(str, wanted("llama", world)["backward"]))) > 1

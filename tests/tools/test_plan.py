@@ -132,7 +132,8 @@ def test_an_option_costs_what_a_capture_on_its_ranks_says(planned, ranks, shards
     assert held == pytest.approx(there.peak_bytes, rel=0.05)
 
 
-def test_the_host_takes_what_a_capture_says():
+def test_the_host_takes_what_a_capture_says(monkeypatch):
+    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, layers=2))
     slow = replace(CLUSTER, launch_us=50.0, parameter_us=100.0)
     tokens = 8 * 2 * CONFIG.max_seq
     found = option(plan(build, cluster=slow, ranks=(8,), tokens_per_step=tokens), 8, 8, 2)
