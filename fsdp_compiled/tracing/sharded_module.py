@@ -232,8 +232,8 @@ def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, .
     for mixin in mixins:
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
-    before = type("_Mixins", (*_layout(user_cls), *mixins, _Unannounced), {})  # one: Opacus reads __bases__[1]
-    return type(f"{prefix}{user_cls.__name__}", (before, user_cls), body)
+    before = type("_Mixins", (*mixins, _Unannounced), {})  # one: Opacus reads __bases__[1]
+    return type(f"{prefix}{user_cls.__name__}", (*_layout(user_cls), before, user_cls), body)
 
 
 def _layout(user_cls: type[Any]) -> tuple[type, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import Shard
 
 import fsdp_compiled
-from fsdp_compiled import MixedPrecisionPolicy, fully_shard
+from fsdp_compiled import FSDPModule, MixedPrecisionPolicy, fully_shard
 from fsdp_compiled.torch_fsdp.registry import own_record
 
 IMPLEMENTED = (FunctionType, property, classmethod, staticmethod)
@@ -70,6 +71,16 @@ def test_the_second_base_of_a_modules_class_is_the_users(fake_group):
     for module in (model, model[1]):
         assert type(module).__bases__[1] is nn.Sequential  # by which Opacus tells the layers that it knows
     assert type(fully_shard(nn.Linear(4, 4))).__bases__[1] is nn.Linear
+
+
+class Typed(Generic[TypeVar("T")], nn.Linear):
+    """Its instances get their ``__dict__`` below a base other than object."""
+
+
+@pytest.mark.parametrize("cls", [nn.Linear, Typed])
+def test_methods_of_a_sharded_module_come_before_those_of_the_users_class(fake_group, cls):
+    order = type(fully_shard(cls(4, 4))).__mro__
+    assert order.index(FSDPModule) < order.index(cls)
 
 
 def test_the_class_of_a_module_makes_modules_of_the_users_class(fake_group):
