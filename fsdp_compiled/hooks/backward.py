@@ -15,6 +15,9 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from ..collectives import backend
+from ..param.param import FSDPParam
+from ..param.unit import UnitConfig
+from ..sharding.dtensor import storage_of
 from ..sharding.local_types import keeps_types, unchecked
 from ..tracing.dynamo import skipped
 from .forward import EagerHooks, map_tensors, tensors_in
@@ -88,14 +91,14 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     return map_tensors(given.get, output) if given and computed else output
 
 
-def copy_own(owner: EagerHooks, output: Any) -> Any:
-    """Return the output of a forward, copied where it is a parameter or a view of one, whose memory goes now."""
+def copy_own(config: UnitConfig, params: Sequence[FSDPParam], output: Any) -> Any:
+    """Return the output of a forward, copied where it lies in the memory of a parameter, which goes now."""
 
     def copied(tensor: Tensor) -> Tensor | None:
-        base = tensor if tensor._base is None else tensor._base
-        return tensor.clone() if any(param.unsharded.param is base for param in owner.params) else None
+        memory = storage_of(tensor if tensor._base is None else tensor._base)
+        is_own = memory is not None and any(param.unsharded.holds(memory) for param in params)
+        return tensor.clone() if is_own else None
 
-    config = owner.unit.config
     is_freed = config.reshard_after_forward or (config.reshards_by_default and not torch.is_grad_enabled())
     return map_tensors(copied, output) if is_freed else output
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from ..param.param import FSDPParam
 from ..param.unit import Unit
 from ..tracing.dynamo import skipped
 
@@ -21,8 +20,6 @@ class EagerHooks(Protocol):
 
     @property
     def unit(self) -> Unit: ...
-    @property
-    def params(self) -> Sequence[FSDPParam]: ...
     def enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
     def watch_output(self, module: nn.Module, output: Any) -> Any: ...
     def begin_by_gradients(self) -> None: ...

@@ -210,7 +210,7 @@ class FSDPState(TorchNames):
         if self.unit.is_recomputing or not self.unit.hooked:
             return output
         if not self.unit.is_nested:
-            output = copy_own(self, output)
+            output = copy_own(self.unit.config, [param for each in self.groups for param in each.params], output)
             self._leave_forward(module)
         return before_backward(self, output) if torch.is_grad_enabled() else output
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..collectives import backend, padded_shard, take_shard
-from ..sharding.dtensor import OuterParallelism, dtensor_like, local_of, set_local
+from ..sharding.dtensor import OuterParallelism, dtensor_like, local_of, set_local, storage_of
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, InnerTensors, is_extended, is_wrapper
@@ -163,6 +163,10 @@ class Unsharded:
         if other.requires_grad or self.param.requires_grad:
             return other is self.param
         return other.shape == self.param.shape and other.untyped_storage() is self.param.untyped_storage()
+
+    def holds(self, memory: torch.UntypedStorage) -> bool:
+        """Tell whether :meth:`free` takes ``memory`` away."""
+        return any(storage_of(each) is memory for each in (self.param, *self._nbytes) if each is not None)
 
     def _return_to_memory(self) -> None:
         """Put the parameter back over its output if a module has moved it, as recurrent ones do for cuDNN."""

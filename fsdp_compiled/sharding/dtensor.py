@@ -86,6 +86,14 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Return the memory of a tensor, one object for all that share it; None of a layout or transform without any."""
+    try:
+        return local_of(tensor).untyped_storage()
+    except NotImplementedError:
+        return None
+
+
 def dtensor_like(like: Tensor, local: Tensor) -> DTensor:
     """Return a DTensor as ``like`` is, over another local tensor."""
     # Without DTensor.__init__, which does nothing but leave Dynamo, for 2 us a gradient.

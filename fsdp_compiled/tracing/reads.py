@@ -18,7 +18,7 @@ from .. import collectives
 from ..expect import unexpected
 from ..param.extension import AllGatherExtension
 from ..param.param import FSDPParam, not_registered
-from ..sharding.dtensor import local_of
+from ..sharding.dtensor import storage_of
 from ..sharding.spec import CommSpec
 from . import dynamo
 
@@ -77,18 +77,11 @@ def _aliases_of(node: fx.Node) -> Iterator[Tensor]:
     """Yield the fake of a node's tensor and of what shares its memory; ``data`` counts its versions by itself."""
     fake: Tensor = node.meta["example_value"]
     yield fake
-    storage = _storage_of(fake)
+    storage = storage_of(fake)
     for user in node.users if storage is not None else ():
         other: Any = user.meta.get("example_value")
-        if getattr(other, "layout", None) is torch.strided and _storage_of(other) is storage:
+        if getattr(other, "layout", None) is torch.strided and storage_of(other) is storage:
             yield from _aliases_of(user)
-
-
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    try:
-        return local_of(tensor).untyped_storage()
-    except NotImplementedError:  # torch.func's transforms hide it
-        return None
 
 
 def _written(name: str, got: str) -> Exception:

@@ -291,11 +291,12 @@ class WithQueries(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.blocks = nn.ModuleList([nn.Linear(10, 10), Queries(), Positions()])
+        self.blocks = nn.ModuleList([nn.Linear(10, 10), Queries(), Positions(), Queries()])
+        self.blocks[3].weight = self.blocks[0].bias
 
     def forward(self, x):
-        linear, queries, positions = self.blocks
-        return (linear(x) * queries() * positions()).flatten(1)
+        linear, queries, positions, shared = self.blocks
+        return (linear(x) * queries() * positions() * shared()).flatten(1)
 
 
 @each_mode
@@ -306,8 +307,9 @@ def test_units_that_return_parameters_and_views_of_them(mode):
     call = shard(model, mode)
     data = batches(3, 8, 10)
     assert_trains_like_one_process(model, call, alone, data)
-    with torch.no_grad():
-        torch.testing.assert_close(call(data[0]), alone(data[0]))
+    for without_grad in (torch.no_grad, torch.inference_mode):  # in which autograd does not follow views
+        with without_grad():
+            torch.testing.assert_close(call(data[0]), alone(data[0]))
 
 
 class Chunked(nn.Module):
