@@ -266,10 +266,8 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: A
     why: Exception | None = None
     tracing = dynamo.get_eval_frame_callback()
     begins = (getattr(run, "__wrapped__", run).__code__, *model.__dict__.get(COMPILED_IN_PLACE, ()))  # type: ignore[attr-defined]
-    is_compiled, as_arguments = (
-        tracing is not None or len(begins) > 1,
-        functorch_config.graphsafe_rng_functionalization,
-    )
+    is_compiled = tracing is not None or len(begins) > 1
+    as_arguments = functorch_config.graphsafe_rng_functionalization
     while True:
         before, call = _entered.set(None), _repeated.set(begins)
         functorch_config.graphsafe_rng_functionalization = as_arguments and not is_compiled
