@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -25,6 +25,7 @@ from .forward import EagerHooks, map_tensors, tensors_in
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_WITHOUT_TENSORS = (int, float, complex, str, type(None), nn.Module, ModuleType)
 _VALUES = (Tensor, int, float, complex, str, type(None), tuple, list, dict, set, frozenset)
 
 
@@ -83,7 +84,7 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     given = {each: passed_on for each in trained if (passed_on := _given(owner, each)) is not None}
     computed = [each for each in trained if each not in given]
     if not computed:
-        computed = [each for each in _held(output, set()) if each.grad_fn and _given(owner, each) is None]
+        computed = [each for each in _held([output], set()) if each.grad_fn and _given(owner, each) is None]
     if not trained or _holds_objects(output):
         owner.begin_by_gradients()
     for tensor in computed or trained:
@@ -109,14 +110,19 @@ def _holds_objects(output: Any) -> bool:
     return any(not isinstance(each, _VALUES) for each in items)
 
 
-def _held(value: Any, seen: set[int], depth: int = 4) -> Iterator[Tensor]:
-    """Yield the tensors that objects in ``value`` hold: as pytree knows, as attributes, or as objects' in these."""
-    for each in tree_leaves(value):
+def _held(values: Iterable[Any], seen: set[int], depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors in ``values`` and in what objects there hold: as pytree knows, or as attributes."""
+    for each in values:
         if isinstance(each, Tensor):
             yield each
-        elif depth and id(each) not in seen and not isinstance(each, (nn.Module, ModuleType)):
+        elif not isinstance(each, _WITHOUT_TENSORS) and id(each) not in seen:
             seen.add(id(each))
-            yield from _held(getattr(each, "__dict__", {}), seen, depth - 1)
+            if isinstance(each, (dict, list, tuple, set, frozenset)):  # pytree would not end in one that holds itself
+                yield from _held(each.values() if isinstance(each, dict) else each, seen, depth)
+            elif depth:
+                leaves = tree_leaves(each)
+                is_unknown = len(leaves) == 1 and leaves[0] is each
+                yield from _held(getattr(each, "__dict__", {}).values() if is_unknown else leaves, seen, depth - 1)
 
 
 def _hook_first(tensor: Tensor, owner: EagerHooks) -> None:

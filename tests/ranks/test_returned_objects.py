@@ -60,10 +60,17 @@ class Box:
         self.output = output
 
 
+def _in_itself(output):
+    found = {"output": output}
+    found["found"] = found
+    return Box(found)
+
+
 # How a block returns its output, and how the model takes it.
 TOLD = {
     "attribute": (Box, lambda box: box.output),
     "in a list": (lambda output: Box([output]), lambda box: box.output[0]),
+    "in a dict that holds itself": (_in_itself, lambda box: box.output["output"]),
     "in a distribution": (lambda output: Independent(Normal(output, 1.0), 1), lambda policy: policy.base_dist.loc),
 }
 UNTOLD = {
