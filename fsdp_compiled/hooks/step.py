@@ -150,7 +150,7 @@ class UnitInStep(Unit):
     def reset(self) -> None:
         """Return to between two steps, after an exception that may have cut off any other change."""
         self.end_step()
-        self.hooked = self.in_call = False
+        self.hooked = self.in_call = self.is_differentiated = False
         for param in self.followers:
             param.follow_hold()
 
