@@ -99,9 +99,8 @@ class Unalias:
         calls = list(_regions_called(graph))
         for call, region in calls:
             _unalias(call, region)
-        for node in graph.nodes if calls else ():
-            if work_of(node) == "matrix products" and not _may_be_read_by_region(node):
-                node.meta[_OWN] = True
+        if calls:
+            _mark_own(graph)
 
 
 def may_be_overwritten(placeholder: fx.Node) -> bool:
@@ -109,13 +108,15 @@ def may_be_overwritten(placeholder: fx.Node) -> bool:
     return _OWN in placeholder.meta
 
 
-def _may_be_read_by_region(node: fx.Node) -> bool:
-    """Tell whether a region reads ``node``, or what may lie in its memory: a view, or a copy that Inductor drops."""
-    return any(
-        nodes.region_of(user) is not None
-        or ((is_view(user) or node_bytes(user) == node_bytes(node)) and _may_be_read_by_region(user))
-        for user in node.users
-    )
+def _mark_own(graph: fx.Graph) -> None:
+    """Mark products that no region reads, nor what may lie in their memory: views, and copies that Inductor drops."""
+    read = set[fx.Node]()
+    for node in reversed(graph.nodes):
+        of_its_memory = (each for each in node.users if is_view(each) or node_bytes(each) == node_bytes(node))
+        if any(nodes.region_of(user) is not None for user in node.users) or not read.isdisjoint(of_its_memory):
+            read.add(node)
+        elif work_of(node) == "matrix products":
+            node.meta[_OWN] = True
 
 
 def _regions_called(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Graph]]:

@@ -303,6 +303,26 @@ def test_backward_writes_over_saved_products_that_no_region_reads(then, is_overw
     assert (f"= {given}; del {given}  # reuse" in backward.code) is is_overwritten
 
 
+class Wide(Model):
+    """Many values of one size lie between a product and the end, and each is read twice."""
+
+    def forward(self, x):
+        for each in self.blocks:
+            x = x + each(x)
+        x = x @ torch.ones(8, 8)
+        for _ in range(60):
+            x = x + x.sin()
+        return x
+
+
+def test_products_are_followed_once_through_what_reads_them():
+    model = Wide(*[6] * 4)
+    for each in model.blocks:
+        fully_shard(each)
+    fsdp_compiled.compile(fully_shard(model), regions=list(model.blocks))
+    assert len(capture(model, X, code=False).graphs) == 2
+
+
 def test_an_uncompiled_call_knows_no_regions():
     model = sharded(6, 6, 6, 6)
     fsdp_compiled.compile(model, regions=list(model.blocks))
