@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from ..collectives import backend
 from ..param.param import FSDPParam
-from ..param.unit import UnitConfig
 from ..sharding.dtensor import storage_of
 from ..sharding.local_types import keeps_types, unchecked
 from ..tracing.dynamo import skipped
@@ -25,8 +24,8 @@ from .forward import EagerHooks, map_tensors, tensors_in
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_WITHOUT_TENSORS = (int, float, complex, str, type(None), nn.Module, ModuleType)
-_VALUES = (Tensor, int, float, complex, str, type(None), tuple, list, dict, set, frozenset)
+_SCALARS, _CONTAINERS = (int, float, complex, str, type(None)), (tuple, list, dict, set, frozenset)
+_WITHOUT_TENSORS, _VALUES = (*_SCALARS, nn.Module, ModuleType), (Tensor, *_SCALARS, *_CONTAINERS)
 
 
 def in_functorch() -> bool:
@@ -92,7 +91,7 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
     return map_tensors(given.get, output) if given and computed else output
 
 
-def copy_own(config: UnitConfig, params: Sequence[FSDPParam], output: Any) -> Any:
+def copy_own(params: Sequence[FSDPParam], output: Any) -> Any:
     """Return the output of a forward, copied where it lies in the memory of a parameter, which goes now."""
 
     def copied(tensor: Tensor) -> Tensor | None:
@@ -100,8 +99,7 @@ def copy_own(config: UnitConfig, params: Sequence[FSDPParam], output: Any) -> An
         is_own = memory is not None and any(param.unsharded.holds(memory) for param in params)
         return tensor.clone() if is_own else None
 
-    is_freed = config.reshard_after_forward or (config.reshards_by_default and not torch.is_grad_enabled())
-    return map_tensors(copied, output) if is_freed else output
+    return map_tensors(copied, output)
 
 
 def _holds_objects(output: Any) -> bool:
@@ -117,7 +115,7 @@ def _held(values: Iterable[Any], seen: set[int], depth: int = 4) -> Iterator[Ten
             yield each
         elif not isinstance(each, _WITHOUT_TENSORS) and id(each) not in seen:
             seen.add(id(each))
-            if isinstance(each, (dict, list, tuple, set, frozenset)):  # pytree would not end in one that holds itself
+            if isinstance(each, _CONTAINERS):  # pytree would not end in one that holds itself
                 yield from _held(each.values() if isinstance(each, dict) else each, seen, depth)
             elif depth:
                 leaves = tree_leaves(each)

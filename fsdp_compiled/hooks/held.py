@@ -14,9 +14,9 @@ from torch import nn
 
 from ..param.gradients import tell
 from ..param.param import FSDPParam
-from ..regions.block import COMPILED_IN_PLACE, without_failing_regions
+from ..regions.block import is_compiled, without_failing_regions
 from ..regions.choose import set_default_regions
-from ..tracing.dynamo import get_eval_frame_callback, skipped
+from ..tracing.dynamo import skipped
 from .backward import before_backward
 from .step import TrainingState, UnitState, is_in_backward
 
@@ -26,10 +26,10 @@ T = TypeVar("T")
 @skipped  # or Dynamo would trace it and what it calls as one
 def run_call(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run a call of an outermost unit; under ``torch.compile`` it makes regions, if need be, and finds kept units."""
-    is_compiled = callable(get_eval_frame_callback()) or COMPILED_IN_PLACE in model.__dict__
-    if is_compiled and "_fsdp_regions" not in model.__dict__:
+    compiles = is_compiled(model)
+    if compiles and "_fsdp_regions" not in model.__dict__:
         set_default_regions(model)
-    held = _hold(model) if is_compiled and torch.is_grad_enabled() else ()
+    held = _hold(model) if compiles and torch.is_grad_enabled() else ()
     try:
         output = without_failing_regions(model, run, *args, **kwargs)
     finally:

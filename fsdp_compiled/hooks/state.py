@@ -210,7 +210,8 @@ class FSDPState(TorchNames):
         if self.unit.is_recomputing or not self.unit.hooked:
             return output
         if not self.unit.is_nested:
-            output = copy_own(self.unit.config, [param for each in self.groups for param in each.params], output)
+            if self.unit.config.ends_forward_sharded:
+                output = copy_own([param for each in self.groups for param in each.params], output)
             self._leave_forward(module)
         return before_backward(self, output) if torch.is_grad_enabled() else output
 
@@ -228,15 +229,13 @@ class FSDPState(TorchNames):
         self.unit.end_forward()
         for group in self.groups:
             group.keep_changes()
-        # Without a backward to come, an unsharded root would hold stale values after the next optimizer step, and an
-        # optimizer that is made next would see unsharded parameters.
-        config = self.unit.config
-        if not torch.is_grad_enabled() and (config.reshards_by_default or config.reshard_after_forward):
+        ends_sharded, has_grad = self.unit.config.ends_forward_sharded, torch.is_grad_enabled()
+        if ends_sharded and not has_grad:
             self.reshard()
-        elif config.reshard_after_forward:
+        elif ends_sharded:
             for group in self.groups:
                 group.reshard_post_forward()
-        if torch.is_grad_enabled() and self._context is not None:
+        if has_grad and self._context is not None:
             self._context.step.end_forward(self)
 
     def complete_list_unit(self) -> None:

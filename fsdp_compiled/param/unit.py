@@ -36,6 +36,15 @@ class UnitConfig:
     reduce_scatter_comm: str = ""  # of the user's reduce-scatter
     reduce_hook: str = ""  # of the user's hook on reduced gradients
 
+    @property
+    def ends_forward_sharded(self) -> bool:
+        """Whether a forward that ends now frees the unsharded parameters.
+
+        Without a backward to come, an unsharded root would hold stale values after the next optimizer step, and an
+        optimizer that is made next would see unsharded parameters.
+        """
+        return self.reshard_after_forward or (self.reshards_by_default and not torch.is_grad_enabled())
+
 
 # Fields that no spec depends on. Users change them in every step, and deriving specs takes time.
 _SYNC = frozenset({"reduce_grads", "all_reduce_grads", "reduces_in_hooks"})

@@ -254,6 +254,12 @@ def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
 _REFUSES_REUSE = re.compile("subgraph_reuse|maximum reuse entries|Freevar has no source|Unsafe side effect")
 
 
+@dynamo.skipped
+def is_compiled(model: nn.Module) -> bool:
+    """Tell whether Dynamo may trace a call of ``model`` that begins now."""
+    return callable(dynamo.get_eval_frame_callback()) or COMPILED_IN_PLACE in model.__dict__
+
+
 @dynamo.skipped  # or Dynamo would trace it and what it calls as one
 def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run; where torch cannot compile a region, compile its block as a part of the graph, and warn or log.
@@ -266,11 +272,10 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: A
     why: Exception | None = None
     tracing = dynamo.get_eval_frame_callback()
     begins = (getattr(run, "__wrapped__", run).__code__, *model.__dict__.get(COMPILED_IN_PLACE, ()))  # type: ignore[attr-defined]
-    is_compiled = tracing is not None or len(begins) > 1
     as_arguments = functorch_config.graphsafe_rng_functionalization
     while True:
         before, call = _entered.set(None), _repeated.set(begins)
-        functorch_config.graphsafe_rng_functionalization = as_arguments and not is_compiled
+        functorch_config.graphsafe_rng_functionalization = as_arguments and not is_compiled(model)
         try:
             result = run(*args, **kwargs)
         except (dynamo.TorchDynamoException, AssertionError) as error:  # Dynamo lets assertions of its own out
