@@ -309,7 +309,7 @@ class Wide(Model):
     def forward(self, x):
         for each in self.blocks:
             x = x + each(x)
-        x = x @ torch.ones(8, 8)
+        x = x @ torch.ones(8, 16)
         for _ in range(60):
             x = x + x.sin()
         return x
