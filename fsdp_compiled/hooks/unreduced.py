@@ -27,6 +27,8 @@ def unreduced_gradients(module: nn.Module) -> dict[nn.Parameter, Unreduced]:
         unsharded, partial = param.gradients.unsharded.grad, param.gradients.partial.grad
         if unsharded is not None and param.outer is not None:
             unsharded = param.outer.unreduced(unsharded)
+        if partial is not None:
+            partial = param.storage.unpadded(partial)
         if unsharded is not None or partial is not None:
             found[param.sharded_param] = (unsharded, partial)
     return found

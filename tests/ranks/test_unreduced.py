@@ -131,6 +131,20 @@ def test_sums_over_the_shard_group_only(mode, drop):
     assert_close(full_grads(model), _alone(*(micros if drop is None else micros[3:])))
 
 
+@on_ranks(4)
+def test_sums_over_the_shard_group_have_no_padding():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(nn.Linear(1, 5, bias=False), mesh=mesh)
+    weight = model.weight
+    model.set_requires_all_reduce(False)
+    model(torch.ones(1, 1)).sum().backward()
+    _, partial = model.get_pending_gradients()[weight]
+    assert partial.tolist() == torch.ones_like(weight.to_local()).tolist()
+    partial.fill_(2)
+    model.synchronize_gradients()
+    assert weight.grad.full_tensor().flatten().tolist() == [2] * 5
+
+
 @row("accumulation", mode="eager")
 @pytest.mark.parametrize("offload", [False, True])
 @on_ranks(2)
