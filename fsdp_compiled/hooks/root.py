@@ -92,8 +92,8 @@ class FSDPStateContext:
                 state.unit.hold(True)
 
     def begin_forward(self) -> None:
-        """Forget the order of the last forward, and wait for the optimizer's event if one was given."""
-        self.step.begin_forward(ends_step=self.ends_with_backward)
+        """Begin the order of a forward, and wait for the optimizer's event if one was given."""
+        self.step.begin_forward()
         self.step.drop_ahead()
         if self.post_optim_event is not None:
             self.post_optim_event.wait()

@@ -232,10 +232,10 @@ class Step:
     def note_check(self) -> None:
         self.is_checked = True
 
-    def begin_forward(self, ends_step: bool) -> None:
-        """Begin the forward of a step, or of one more micro-batch if the last backward has not ended the step."""
-        if ends_step:
-            self.post_forward_order.clear()
+    def begin_forward(self) -> None:
+        """Begin a forward, perhaps after others whose backward is to come; of very many the oldest are forgotten."""
+        del self.post_forward_order[:-10_000]  # evaluation with gradients on, without a backward
+        if not self.post_forward_order:
             self.left.clear()
         self.to_come, self.begun = self.begun, []
 

@@ -64,6 +64,20 @@ def test_the_phases_of_a_step():
     assert all(param.grad is not None for param in model.parameters())
 
 
+def test_backward_gathers_ahead_in_each_of_two_forwards(monkeypatch):
+    model, (_, first, second) = sharded()
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = model(x).sum() + model(x).sum()
+    seen = []
+    for name in ("launch_unshard", "post_backward"):
+        original = getattr(FSDPState, name)
+        monkeypatch.setattr(FSDPState, name, lambda s, n=name, o=original: (seen.append((s, n)), o(s))[1])
+    loss.backward()
+    half = seen.index((first, "post_backward")) + 1  # the second forward's backward ends here
+    for part in (seen[:half], seen[half:]):
+        assert part.index((first, "launch_unshard")) < part.index((second, "post_backward"))
+
+
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_an_exception_leaves_all_units_between_two_steps(where):
     model, states = sharded()

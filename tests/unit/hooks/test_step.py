@@ -87,7 +87,7 @@ def test_units_are_all_gathered_ahead_in_the_order_of_the_last_forward():
     for each in (a, b, c):
         step.enter_forward(each)
     assert not a.asked + b.asked + c.asked
-    step.begin_forward(ends_step=True)
+    step.begin_forward()
     step.enter_forward(a)
     assert b.asked == ["launch_unshard"]
     step.enter_forward(c)  # another order
@@ -99,10 +99,33 @@ def test_the_unit_before_is_the_one_whose_backward_comes_next():
     for each in (a, b, c):
         step.end_forward(each)
     assert step.before(b) == [a] and step.post_forward_order == [a]
-    step.begin_forward(ends_step=False)
+    step.begin_forward()  # a second forward, before the backward of both
     assert step.post_forward_order == [a]
-    step.begin_forward(ends_step=True)
+    for each in (b, c):
+        step.end_forward(each)
+    assert step.before(c) == [b] and step.before(b) == [a]
+    step.end_reductions()
     assert not step.post_forward_order
+
+
+def test_units_that_returned_an_object_are_known_until_the_backwards_of_their_forwards_have_ended():
+    step, (a, b) = Step(), map(FakeState, "ab")
+    step.begin_forward()
+    step.left.add(a)
+    step.end_forward(b)
+    step.begin_forward()
+    assert step.left == {a}
+    step.end_reductions()
+    step.begin_forward()
+    assert not step.left
+
+
+def test_forwards_without_a_backward_are_forgotten_in_time():
+    step, a = Step(), FakeState("a")
+    for _ in range(20_000):
+        step.begin_forward()
+        step.end_forward(a)
+    assert len(step.post_forward_order) < 20_000
 
 
 def test_one_thread_at_a_time_is_in_a_step():
