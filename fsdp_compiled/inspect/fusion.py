@@ -89,10 +89,13 @@ def _fused(together: Sequence[fx.Node], touched: Mapping[fx.Node, Set[Hashable]]
     """Yield the kernels among nodes that lie between two collectives."""
     bit = {node: 1 << place for place, node in enumerate(together)}
     needs, feeds, computed = dict(bit), dict(bit), 0
+    place, place_of = 0, dict[fx.Node, int]()  # as Inductor counts: what has memory, and results taken out of lists
     for node in together:
         for source in node.all_input_nodes:
             needs[node] |= needs.get(source, 0)
-        computed |= bit[node] if node in touched or is_alone(node) else 0
+        is_computed = node in touched or is_alone(node)
+        computed |= bit[node] if is_computed else 0
+        place_of[node] = place = place + (is_computed or nodes.is_getitem(node))
     for node in reversed(together):
         for user in node.users:
             feeds[node] |= feeds.get(user, 0)
@@ -100,7 +103,7 @@ def _fused(together: Sequence[fx.Node], touched: Mapping[fx.Node, Set[Hashable]]
     for node in (node for node in together if node in touched and not is_alone(node)):
         kernel = Kernel([node], elements(node), set(touched[node]), bit[node], needs[node], feeds[node])
         for other in list(kernels):
-            if bit[node] <= bit[other.members[0]] << _NEAR and other.fits(kernel, computed):
+            if place_of[node] - place_of[other.members[0]] <= _NEAR and other.fits(kernel, computed):
                 kernels.remove(other)
                 other.add(kernel)
                 kernel = other

@@ -105,6 +105,7 @@ class GraphMemory:
         self._allocated = defaultdict[fx.Node, list[Hashable]](list)  # by the node that does
         self._last = dict[Hashable, fx.Node]()  # node that reads it
         self._protected = set[Hashable]()  # what a backward is given and may not write over
+        self._outliving = set[Hashable]()  # inputs that are counted apart; kernels that read one of them may be one
         self._costly = set[fx.Node]()  # values without memory that take an exponential to compute, on the CPU
         self._level = dict[fx.Node, int]()  # how many products and collectives precede a node, one behind the other
         for node in graph.nodes:
@@ -123,7 +124,7 @@ class GraphMemory:
                     self._costly.add(node)
                 self._read(node)
         (output,) = graph.find_nodes(op="output")
-        self.returned = {key for source in output.all_input_nodes for key in self._keys[source]}
+        self.returned = self._outliving.union(*(self._keys[source] for source in output.all_input_nodes))
         made = ((node, keys) for node, keys in self._allocated.items() if node.op == "call_function")
         self._kernel_of = kernels_of(graph, {node: self._inputs[node].union(keys) for node, keys in made})
         self._readers = defaultdict[Hashable, list[fx.Node | Kernel]](list)
@@ -239,13 +240,17 @@ class GraphMemory:
         for node in self.graph.find_nodes(op="placeholder"):
             if self.kind == "backward" and "tangents" in str(node.target):
                 self._allocate(node, node, [(node.name, "logits and loss", node_bytes(node))])
+            elif node in given:
+                self._allocate(node, node, [(node.name, "unsharded parameters", given[node])])
             else:
+                self._keys[node] = ((node, 0),)
+                self.memory[node, 0] = Allocation(node.name, "parameters", 0)
+                self._outliving.add((node, 0))
                 saved.append(node)
-        for node, size in given.items():
-            self._allocate(node, node, [(node.name, "unsharded parameters", size)])
         if forward is not None:
             (left,), (end,) = (graph.find_nodes(op="output") for graph in (forward.graph, self.graph))
             self.memory |= forward.memory
+            self._outliving |= forward._outliving
             self._last |= dict.fromkeys(forward.returned, end)  # unless something reads it
             pairs = zip(reversed(saved), reversed(left.args[0]), strict=False)
             self._keys |= {node: forward._keys[source] for node, source in pairs}

@@ -89,6 +89,20 @@ def test_what_its_kernel_alone_reads_has_no_memory(lies_between):
     assert (made.index(last.name) == made.index(first.name) + 1) is not lies_between
 
 
+@pytest.mark.parametrize(("between", "is_near"), [(aten.t.default, True), (aten.mm.default, False)])
+def test_what_reads_one_parameter_is_a_kernel_where_few_others_lie_between(between, is_near):
+    b = Builder()
+    x, w, table = b.input("x", 64, 64), b.input("w", 64, 64), b.input("table", 64, 64)
+    first = b.call(aten.add.Tensor, b.call(aten.mm.default, x, w), table)
+    last = product = b.call(aten.mm.default, first, w)
+    for _ in range(70):
+        last = b.call(between, last, w) if between is aten.mm.default else b.call(between, last)
+    second = b.call(aten.add.Tensor, b.call(aten.mm.default, w, x), table)
+    b.graph.output((last, b.call(aten.mm.default, second, w)))
+    made = [event.what.name for event in GraphMemory("inference", b.graph).events() if event.sign > 0]
+    assert (made.index(first.name) < made.index(second.name) < made.index(product.name)) is is_near
+
+
 def test_a_region_frees_what_it_is_given_when_it_has_read_it():
     b = Builder()
     x, kept, freed = b.input("x", 64, 64), b.input("kept", 64, 64), b.input("freed", 64, 64)
