@@ -88,6 +88,7 @@ def before_backward(owner: EagerHooks, output: Any) -> Any:
         owner.begin_by_gradients()
     for tensor in computed or trained:
         _hook_first(tensor, owner)
+        _hook_base(tensor, owner)
     return map_tensors(given.get, output) if given and computed else output
 
 
@@ -134,6 +135,18 @@ def _hook_first(tensor: Tensor, owner: EagerHooks) -> None:
     tensor.register_hook(run)
     for key in later:
         given[key] = given.pop(key)
+
+
+def _hook_base(view: Tensor, owner: EagerHooks) -> None:
+    """Hook what a unit computed and returned a view of: after the view is changed in place, gradients go there."""
+    base, node = view._base, view.grad_fn
+    if base is None or base.grad_fn is None:
+        return
+    while node is not base.grad_fn:
+        if node is None or getattr(node, "owner", None) is owner:
+            return  # a view of the unit's input
+        node = next((each for each, _ in node.next_functions), None)
+    base.register_hook(skipped(lambda grad: owner.pre_backward()))
 
 
 def _given(owner: EagerHooks, tensor: Tensor) -> Tensor | None:

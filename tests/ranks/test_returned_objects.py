@@ -1,4 +1,4 @@
-"""Units that return objects: what these hold trains, and what they compute later."""
+"""Units that return objects: what these hold trains, and what they compute later. Units whose output is changed."""
 
 from __future__ import annotations
 
@@ -121,3 +121,26 @@ def test_objects_that_hide_their_tensors_are_not_all_gathered_ahead(kind):
     call = shard(model, "eager")
     with pytest.raises(RuntimeError, match="out of bounds for storage of size 0"):
         call(my_part(batches(1, 8, 512)[0])).sum().backward()
+
+
+class ChangesOutputs(nn.Module):
+    """Of three dimensions, what a linear layer returns is a view; changed in place, it skips its own hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, x):
+        x = x.unsqueeze(1)
+        for block in self.blocks:
+            x = block(x).add_(x)
+            x[..., 0] = 0
+        return x.squeeze(1)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("mode", ["eager", "regional"])
+def test_outputs_that_are_views_and_change_in_place(mode):
+    model, alone = ChangesOutputs(), ChangesOutputs()
+    assert_trains_like_one_process(model, shard(model, mode), alone)
