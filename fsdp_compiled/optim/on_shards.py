@@ -15,6 +15,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from ..expect import expect, expect_bool, unexpected
+from ..tracing.sharded_module import layout_base
 from .local_parts import check_params
 from .matrix_rules import RULES, NewtonSchulz
 from .matrix_step import MatrixStep, matrix_step
@@ -68,10 +69,10 @@ def step_on_shards(
 
     Raises:
         TypeError: an argument is of another type.
-        ValueError: the optimizer is not elementwise or not known to be, it is differentiable, or its ``step`` was
-            replaced; ``blocks`` do not fit; or a second call has ``blocks`` or ``newton_schulz``. Each later ``step``
-            raises it, and changes nothing, for a DTensor that is ``Partial`` or has no dimension, and for a gradient
-            or state that is not sharded like its parameter.
+        ValueError: the optimizer is not elementwise or not known to be, it is differentiable, it holds another one,
+            or its ``step`` was replaced; ``blocks`` do not fit; or a second call has ``blocks`` or
+            ``newton_schulz``. Each later ``step`` raises it, and changes nothing, for a DTensor that is ``Partial``
+            or has no dimension, and for a gradient or state that is not sharded like its parameter.
         NotImplementedError: matrices that are sharded over several mesh dimensions (tensor parallelism), or that are
             offloaded to the CPU.
     """
@@ -112,6 +113,10 @@ def _check_class(optimizer: Optimizer, is_known: bool) -> None:
         raise unexpected(name, "an optimizer of torch.optim that is known to be elementwise", "another class", do)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise unexpected(name, "differentiable=False", True, "a step on shards is not recorded by autograd")
+    for attribute, value in vars(optimizer).items():
+        if isinstance(value, Optimizer):  # whose state would be lost, as its keys are the plain tensors of one step
+            do = "give that one to step_on_shards, then to this class"
+            raise unexpected(f"{name}.{attribute}", "no optimizer within the optimizer", type(value).__name__, do)
     replaced = vars(optimizer).get("step")
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         do = "call step_on_shards before what replaces it"
@@ -129,7 +134,7 @@ class StepsOnShards:
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy is of the class that the user knows, which can be pickled by name.
         reduced: Any = super().__reduce_ex__(protocol)
-        return (object.__new__, (type(self).__mro__[2],), *reduced[2:])
+        return (object.__new__, type(self).__bases__[-1:], *reduced[2:])
 
 
 @cache
@@ -150,7 +155,7 @@ def _on_shards(cls: type) -> type:
     hooked_step.hooked = True
     hooked_step._wrapped_by_lr_sched = True
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (StepsOnShards, cls), {"step": hooked_step, **names})
+    return type(cls.__name__, (*layout_base(cls), StepsOnShards, cls), {"step": hooked_step, **names})
 
 
 def _step_elements(step: Callable[..., Any], optimizer: Optimizer, /, *args: Any, **kwargs: Any) -> Any:

@@ -233,10 +233,10 @@ def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, .
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
     before = type("_Mixins", (*mixins, _Unannounced), {})  # one: Opacus reads __bases__[1]
-    return type(f"{prefix}{user_cls.__name__}", (*_layout(user_cls), before, user_cls), body)
+    return type(f"{prefix}{user_cls.__name__}", (*layout_base(user_cls), before, user_cls), body)
 
 
-def _layout(user_cls: type[Any]) -> tuple[type, ...]:
+def layout_base(user_cls: type[Any]) -> tuple[type, ...]:
     """Return the first base that a subclass needs if instances get their ``__dict__`` below an ABC or a Generic."""
     slots: Any = user_cls
     while slots.__dictoffset__:

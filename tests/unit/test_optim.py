@@ -5,6 +5,7 @@ import gc
 import pickle
 import re
 import weakref
+from abc import ABC
 from functools import partial
 
 import pytest
@@ -52,6 +53,10 @@ class Named(Registered, kind="named"):
     pass
 
 
+class Abstract(ABC, optim.SGD):
+    """Gets its ``__dict__`` below a base other than object, as the optimizers of pytorch_optimizer do."""
+
+
 def _dtensor(*shape, placement=None, dtype=torch.float32):
     mesh = init_device_mesh("cpu", (4,))
     return DTensor.from_local(torch.randn(shape, dtype=dtype), mesh, [placement or Shard(0)])
@@ -75,6 +80,13 @@ def test_a_class_that_wants_arguments_of_its_subclasses():
     optimizer.step()
     assert optimizer.kind == "named"
     assert type(copy.deepcopy(optimizer)) is Named
+
+
+def test_a_class_with_a_base_without_dict():
+    optimizer = step_on_shards(Abstract([_param(4, 2)], lr=0.1), elementwise=True)
+    optimizer.step()
+    assert isinstance(optimizer, Abstract)
+    assert type(copy.deepcopy(optimizer)) is Abstract
 
 
 def test_returns_the_optimizer_and_may_be_called_again():
@@ -197,6 +209,23 @@ def test_refuses_a_differentiable_step():
     message = "SGD: expected differentiable=False, got True; a step on shards is not recorded by autograd"
     with _raises(ValueError, message):
         step_on_shards(optim.SGD([_param(2)], differentiable=True))
+
+
+class Around(optim.Optimizer):
+    def __init__(self, optimizer):
+        super().__init__(optimizer.param_groups[0]["params"], {})
+        self.inner, self.param_groups = optimizer, optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_refuses_an_optimizer_around_another():
+    """The inner one's state is of the plain tensors of one step; in the next it would begin anew."""
+    optimizer = Around(optim.Adam([_param(4, 2)]))
+    do = "give that one to step_on_shards, then to this class"
+    with _raises(ValueError, f"Around.inner: expected no optimizer within the optimizer, got Adam; {do}"):
+        step_on_shards(optimizer, elementwise=True)
 
 
 def test_refuses_a_step_that_was_replaced():
