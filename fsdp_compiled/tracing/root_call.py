@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+from torch import fx, nn
 
 from ..agreement import peers
 from ..agreement.ledger import register_callbacks
@@ -80,7 +81,10 @@ class TracedCall:
 
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
         comptime(_begin_trace)
-        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if isinstance(self, fx.GraphModule) and torch.compiler.is_compiling():
+            output = nn.Module.__call__(self, *args, **kwargs)  # Dynamo skips its own, which explains errors
+        else:
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         comptime(check_unwritten)
         return output
 

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
@@ -564,3 +564,13 @@ def test_a_base_without_dict_before_module(kind, mode):
     call = shard(model, mode)
     assert_trains_like_one_process(model, call, kind(), batches(3, 8, 6))
     assert isinstance(model, type(model)) and not isinstance(kind(), type(model))
+
+
+@on_ranks(2)
+def test_a_graph_module_in_one_graph():
+    """Its class has a ``__call__`` that Dynamo skips."""
+    model = fx.symbolic_trace(Small())
+    for block in model.blocks.children():
+        fully_shard(block)
+    fully_shard(model)
+    assert_trains_like_one_process(model, compiled(model), Small(), batches(3, 8, 6))
