@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_leaves
 
 from ..collectives import backend
+from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..sharding.dtensor import storage_of
 from ..sharding.local_types import keeps_types, unchecked
@@ -30,7 +31,8 @@ _WITHOUT_TENSORS, _VALUES = (*_SCALARS, nn.Module, ModuleType), (Tensor, *_SCALA
 
 def in_functorch() -> bool:
     """Tell whether a transform of ``torch.func`` (grad, jvp, vmap, ...) is under way."""
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0, as is _DisableFuncTorch; there is no public way out of a transform.
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0, as are _DisableFuncTorch, for there is no public way out of a
+    # transform, and is_legacy_batchedtensor below.
     return torch._C._are_functorch_transforms_active()
 
 
@@ -130,7 +132,14 @@ def _hook_first(tensor: Tensor, owner: EagerHooks) -> None:
     if tensor.is_leaf and any(getattr(hook, "owner", None) is owner for hook in given.values()):
         return  # a parameter that the unit returns in every forward
     later = [key for key, hook in given.items() if getattr(hook, "__module__", None) != __name__]
-    run: Any = skipped(lambda grad: owner.pre_backward())
+
+    @skipped
+    def begin(grad: Tensor) -> Tensor:
+        owner.pre_backward()
+        # create_graph=True: a backward may end here that goes through this one, as by a vector of its gradients
+        return after_backward(owner, grad) if torch.is_grad_enabled() else grad
+
+    run: Any = begin
     run.owner = owner
     tensor.register_hook(run)
     for key in later:
@@ -227,6 +236,9 @@ class PostBackward(_Identity):
         if not ctx.owner.unit.ends_late:
             ctx.owner.post_backward()
         if torch.is_grad_enabled():  # create_graph=True: a backward through this one needs the parameters once more
+            if any(map(torch._C._functorch.is_legacy_batchedtensor, grads)):  # an identity would cut off their graph
+                do = "take one gradient at a time, or use torch.func.jacrev"
+                raise unexpected("is_grads_batched", "False with create_graph=True", "True", do, NotImplementedError)
             ctx.owner.unit.note_differentiated()
             grads = PreBackward.around(ctx.owner, grads)
         return (None, *grads)

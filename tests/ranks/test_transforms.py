@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import func, nn
+from torch.autograd.functional import jacobian, jvp
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
 from tests.support.ranks import on_ranks
@@ -406,6 +407,35 @@ def test_a_gradient_penalty_through_a_graph_is_refused(mode):
     with pytest.raises(RuntimeError, match="does not currently support double backward"):
         grad.square().sum().backward()
     model.reset_iter_state()  # or else the optimizer made next would get the unsharded parameters
+    _assert_trains_on(model, call, alone)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_a_jvp_by_two_backwards_that_is_trained(reshard):
+    model, alone = MLP(), MLP()
+    shard(model, "eager", reshard_after_forward=reshard)
+    x, tangent = map(my_part, batches(2, 8, 10))
+    for _ in range(2):
+        for call in (model, alone):
+            call.zero_grad()
+            output, derivative = jvp(call, x, tangent, create_graph=True)
+            (output.square().mean() + derivative.square().mean()).backward()
+        assert_close(full_grads(model), _grads_of_replicas(alone))
+    _assert_trains_on(model, model, alone)
+
+
+@on_ranks(2)
+def test_a_batched_backward_that_makes_a_graph_is_refused():
+    """Torch would lose the graph at the end of each unit's backward, and parameters their gradients."""
+    model, alone = MLP(), MLP()
+    call = shard(model, "eager")
+    (x,) = map(my_part, batches(1, 8, 10))
+    with pytest.raises(
+        NotImplementedError, match="is_grads_batched: expected False with create_graph=True, got True"
+    ):
+        jacobian(call, x, create_graph=True, vectorize=True)
+    torch.testing.assert_close(jacobian(call, x, vectorize=True), jacobian(alone, x, vectorize=True))
     _assert_trains_on(model, call, alone)
 
 
