@@ -132,3 +132,31 @@ def test_a_forward_that_parametrizes_a_weight_for_a_while(mode, trains):
         call = compiled(model, fullgraph=False)
     assert_trains_like_one_process(model, call, alone, batches(3, 8, 10))
     assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+class Converted(nn.Module):
+    """Converts a layer in every forward, as routers of Hugging Face do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.gate, self.dtype = nn.Linear(10, 10), nn.Linear(10, 10), torch.float32
+
+    def forward(self, x):
+        x = self.first(x)
+        self.gate = self.gate.to(self.dtype)
+        return self.gate(x).tanh()
+
+
+@on_ranks(2)
+def test_a_forward_that_converts_a_layer():
+    alone, model = MLP(), MLP()
+    for each in (alone, model):
+        torch.manual_seed(3)
+        each.blocks.append(Converted())
+    call = shard(model, "eager")
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 10))
+    model.blocks[-1].dtype = torch.float64
+    with pytest.raises(RuntimeError, match=r"gate\.weight: expected to stay as it is in forward, got a conversion; "):
+        call(my_part(batches(1, 8, 10)[0]))
+    model.blocks[-1].dtype = torch.float32
+    assert_trains_like_one_process(model, call, alone, batches(3, 8, 10))
