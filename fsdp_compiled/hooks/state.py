@@ -207,7 +207,7 @@ class FSDPState(TorchNames):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch_output(self, module: nn.Module, output: Any) -> Any:
         """End the module's forward; return its output so that its backward begins with :meth:`pre_backward`."""
-        if self.unit.is_recomputing or not self.unit.hooked:
+        if self.unit.is_recomputing or not (self.unit.hooked or self.unit.training_state is TrainingState.FORWARD):
             return output
         if not self.unit.is_nested:
             if self.unit.config.ends_forward_sharded:

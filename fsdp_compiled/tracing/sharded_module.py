@@ -79,13 +79,9 @@ class ShardedModule:
                 f"{type(self).__name__}: a sharded module cannot share its memory with other processes, which would "
                 "have no part in its process groups; share what full_tensor() returns for each value of state_dict()"
             )
-        if any(state.unit.hooked and state.unit.config.has_hooks for state in self._fsdp_units):
-            # A router's forward does ``self.gate = self.gate.to(dtype)``.
-            for name, param in self._fsdp_params.items():
-                if (found := self._parameters[name]) is not fn(found):  # type: ignore[attr-defined]  # as in Module
-                    do = "convert it before, or give its module a unit with that param_dtype"
-                    raise unexpected(param.name, "to stay as it is in forward", "a conversion", do, RuntimeError)
-            return super()._apply(fn, recurse)  # type: ignore[misc]
+        is_running = any(state.unit.hooked and state.unit.config.has_hooks for state in self._fsdp_units)
+        if is_running and all(fn(param) is param for param in self._parameters.values() if param is not None):  # type: ignore[attr-defined]
+            return super()._apply(fn, recurse)  # type: ignore[misc]  # as routers do that convert a layer in forward
         _reshard_units(self)
         with _gradients_aside(self._fsdp_params.values()):
             try:
