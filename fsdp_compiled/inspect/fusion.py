@@ -102,7 +102,7 @@ def _fused(together: Sequence[fx.Node], touched: Mapping[fx.Node, Set[Hashable]]
     kernels = list[Kernel]()
     for node in (node for node in together if node in touched and not is_alone(node)):
         kernel = Kernel([node], elements(node), set(touched[node]), bit[node], needs[node], feeds[node])
-        for other in list(kernels):
+        for other in kernels[::-1]:  # the nearest first, as Inductor ranks what shares as much memory
             if place_of[node] - place_of[other.members[0]] <= _NEAR and other.fits(kernel, computed):
                 kernels.remove(other)
                 other.add(kernel)

@@ -103,6 +103,17 @@ def test_what_reads_one_parameter_is_a_kernel_where_few_others_lie_between(betwe
     assert (made.index(first.name) < made.index(second.name) < made.index(product.name)) is is_near
 
 
+def test_of_two_values_that_it_could_be_computed_with_it_is_the_nearer():
+    b = Builder()
+    x, w, table = b.input("x", 64, 64), b.input("w", 64, 64), b.input("table", 64, 64)
+    far = b.call(aten.add.Tensor, b.call(aten.mm.default, x, w), table)
+    near = b.call(aten.add.Tensor, b.call(aten.mm.default, far, w), table)
+    value = b.call(aten.mul.Tensor, x, table)
+    b.graph.output(tuple(b.call(aten.mm.default, each, w) for each in (near, value)))
+    made = [event.what.name for event in GraphMemory("inference", b.graph).events() if event.sign > 0]
+    assert made.index(value.name) == made.index(near.name) + 1
+
+
 def test_a_region_frees_what_it_is_given_when_it_has_read_it():
     b = Builder()
     x, kept, freed = b.input("x", 64, 64), b.input("kept", 64, 64), b.input("freed", 64, 64)
