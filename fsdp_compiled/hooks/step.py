@@ -204,8 +204,8 @@ class Step:
     begun: list[UnitState] = field(default_factory=list)  # units in the order in which this forward began theirs
     to_come: list[UnitState] = field(default_factory=list)  # those of the last forward, while this one repeats it
     ahead: UnitState | None = None  # the unit that is all-gathered ahead by that order and has not been used
-    # Units whose forward ended in this step and whose backward has not begun.
-    post_forward_order: list[UnitState] = field(default_factory=list)
+    # Units whose forward ended in this step and whose backward has not begun; None between two forwards.
+    post_forward_order: list[UnitState | None] = field(default_factory=list)
     # Units that are not all-gathered ahead of their backward: what may use them first would not wait.
     left: set[UnitState] = field(default_factory=set)
 
@@ -235,7 +235,9 @@ class Step:
     def begin_forward(self) -> None:
         """Begin a forward, perhaps after others whose backward is to come; of very many the oldest are forgotten."""
         del self.post_forward_order[:-10_000]  # evaluation with gradients on, without a backward
-        if not self.post_forward_order:
+        if self.post_forward_order:
+            self.post_forward_order.append(None)  # what was before may have been on one rank alone
+        else:
             self.left.clear()
         self.to_come, self.begun = self.begun, []
 
@@ -260,11 +262,11 @@ class Step:
             ahead.drop_unshard()
 
     def before(self, state: UnitState) -> list[UnitState]:
-        """Return the unit that came before ``state`` in forward, if any; those after it have had their backward."""
+        """Return the unit before ``state`` in its forward, if any; those after it have had their backward."""
         order = self.post_forward_order
         while order and order.pop() is not state:
             pass  # units that no gradient reached
-        return order[-1:]
+        return [each for each in order[-1:] if each is not None]
 
     def begin_backward(self, root: UnitState, at_end: Callable[[], None]) -> None:
         """Have the autograd engine call ``at_end`` when the running backward ends.

@@ -16,6 +16,7 @@ from tests.support.parity import row
 from tests.support.ranks import on_ranks
 from tests.support.training import (
     MLP,
+    assert_close,
     batches,
     compiled,
     each_mode,
@@ -66,6 +67,21 @@ def test_ranks_make_as_many_calls_as_they_like(mode):
     train(model, call, data[1:], square_loss)
     for name, param in full_params(model).items():
         torch.testing.assert_close(param, dict(alone.named_parameters())[name].detach())
+
+
+@on_ranks(2)
+def test_one_rank_alone_calls_a_unit_that_stays_unsharded():
+    """Its backward never comes, and that of the model's forward all-gathers nothing ahead for it."""
+    model, alone, data = MLP(), MLP(), batches(2, 8, 10)
+    shard(model, "eager")
+    optimizer, last = torch.optim.SGD(model.parameters(), lr=0.1), model.blocks[-1]
+    last.set_reshard_after_forward(False)
+    last.unshard()
+    if dist.get_rank() == 0:
+        last(data[0])
+    train(alone, alone, data, square_loss, sharded=False)
+    train(model, model, data, square_loss, optimizer=optimizer)
+    assert_close(full_params(model), full_params(alone))
 
 
 @on_ranks(2)

@@ -100,10 +100,11 @@ def test_the_unit_before_is_the_one_whose_backward_comes_next():
         step.end_forward(each)
     assert step.before(b) == [a] and step.post_forward_order == [a]
     step.begin_forward()  # a second forward, before the backward of both
-    assert step.post_forward_order == [a]
     for each in (b, c):
         step.end_forward(each)
-    assert step.before(c) == [b] and step.before(b) == [a]
+    assert step.before(c) == [b] and step.before(b) == []
+    assert step.before(a) == [] and not step.post_forward_order
+    step.end_forward(a)
     step.end_reductions()
     assert not step.post_forward_order
 
