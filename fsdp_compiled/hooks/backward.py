@@ -129,33 +129,39 @@ def _held(values: Iterable[Any], seen: set[int], depth: int = 4) -> Iterator[Ten
 def _hook_first(tensor: Tensor, owner: EagerHooks) -> None:
     """Hook a tensor's gradient before hooks of the user's, which may run a backward of the unit's operations."""
     given: Any = tensor._backward_hooks or {}
-    if tensor.is_leaf and any(getattr(hook, "owner", None) is owner for hook in given.values()):
+    if tensor.is_leaf and _is_hooked(tensor, owner):
         return  # a parameter that the unit returns in every forward
     later = [key for key, hook in given.items() if getattr(hook, "__module__", None) != __name__]
+    tensor.register_hook(_begins(owner))
+    for key in later:
+        given[key] = given.pop(key)
 
+
+def _is_hooked(tensor: Tensor, owner: EagerHooks) -> bool:
+    return any(getattr(hook, "owner", None) is owner for hook in (tensor._backward_hooks or {}).values())
+
+
+def _begins(owner: EagerHooks) -> Callable[[Tensor], Tensor]:
     @skipped
     def begin(grad: Tensor) -> Tensor:
         owner.pre_backward()
         # create_graph=True: a backward may end here that goes through this one, as by a vector of its gradients
         return after_backward(owner, grad) if torch.is_grad_enabled() else grad
 
-    run: Any = begin
-    run.owner = owner
-    tensor.register_hook(run)
-    for key in later:
-        given[key] = given.pop(key)
+    begin.owner = owner  # type: ignore[attr-defined]
+    return begin
 
 
 def _hook_base(view: Tensor, owner: EagerHooks) -> None:
     """Hook what a unit computed and returned a view of: after the view is changed in place, gradients go there."""
     base, node = view._base, view.grad_fn
-    if base is None or base.grad_fn is None:
+    if base is None or base.grad_fn is None or _is_hooked(base, owner):
         return
     while node is not base.grad_fn:
         if node is None or getattr(node, "owner", None) is owner:
             return  # a view of the unit's input
         node = next((each for each, _ in node.next_functions), None)
-    base.register_hook(skipped(lambda grad: owner.pre_backward()))
+    base.register_hook(_begins(owner))
 
 
 def _given(owner: EagerHooks, tensor: Tensor) -> Tensor | None:
@@ -215,7 +221,7 @@ class PreBackward(_Identity):
     @skipped
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ctx.owner.pre_backward()
-        return (None, *grads)
+        return (None, *(after_backward(ctx.owner, grads) if torch.is_grad_enabled() else grads))  # as begin does
 
     @staticmethod
     def jvp(ctx: Any, owner: None, *tangents: Tensor) -> tuple[Tensor, ...]:

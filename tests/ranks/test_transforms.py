@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import func, nn
-from torch.autograd.functional import jacobian, jvp
+from torch.autograd.functional import hvp, jacobian, jvp
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard, fully_shard_with_compiled_compute
 from tests.support.ranks import on_ranks
@@ -421,6 +421,32 @@ def test_a_jvp_by_two_backwards_that_is_trained(reshard):
             call.zero_grad()
             output, derivative = jvp(call, x, tangent, create_graph=True)
             (output.square().mean() + derivative.square().mean()).backward()
+        assert_close(full_grads(model), _grads_of_replicas(alone))
+    _assert_trains_on(model, model, alone)
+
+
+class ChangesOutputs(MLP):
+    """Of three dimensions, what its blocks return are views, which it changes in place."""
+
+    def forward(self, x):
+        x = (x * self.scale).unsqueeze(1)
+        for block in self.blocks:
+            x = block(x).add_(x)
+        return x.squeeze(1)
+
+
+@pytest.mark.parametrize("kind", [MLP, ChangesOutputs])
+@pytest.mark.parametrize("product", [jvp, hvp])
+@on_ranks(2)
+def test_products_by_backwards_of_backwards_that_are_trained(product, kind):
+    model, alone = kind(), kind()
+    shard(model, "eager")
+    x, tangent = map(my_part, batches(2, 8, 10))
+    for _ in range(2):
+        for call in (model, alone):
+            call.zero_grad()
+            _, derivative = product(lambda x, call=call: call(x).square().mean(), x, tangent, create_graph=True)
+            derivative.square().mean().backward()
         assert_close(full_grads(model), _grads_of_replicas(alone))
     _assert_trains_on(model, model, alone)
 
