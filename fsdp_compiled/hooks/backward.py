@@ -31,8 +31,8 @@ _WITHOUT_TENSORS, _VALUES = (*_SCALARS, nn.Module, ModuleType), (Tensor, *_SCALA
 
 def in_functorch() -> bool:
     """Tell whether a transform of ``torch.func`` (grad, jvp, vmap, ...) is under way."""
-    # Checked on torch 2.11.0, 2.13.0 and 2.15.0, as are _DisableFuncTorch, for there is no public way out of a
-    # transform, and is_legacy_batchedtensor below.
+    # Checked on torch 2.11.0, 2.13.0 and 2.15.0, as are _DisableFuncTorch, for nothing public leaves a transform, and
+    # is_legacy_batchedtensor below.
     return torch._C._are_functorch_transforms_active()
 
 
@@ -132,7 +132,7 @@ def _hook_first(tensor: Tensor, owner: EagerHooks) -> None:
     if tensor.is_leaf and _is_hooked(tensor, owner):
         return  # a parameter that the unit returns in every forward
     later = [key for key, hook in given.items() if getattr(hook, "__module__", None) != __name__]
-    tensor.register_hook(_begins(owner))
+    _register(tensor, owner)
     for key in later:
         given[key] = given.pop(key)
 
@@ -141,15 +141,17 @@ def _is_hooked(tensor: Tensor, owner: EagerHooks) -> bool:
     return any(getattr(hook, "owner", None) is owner for hook in (tensor._backward_hooks or {}).values())
 
 
-def _begins(owner: EagerHooks) -> Callable[[Tensor], Tensor]:
-    @skipped
-    def begin(grad: Tensor) -> Tensor:
-        owner.pre_backward()
-        # create_graph=True: a backward may end here that goes through this one, as by a vector of its gradients
-        return after_backward(owner, grad) if torch.is_grad_enabled() else grad
+def _register(tensor: Tensor, owner: EagerHooks) -> None:
+    run: Any = skipped(lambda grad: _begin(owner, grad))
+    run.owner = owner
+    tensor.register_hook(run)
 
-    begin.owner = owner  # type: ignore[attr-defined]
-    return begin
+
+def _begin(owner: EagerHooks, grads: Any) -> Any:
+    """Begin the unit's backward by gradients of its output, and return these."""
+    owner.pre_backward()
+    # create_graph=True: a backward may end here that goes through this one, as by a vector of its gradients
+    return after_backward(owner, grads) if torch.is_grad_enabled() else grads
 
 
 def _hook_base(view: Tensor, owner: EagerHooks) -> None:
@@ -161,7 +163,7 @@ def _hook_base(view: Tensor, owner: EagerHooks) -> None:
         if node is None or getattr(node, "owner", None) is owner:
             return  # a view of the unit's input
         node = next((each for each, _ in node.next_functions), None)
-    base.register_hook(_begins(owner))
+    _register(base, owner)
 
 
 def _given(owner: EagerHooks, tensor: Tensor) -> Tensor | None:
@@ -220,8 +222,7 @@ class PreBackward(_Identity):
     @staticmethod
     @skipped
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.owner.pre_backward()
-        return (None, *(after_backward(ctx.owner, grads) if torch.is_grad_enabled() else grads))  # as begin does
+        return (None, *_begin(ctx.owner, grads))
 
     @staticmethod
     def jvp(ctx: Any, owner: None, *tangents: Tensor) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from ..expect import expect, expect_bool, unexpected
-from ..tracing.sharded_module import layout_base
+from ..subclasses import Unannounced, layout_base
 from .local_parts import check_params
 from .matrix_rules import RULES, NewtonSchulz
 from .matrix_step import MatrixStep, matrix_step
@@ -123,13 +123,10 @@ def _check_class(optimizer: Optimizer, is_known: bool) -> None:
         raise unexpected(f"{name}.step", "the method of its class", f"{replaced!r} on the object", do)
 
 
-class StepsOnShards:
+class StepsOnShards(Unannounced):
     """Mixin of an optimizer given to :func:`step_on_shards`; it comes before the optimizer's class."""
 
     _matrices: MatrixStep | None
-
-    def __init_subclass__(cls, **_: object) -> None:
-        """Leave out that of the optimizer's class, which may want arguments or register classes."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # A copy is of the class that the user knows, which can be pickled by name.

@@ -17,6 +17,7 @@ from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
+from ..subclasses import Unannounced, layout_base
 from ..torch_fsdp.registry import note_unit
 from . import reads
 from .dynamo import comptime, skipped
@@ -235,28 +236,8 @@ def _subclass(user_cls: type[Any], mixins: tuple[type, ...], names: tuple[str, .
     for mixin in mixins:
         if hasattr(mixin, "_fsdp_class_body"):
             body |= mixin._fsdp_class_body(user_cls)
-    before = type("_Mixins", (*mixins, _Unannounced), {})  # one: Opacus reads __bases__[1]
+    before = type("_Mixins", (*mixins, Unannounced), {})  # one: Opacus reads __bases__[1]
     return type(f"{prefix}{user_cls.__name__}", (*layout_base(user_cls), before, user_cls), body)
-
-
-def layout_base(user_cls: type[Any]) -> tuple[type, ...]:
-    """Return the first base that a subclass needs if instances get their ``__dict__`` below an ABC or a Generic."""
-    slots: Any = user_cls
-    while slots.__dictoffset__:
-        slots = slots.__base__
-    if slots is object:
-        return ()
-    layout = type("_Layout", (slots,), {"__orig_bases__": ()})
-    for name in {"_is_protocol", "__init__"} & vars(layout).keys():  # by which no instance could be of a Protocol
-        delattr(layout, name)
-    return (layout,)
-
-
-class _Unannounced:
-    """Base of each subclass made here: the user's ``__init_subclass__`` may want arguments, or register classes."""
-
-    def __init_subclass__(cls, **_: object) -> None:
-        pass
 
 
 def new_of_user_class(cls: Any, /, *args: Any, **kwargs: Any) -> Any:
