@@ -126,6 +126,14 @@ def fake_input(context: Any, tensor: torch.Tensor) -> Any:
     return _tracer(context).output.fake_mode.fake_tensor_converter._get_memo(tensor)
 
 
+def is_variable_of(context: Any, variable: Any, tensor: torch.Tensor) -> bool:
+    """Tell whether Dynamo's record of a value is that of ``tensor``."""
+    if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        return variable.peek_value() is tensor
+    value, fake = variable.realize(), fake_input(context, tensor)
+    return isinstance(value, TensorVariable) and value.proxy.node.meta["example_value"] is fake
+
+
 def local_value(context: Any, name: str) -> Any:
     """Return the object that a local variable of the caller's stands for, without a guard on it."""
     variable = local_variable(context, name)

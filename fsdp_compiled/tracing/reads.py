@@ -7,7 +7,6 @@ case reads one, and the leaf; see :meth:`FSDPParam.follow_call`. By ``comptime``
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -103,10 +102,10 @@ def check_below(context: Any) -> None:
 def _replaced(context: Any, module: Any) -> Exception | None:
     """Return the error for a parameter of the user's that the traced program has registered in ``module``."""
     for name, variable in dynamo.changed_dict(context, module._parameters).items():
-        # A tensor keeps the source by which the program reached it first, in any module's parameters, or in ours;
-        # else the program has computed it.
-        if name in module._fsdp_params and not re.search("_parameters|_fsdp_params", repr(variable.source)):
-            return not_registered(module._fsdp_params[name].name, "Tensor")
+        if (param := module._fsdp_params.get(name)) is not None:
+            registered = module._parameters.get(name, param.sharded_param)  # where the call began
+            if not any(dynamo.is_variable_of(context, variable, each) for each in (param.sharded_param, registered)):
+                return not_registered(param.name, "Tensor")
     return None
 
 

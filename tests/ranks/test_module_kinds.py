@@ -407,6 +407,25 @@ def test_functional_call_in_a_forward_that_is_compiled():
     assert_trains_like_one_process(model, torch.compile(model, backend="aot_eager"), alone, batches(3, 8, 6))
 
 
+class TakesWeights(Small):
+    """A block runs with the weights of another one."""
+
+    def forward(self, x):
+        first, last = self.blocks
+        return first(x) + functional_call(last, dict(first.named_parameters()), (x * self.scale,))
+
+
+@on_ranks(2)
+def test_functional_call_with_parameters_of_the_model_in_a_forward_that_is_compiled():
+    model, alone = TakesWeights(), TakesWeights()
+    for each in (model, alone):
+        each.blocks[1].requires_grad_(False)
+    fully_shard(model)
+    assert_trains_like_one_process(model, torch.compile(model, backend="aot_eager"), alone, batches(3, 8, 6))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="expected the parameter that fully_shard registered"):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(batches(1, 8, 6)[0])
+
+
 class Branches(Small):
     """Which blocks run is decided anew in every step."""
 
