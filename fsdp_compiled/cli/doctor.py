@@ -25,7 +25,6 @@ from ..collectives.streams import has_streams
 from ..passes import cost, inductor
 
 OLDEST, NEWEST = (2, 11), (2, 15)  # supported versions of torch
-OLDEST_PYTHON = (3, 11)
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
 NO_MATPLOTLIB = "missing: a capture cannot be saved as .png; pip install 'fsdp-compiled[inspect]'"
 
@@ -58,7 +57,7 @@ def diagnose() -> list[Finding]:
     version, matplotlib = _version("fsdp-compiled") or "not installed", _version("matplotlib")
     return [
         Finding("ok", "fsdp-compiled", f"{version} in {Path(__file__).parents[1]}"),
-        judge_python(platform.python_version()),
+        Finding("ok", "Python", platform.python_version()),  # an older one cannot import this
         judge_torch(torch.__version__),
         judge_triton(_triton_version(), bool(gpus)),
         judge_compiler(compiler, Path(sysconfig.get_path("include"), "Python.h").exists()),
@@ -98,22 +97,13 @@ def read_settings() -> dict[str, Any]:
     return found
 
 
-def judge_python(version: str) -> Finding:
-    if _release(version) < OLDEST_PYTHON:
-        return Finding("problem", "Python", f"expected 3.11 or later, got {version}; make a new environment")
-    return Finding("ok", "Python", version)
-
-
 def judge_torch(version: str) -> Finding:
     oldest, newest, excluded = ("{}.{}".format(*each) for each in (OLDEST, NEWEST, (NEWEST[0], NEWEST[1] + 1)))
-    if OLDEST <= _release(version) <= NEWEST:
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if OLDEST <= release <= NEWEST:
         return Finding("ok", "torch", f"{version}; {oldest} to {newest} are supported")
     text = f"expected {oldest} to {newest}, got {version}; pip install 'torch>={oldest},<{excluded}'"
     return Finding("problem", "torch", text)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
 
 
 def judge_triton(version: str | None, has_gpus: bool) -> Finding:
