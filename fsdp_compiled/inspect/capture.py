@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ..passes.inductor import name_of
 from ..policy import SchedulePolicy
 from ..regions.block import without_failing_regions
 from ..regions.choose import set_default_regions
-from ..sharding.dtensor import local_of
+from ..sharding.dtensor import groups_of, local_of
 from ..sharding.spec import Group
 from ..tracing.dynamo import counters, with_code_of_its_own
 from ..tracing.sharded_module import user_class
@@ -138,7 +138,8 @@ def trace(
     )
     graphs = ((kind, read.graph) for kind, read in recorder.scheduled)
     events = step_events(graphs, held, optimizer, updated, shards, found.cluster.on_host)
-    return Traced(found, recorder.scheduled, events, updated, ranks, shards, list(dict.fromkeys(_sharding(sharded))))
+    sharding = list(dict.fromkeys(group for param in sharded for group in groups_of(param)))
+    return Traced(found, recorder.scheduled, events, updated, ranks, shards, sharding)
 
 
 def _updated(model: nn.Module, states: Sequence[FSDPState]) -> Updated:
@@ -148,14 +149,6 @@ def _updated(model: nn.Module, states: Sequence[FSDPState]) -> Updated:
     shapes = [param.shape for param in trained if param in inner and param.dim() in (2, 3)]
     matrices = [(shape[-2], shape[-1]) for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
     return Updated(len(trained), sum(param.numel() for param in trained), tuple(matrices))
-
-
-def _sharding(params: Sequence[Any]) -> Iterator[Group]:
-    """Yield the process group along each mesh dimension that shards one of these DTensors."""
-    for param in params:
-        for dim, placement in enumerate(param.placements):
-            if not placement.is_replicate():
-                yield Group(param.device_mesh.get_group(dim).group_name, param.device_mesh.size(dim))
 
 
 def _policy_for(gpu: Gpu | None, policy: SchedulePolicy, states: Sequence[FSDPState]) -> SchedulePolicy:

@@ -39,6 +39,7 @@ from .mesh import (
     group_of_ranks,
     note_siblings,
 )
+from .spec import Group
 
 _WITHOUT_PEERS = ("fake", "threaded")  # backends whose ranks are all in this process
 _TAKES_GRAD_PLACEMENTS = "grad_placements" in inspect.signature(DTensor.from_local).parameters
@@ -257,6 +258,15 @@ def outer_parallelism(name: str, info: DataParallelMeshInfo, param: Tensor) -> O
             return None
         param = DTensor.from_local(param.detach(), info.spmd_mesh, types.placements, run_check=False)
     return OuterParallelism(param._spec, frozenset(info.dp_dims), types)
+
+
+def groups_of(tensor: Tensor | OuterParallelism | None) -> list[Group]:
+    """Return the groups over which a DTensor, or a parameter's other parallelism, is made complete."""
+    if not isinstance(tensor, DTensor | OuterParallelism):
+        return []
+    spec = tensor._spec if isinstance(tensor, DTensor) else tensor.spec
+    pairs = zip(spec.mesh.get_all_groups(), spec.placements, strict=True)
+    return [Group(group.group_name, group.size()) for group, placement in pairs if not placement.is_replicate()]
 
 
 def sharded_spec(info: DataParallelMeshInfo, param: Tensor, outer: OuterParallelism | None, dim: int) -> DTensorSpec:

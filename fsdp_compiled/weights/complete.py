@@ -21,7 +21,7 @@ from ..expect import expect, unexpected
 from ..hooks.backward import without_grad
 from ..param.param import FSDPParam
 from ..sharding.contract import contract_of
-from ..sharding.dtensor import OuterParallelism, local_of, process_group
+from ..sharding.dtensor import OuterParallelism, groups_of, local_of, process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec
 from ..tracing.dynamo import module_inside
 from .adapters import merged_items
@@ -113,29 +113,17 @@ def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dty
         for source in item.sources:
             param = params.get(id(source))
             if param is None or param.extension is not None:
-                groups += _groups_of(source)
+                groups += groups_of(source)
                 continue
             spec = replace(param.spec.all_gather, dtype=item.travels_in(source, dtype))
             found.setdefault(spec, {})[id(source)] = param
-            groups += [spec.group, *_groups_of(param.outer)]
+            groups += [spec.group, *groups_of(param.outer)]
     gathers = [
         (all_gather_bucket(spec, [param.spec.param for param in each.values()], device), list(each.items()))
         for spec, each in found.items()
         for device in [next(iter(each.values())).placement.device]
     ]
     return _Round(items, gathers, [group for group in dict.fromkeys(groups) if group.world > 1])
-
-
-def _groups_of(tensor: Tensor | OuterParallelism | None) -> list[Group]:
-    """Return the groups over which a DTensor, or a parameter's other parallelism, is made complete."""
-    if isinstance(tensor, OuterParallelism):
-        mesh, placements = tensor.spec.mesh, tensor.spec.placements
-    elif isinstance(tensor, DTensor):
-        mesh, placements = tensor.device_mesh, tensor.placements
-    else:
-        return []
-    pairs = zip(mesh.get_all_groups(), placements, strict=True)
-    return [Group(group.group_name, group.size()) for group, placement in pairs if not placement.is_replicate()]
 
 
 @dataclass(eq=False)
@@ -234,7 +222,7 @@ class _Stream:
 
     def _knows(self, tensor: DTensor | OuterParallelism) -> bool:
         """Tell whether the ranks that it needs to be complete know that one of them has stopped."""
-        return not self.told.isdisjoint(_groups_of(tensor))
+        return not self.told.isdisjoint(groups_of(tensor))
 
     def _stopped(self, launched: _Launched) -> list[int]:
         """Return the ranks that have stopped, as far as the round's groups know, and note these groups."""
