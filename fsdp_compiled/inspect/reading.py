@@ -55,9 +55,7 @@ class Scheduled:
         self.compute = _compute_of(graph, len(self.plan.load.compute_us))
         cluster = policy.cluster_for(nodes.device_of(graph))
         self.on_host, kernel_of = cluster.on_host, _kernels_on(cluster)
-        inside = {
-            node: [kernel for each in _inside(node) if (kernel := kernel_of(each))] for node in chain(*self.compute)
-        }
+        inside = {node: list(filter(None, map(kernel_of, nodes_inside(node)))) for node in chain(*self.compute)}
         self.us = {node: sum(kernel.estimate_us for kernel in kernels) for node, kernels in inside.items()}
         self.kernels = tuple(chain(*inside.values()))
         compute_us = tuple(sum(map(self.us.__getitem__, together)) for together in self.compute)
@@ -126,11 +124,11 @@ def _kernels_on(cluster: Cluster) -> Callable[[fx.Node], Kernel | None]:
     return kernel_of
 
 
-def _inside(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes of the region that a node calls, or the node itself."""
-    region = nodes.region_of(node)
-    for each in (node,) if region is None else region.nodes:
-        yield from (each,) if region is None else _inside(each)
+def nodes_inside(*given: fx.Node) -> Iterator[fx.Node]:
+    """Yield these nodes, but what is inside a region for each call of it."""
+    for node in given:
+        region = nodes.region_of(node)
+        yield from (node,) if region is None else nodes_inside(*region.nodes)
 
 
 def captured_graph(read: Scheduled, kind: GraphKind, module: fx.GraphModule) -> CapturedGraph:

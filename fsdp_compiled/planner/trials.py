@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, get_args
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from ..api import compile, fully_shard
@@ -19,11 +19,10 @@ from ..inspect.capture import Traced, trace
 from ..inspect.lifetimes import Part
 from ..inspect.memory import reduced_bytes
 from ..inspect.optimizer_cost import OPTIMIZERS
-from ..inspect.reading import Scheduled
+from ..inspect.reading import Scheduled, nodes_inside
 from ..inspect.records import GraphKind
 from ..passes.cost import Cluster
 from ..passes.cost.compute import flops_of
-from ..passes.graph import nodes
 from ..passes.kinds import Request
 from ..passes.planning.buckets import decide
 from ..passes.planning.tasks import Plan, Requests, in_order, simulate
@@ -143,7 +142,7 @@ class Trial:
     def memory(self, layout: Layout, reshards: bool, batch: int, accumulates: bool) -> dict[Part, int]:
         """Return a rank's memory at the peak of a step, by part, the largest first."""
         fewer = self.traced.shards / layout.shards
-        padding = self._unsharded_bytes(layout) / self._unsharded_bytes(Layout(self.traced.shards))
+        padding = self._padding(layout)
         scales = dict.fromkeys(_PARTS, padding) | dict.fromkeys(_OF_SHARDS, padding * fewer)
         scales |= dict.fromkeys(_OF_BATCH, batch / BATCH)
         scaled = self._levels * torch.tensor([*scales.values()], dtype=torch.float64, device="cpu")
@@ -179,16 +178,12 @@ class Trial:
                 changes[index] = event.sign * event.what.bytes
         return changes.cumsum(0)
 
-    @cached_property
-    def _unsharded_bytes(self) -> Callable[[Layout], int]:
+    def _padding(self, layout: Layout) -> float:
+        """Return how many times as much unsharded parameters take there, with the padding."""
         forward = next(read for kind, read in self.traced.scheduled if kind == "forward")
-
-        @cache
-        def total(layout: Layout) -> int:
-            ahead = (request for request in forward.requests if request.kind.is_ahead)
-            return sum(r.param.layout(layout.shards).padded_bytes(r.spec.dtype) for r in ahead)
-
-        return total
+        ahead = [request for request in forward.requests if request.kind.is_ahead]
+        there = sum(each.param.layout(layout.shards).padded_bytes(each.spec.dtype) for each in ahead)
+        return there / sum(each.bytes for each in ahead)
 
     def host_us(self, device_us: float, accumulation: int) -> float:
         """Return by how much the host makes a step longer that takes the device so long."""
@@ -234,10 +229,11 @@ def trial(
     compile(model, regions="auto")
     found = trace(model, args, kwargs, _loss_of, SchedulePolicy(cluster=cluster), optimizer=kind)
     behind = (read.requests for name, read in found.scheduled if name == "backward")
+    inside = (node for _, read in found.scheduled for node in nodes_inside(*read.graph.nodes))
     again = frozenset(r.param.name for requests in behind for r in requests if r.kind.is_ahead)
     return Trial(
         tokens=_tokens(args, kwargs),
-        flops=sum(_flops(read.graph) for _, read in found.scheduled) / BATCH,
+        flops=sum(flops_of(node) or 0.0 for node in inside) / BATCH,
         traced=found,
         again=again,
         reduced_bytes=reduced_bytes(found.events),
@@ -281,10 +277,3 @@ def _tokens(args: Any, kwargs: Any) -> int:
     """Return the tokens of a sequence: elements of the first integer input; 1 where there is none, as for images."""
     integers = (each for each in tensors_in((args, kwargs)) if "int" in str(each.dtype))  # no masks of bools
     return max(1, next((each.numel() // BATCH for each in integers if each.dim() > 1), 1))
-
-
-def _flops(graph: fx.Graph) -> float:
-    """Return the FLOPs of a graph's products and attention, those of regions at every call."""
-    flops = cache(_flops)
-    regions = (region for node in graph.nodes if (region := nodes.region_of(node)) is not None)
-    return sum(flops_of(node) or 0.0 for node in graph.nodes) + sum(map(flops, regions))
