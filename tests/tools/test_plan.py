@@ -245,6 +245,17 @@ def test_what_fits_and_what_is_missing(planned):
         planned.best(4)
 
 
+def test_more_memory_may_help_most(planned):
+    nothing = dict.fromkeys(option(planned, 8, 8, 1).parts_us, 0.0)
+    small, large = (
+        replace(option(planned, 8, 8, batch), parts_us=nothing | {"compute": us}, parts_bytes={"temporaries": size})
+        for batch, us, size in ((1, 4.0, 10 * 2**30), (8, 1.0, 20 * 2**30))
+    )
+    tight = replace(planned, memory_bytes=15 * 2**30, options={8: (large, small)})
+    what = f"6.0 GiB more memory, for batch 8 x {large.accumulation}, no activation checkpointing"
+    assert tight.advice(8) == f"75% of the time could be saved at most by {what}"
+
+
 def test_text_and_page(planned, tmp_path, monkeypatch):
     text = str(planned)
     assert "16 ranks: what would help most: " in text
