@@ -124,7 +124,10 @@ class _Bench:
             start = time.perf_counter()
             self._synchronize(run())
             taken.append(time.perf_counter() - start)
-        return self._mean(statistics.quantiles(taken, n=4, method="inclusive")[0])
+        quartile = statistics.quantiles(taken, n=4, method="inclusive")[0]
+        total = torch.tensor([quartile], device=self.device, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.item() / dist.get_world_size()
 
     def seconds_of_one(self, run: Callable[[], Any]) -> float:
         """Return the mean time of short runs that follow each other."""
@@ -196,11 +199,6 @@ class _Bench:
     def _synchronize(self, _: Any = None) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-
-    def _mean(self, value: float) -> float:
-        total = torch.tensor([value], device=self.device, dtype=torch.float64)
-        dist.all_reduce(total)
-        return total.item() / dist.get_world_size()
 
 
 def _with_links(cluster: Cluster, bench: _Bench) -> Cluster:
