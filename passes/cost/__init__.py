@@ -11,10 +11,8 @@ from .cluster import Measured as Measured
 from .cluster import Times as Times
 from .cluster_file import as_text as as_text
 from .cluster_file import named as named
-from .cluster_file import parse as parse
 from .detection import VARIABLE as VARIABLE
 from .detection import detect as detect
 from .detection import group_places as group_places
-from .detection import network_bytes_per_s as network_bytes_per_s
 from .detection import share as share
 from .shipped import CLUSTERS as CLUSTERS

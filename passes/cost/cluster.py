@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from math import inf, log
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...expect import expect, expect_bool, unexpected
 from ...sharding.dtensor import process_group
@@ -166,7 +166,7 @@ class Cluster:
             expect(f"Cluster.{name}", getattr(self, name), Link, "a Link")
         _check_fraction(self)
         _check_shares(self)
-        _check_curves(self, may_be_empty=True)
+        _check_curves(self)
 
     def link(self, group: str, world: int) -> Link:
         """Return the slowest link, see :meth:`link_of`, of a process group and those along the same mesh dimension.
@@ -326,32 +326,31 @@ def _check_fraction(record: Link | Cluster) -> None:
 
 
 def _check_shares(cluster: Cluster) -> None:
-    for name in ("efficiency", "memory_efficiency", "attention_efficiency"):
-        value = getattr(cluster, name)
-        shares, number = (value, 2) if name.startswith("attention") else ((value,), 1)
-        expected = "a number, more than 0 and at most 1" if number == 1 else "None or two of these"
-        if shares is not None and not (
-            isinstance(shares, tuple)
-            and len(shares) == number
-            and all(isinstance(x, int | float) and 0 < x <= 1 for x in shares)
-        ):
-            raise unexpected(f"Cluster.{name}", expected, repr(value))
+    """Raise unless shares are at most 1, those of attention two numbers; that others are numbers was checked."""
+    for name in ("efficiency", "memory_efficiency"):
+        if (share := getattr(cluster, name)) > 1:
+            raise unexpected(f"Cluster.{name}", "a number, more than 0 and at most 1", share)
+    shares = cluster.attention_efficiency
+    if shares is not None and not (_are_two_numbers(shares) and max(shares) <= 1):
+        expected = "None or two numbers, more than 0 and at most 1"
+        raise unexpected("Cluster.attention_efficiency", expected, repr(shares))
 
 
-def _check_curves(record: Measured | Cluster, may_be_empty: bool = False) -> None:
-    """Raise unless every curve has sizes that increase, and values, all positive and finite."""
+def _check_curves(record: Measured | Cluster) -> None:
+    """Raise unless every curve has sizes that increase, and values; one that is empty by default may be empty."""
     for field in fields(record):
         if field.type != "Curve":
             continue
         name, curve = f"{type(record).__name__}.{field.name}", getattr(record, field.name)
         expected = "pairs of a size and a rate, all more than 0, with increasing sizes"
         expect(name, curve, tuple, expected)
-        is_right = all(
-            isinstance(point, tuple)
-            and len(point) == 2
-            and all(isinstance(x, int | float) and 0 < x < inf for x in point)
-            for point in curve
-        )
+        is_right = all(map(_are_two_numbers, curve))
         sizes = [point[0] for point in curve] if is_right else []
-        if not is_right or sizes != sorted(set(sizes)) or not (curve or may_be_empty):
+        if not is_right or sizes != sorted(set(sizes)) or not (curve or field.default == ()):
             raise unexpected(name, expected, repr(curve))
+
+
+def _are_two_numbers(given: Any) -> bool:
+    """Tell whether this is a tuple of two numbers, positive and finite."""
+    is_pair = isinstance(given, tuple) and len(given) == 2
+    return is_pair and all(isinstance(x, int | float) and 0 < x < inf for x in given)
