@@ -25,7 +25,7 @@ def html(capture: CapturedModel, beside: CapturedModel | None = None, measured: 
     """Return the page's source: of one capture, or of two, compared above each other's, or of one and a run."""
     captures = [capture] if beside is None else [capture, beside]
     names, compared = figures.side_by_side(captures) if beside is not None else ([""], [])
-    given: dict[str, Any] = {"figures": figures, "draw": draw, "zip": zip, "map": map}
+    given: dict[str, Any] = {"figures": figures, "draw": draw, "zip": zip}
     given |= {"NAMES": NAMES, "WIDEST": WIDEST, "colour_of": COLOUR_OF}
     given |= {"summary": _summary, "collective_lines": _collective_lines, "positions": _positions}
     given |= {"captures": list(zip(names, captures, strict=True)), "compared": compared, "measured": measured}
