@@ -269,7 +269,8 @@ def _resources(binary: bytes) -> tuple[int, int]:
 
 def _moved(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     """Move a graph, and the graphs that it calls, to the GPU; return its inputs there."""
-    for graph in (each.graph for each in module.modules() if isinstance(each, fx.GraphModule)):
+    for part in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
+        graph = part.graph
         for node in graph.nodes:
             _expect_no_constant(node)
             node.args, node.kwargs = map_aggregate(node.args, _device), map_aggregate(node.kwargs, _device)
@@ -281,6 +282,7 @@ def _moved(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
                     _replace_attention(node)
                 elif node.target is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
                     _replace_attention_backward(node)
+        part.recompile()  # torch runs the code of regions, too
     return [_value(each) for each in inputs]
 
 

@@ -201,6 +201,16 @@ def test_the_kernels_of_regions_count_at_every_call():
         assert len({kernel.name for kernel in generated}) < len(generated)
 
 
+def test_a_tensor_that_a_region_makes_is_on_the_gpu():
+    model = Blocks()
+    model.blocks.append(Block(32, experts=False))
+    shard(model, "eager", mp_policy=BF16)
+    with_regions(model, model.blocks)
+    for graph in capture(model, torch.randn(2, 16, 32, requires_grad=True), device="H100").graphs:
+        assert [len(region.calls) for region in graph.regions] == [2]
+        _check_generated(graph, "H100")
+
+
 def test_errors(monkeypatch):
     model = fully_shard(nn.Linear(8, 8))
     with pytest.raises(ValueError, match="device: expected one of A100, H100, H200, B200, got 'V100'"):
