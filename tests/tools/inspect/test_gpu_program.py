@@ -7,19 +7,26 @@ import inspect
 import os
 import re
 from collections import Counter
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from quantised_all_gather import gather_quantised
 from torch import nn
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, cli, fully_shard
 from fsdp_compiled.inspect import capture, gpu_program
 from fsdp_compiled.passes import CLUSTERS, kinds
-from fsdp_compiled.testing.llama import Config, Llama
+from fsdp_compiled.testing.llama import PRESETS, Config, Llama
+from fsdp_compiled.testing.models import MLP, DoubleLinear, MLPStack, SkipModel
+from fsdp_compiled.testing.nested import DEVICEInitMode, NestedWrappedModule
+from fsdp_compiled.testing.transformer import TransformerWithSharedParams
 from tests.support.graphs import sequence
 from tests.support.training import shard, with_regions
+from tests.support.variants import thorough
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -133,6 +140,72 @@ def test_a_program_is_generated_and_assembled(device, build, attention):
         )
         products = sequence(graph.module.graph, "mm", "addmm", "bmm")
         assert others["mm"] + others["addmm"] + others["bmm"] == len(products)
+
+
+def _llama(quantised=False):
+    """What the examples train."""
+    model = Llama(replace(PRESETS["tiny"], vocab=64, layers=1))
+    if quantised:
+        gather_quantised(model.blocks, torch.int8)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=BF16)
+    return model, (torch.zeros(2, 16, dtype=torch.int64),) * 2
+
+
+def _transformer():
+    model = TransformerWithSharedParams(dist.group.WORLD, DEVICEInitMode.DEVICE_NEVER, True, deterministic=False)
+    for layer in (*model.transformer.encoder.layers, *model.transformer.decoder.layers):
+        fully_shard(layer, mp_policy=BF16)
+    return model, model.get_input(torch.device("cpu"))
+
+
+def _nested():
+    model = NestedWrappedModule(dist.group.WORLD, False, DEVICEInitMode.DEVICE_NEVER, deterministic=True)
+    return model, model.get_input(torch.device("cpu"))
+
+
+def _convolutions():
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)
+    return nn.Sequential(*layers), (torch.zeros(2, 3, 8, 8),)
+
+
+MODELS = {
+    "llama": _llama,
+    "llama with quantised all-gathers": lambda: _llama(quantised=True),
+    "transformer": _transformer,
+    "nested": _nested,
+    "mlp": lambda: (MLP(32, with_buffer=True), (torch.zeros(4, 32),)),
+    "mlps": lambda: (MLPStack(16), (torch.zeros(4, 16),)),
+    "two linears": lambda: (DoubleLinear(16), (torch.zeros(4, 16),)),
+    "skips": lambda: (SkipModel(double_nest=True), (torch.zeros(4, 10),)),
+    "convolutions": _convolutions,
+}
+
+
+@thorough()
+@pytest.mark.parametrize("device", ["A100", "H100", "B200"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_program_of_each_kind_of_block_for_each_generation_of_gpus(name, device):
+    model, inputs = MODELS[name]()
+    fully_shard(model, mp_policy=BF16)
+    captured = capture(model, *inputs, device=device)
+    assert [graph.kind for graph in captured.graphs] == ["forward", "backward"]
+    for graph in captured.graphs:
+        _check_generated(graph, device)
+
+
+@thorough()
+def test_a_sharded_program_has_the_kernels_of_the_unsharded_one():
+    counts = []
+    for is_sharded in (False, True):
+        model = Llama(Config(vocab=61, width=32, layers=1, heads=4, kv_heads=2, hidden=48, max_seq=16))
+        model.to(torch.float32 if is_sharded else torch.bfloat16)
+        others = {param for param in model.parameters() if param is not model.norm.weight}
+        policy, ignored = (BF16, None) if is_sharded else (MixedPrecisionPolicy(), others)
+        fully_shard(model, mp_policy=policy, ignored_params=ignored)
+        tokens = torch.zeros(2, 16, dtype=torch.int64)
+        counts.append([len(graph.kernels) for graph in capture(model, tokens, tokens, device="H100").graphs])
+    assert counts[0] == counts[1]
 
 
 def _state():
