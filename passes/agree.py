@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..sharding.contract import Contract, collective_of
+from ..sharding.contract import Contract, line_of
 from .graph import nodes
 from .schedule_policy import DEFAULT, SchedulePolicy
 
@@ -27,7 +27,7 @@ class Agree:
 
     def __call__(self, graph: fx.Graph) -> None:
         launches = nodes.launches_of(graph)
-        started = (collective_of(nodes.bucket_of(launch), nodes.stage_of(launch)) for launch in launches)
+        started = (line_of(nodes.bucket_of(launch), nodes.stage_of(launch)) for launch in launches)
         collectives = tuple(each for each in started if each is not None)  # a copy to the host is none
         if collectives:
             cluster = self.policy.cluster_for(nodes.device_of(graph))

@@ -39,7 +39,7 @@ _AGREED, _DIFFER, _FAILED = "agreed", "differ", "failed"  # verdicts; the last t
 
 
 @dataclass(frozen=True)
-class Setting:
+class ComparisonSetting:
     """Whether ranks agree, and how long one waits for another that neither comes nor compiles."""
 
     enabled: bool = True
@@ -47,11 +47,11 @@ class Setting:
 
 
 # By torch.distributed itself, which outlives each process group.
-_settings: WeakKeyDictionary[ModuleType, Setting] = WeakKeyDictionary()
+_settings: WeakKeyDictionary[ModuleType, ComparisonSetting] = WeakKeyDictionary()
 
 
-def setting() -> Setting:
-    return _settings.get(dist, Setting())
+def setting() -> ComparisonSetting:
+    return _settings.get(dist, ComparisonSetting())
 
 
 def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = None) -> None:
@@ -75,7 +75,7 @@ def set_rank_agreement(enabled: bool = True, *, deadline: timedelta | None = Non
     expect("deadline", deadline, timedelta | None, "a timedelta or None")
     if deadline is not None and deadline <= timedelta(0):
         raise unexpected("deadline", "a positive time", str(deadline))
-    _settings[dist] = Setting(enabled, deadline)
+    _settings[dist] = ComparisonSetting(enabled, deadline)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

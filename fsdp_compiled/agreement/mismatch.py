@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TypedDict
 
-from ..sharding.contract import Collective, Contract
+from ..sharding.contract import Contract, ContractLine
 
 
 def difference(sides: Sequence[Sequence[int]], versions: Sequence[str], posts: Sequence[str]) -> str:
@@ -77,7 +77,7 @@ def _shown(who: Sequence[str], contracts: Sequence[Contract]) -> str:
     return _listed(who, _contrast(*pair)) + (f" (collective {place} of a graph)" if is_graph else "")
 
 
-def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
+def _contrast(ours: ContractLine | None, theirs: ContractLine | None) -> list[str]:
     """Return both collectives so that the difference shows."""
     if ours is None or theirs is None or ours.kind != theirs.kind or ours.params == theirs.params:
         return ["none" if each is None else _name(each, each.params) for each in (ours, theirs)]
@@ -88,7 +88,7 @@ def _contrast(ours: Collective | None, theirs: Collective | None) -> list[str]:
     return [_name(each, each.params[alike:]) for each in (ours, theirs)]
 
 
-def _name(collective: Collective, params: Sequence[str]) -> str:
+def _name(collective: ContractLine, params: Sequence[str]) -> str:
     more = f" and {len(params) - 1} more" if len(params) > 1 else ""
     how = ", ".join(filter(None, (collective.how, collective.form)))
     return f"{collective.kind} of {params[0]}{more}, {how}"

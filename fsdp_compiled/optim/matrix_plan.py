@@ -19,7 +19,7 @@ from ..collectives.all_to_all import Exchange
 from ..expect import unexpected
 from ..passes import cost
 from ..passes.cost.matrix_cost import newton_schulz_us, owners_us
-from ..sharding.contract import Collective, Contract
+from ..sharding.contract import Contract, ContractLine
 from ..sharding.dtensor import group_of_all, process_group
 from ..sharding.matrices import AllToAllBucket, AllToAllSpec, Matrix, Part
 from ..sharding.owners import owners_of, rounds_of
@@ -30,7 +30,7 @@ Blocks = Mapping[Tensor, tuple[int, ...]]  # rows of each matrix in turn, by par
 
 
 @dataclass(frozen=True)
-class Place:
+class Holders:
     """Which ranks hold the shards of a parameter."""
 
     mesh: DeviceMesh | None  # None: this rank alone
@@ -64,7 +64,7 @@ class Param(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Item:
+class MatrixWork:
     """One matrix in a step."""
 
     param: int  # of all of the optimizer
@@ -76,8 +76,10 @@ class Item:
 class Round:
     """What is exchanged, computed and exchanged back together."""
 
-    items: tuple[Item, ...]  # that travel, in the order of the buckets
-    local: tuple[tuple[Item, Part], ...]  # that this rank alone works on and needs, with where its shard has them
+    items: tuple[MatrixWork, ...]  # that travel, in the order of the buckets
+    local: tuple[
+        tuple[MatrixWork, Part], ...
+    ]  # that this rank alone works on and needs, and where its shard has them
     there: Exchange | None  # brings complete matrices to their owners; None if nothing travels
     back: Exchange | None  # brings updates to shards
 
@@ -91,7 +93,7 @@ class StepPlan:
     meshes: tuple[DeviceMesh, ...]
 
 
-def place_of(param: Tensor, name: str) -> Place:
+def holders_of(param: Tensor, name: str) -> Holders:
     """Return where a parameter's shards are.
 
     Raises:
@@ -102,7 +104,7 @@ def place_of(param: Tensor, name: str) -> Place:
         got = f"{param.dtype} of shape {tuple(param.shape)}"
         raise unexpected(name, "a real matrix, or a stack of matrices", got, "give it to another optimizer")
     if not isinstance(param, DTensor):
-        return Place(None, None)
+        return Holders(None, None)
     cut = [dim for dim, placement in enumerate(param.placements) if not placement.is_replicate()]
     if len(cut) > 1 or any(type(param.placements[dim]) is not Shard for dim in cut):
         do = "step matrices under tensor parallelism without step_on_shards"
@@ -112,14 +114,14 @@ def place_of(param: Tensor, name: str) -> Place:
         expected, do = f"a matrix on {param.device_mesh.device_type}", "do not offload matrices"
         got = f"one on {param.device.type} (CPUOffloadPolicy)"
         raise unexpected(name, expected, got, do, NotImplementedError)
-    return Place(param.device_mesh, cut[0] if cut else None)
+    return Holders(param.device_mesh, cut[0] if cut else None)
 
 
-def matrices_of(param: Tensor, place: Place, name: str, blocks: Blocks) -> list[Matrix]:
+def matrices_of(param: Tensor, holders: Holders, name: str, blocks: Blocks) -> list[Matrix]:
     """Return the matrices of a parameter of two dimensions, or of a stack of such, cut into blocks of rows."""
     if not param.numel():
         return []
-    dim = 0 if place.shard_dim is None else param.placements[place.shard_dim].dim  # type: ignore[attr-defined]
+    dim = 0 if holders.shard_dim is None else param.placements[holders.shard_dim].dim  # type: ignore[attr-defined]
     spec, found = ParamSpec(name, "", tuple(param.shape), dim, param.dtype), list[Matrix]()
     for index in range(param.shape[0] if param.dim() == 3 else 1):
         start = 0
@@ -131,26 +133,26 @@ def matrices_of(param: Tensor, place: Place, name: str, blocks: Blocks) -> list[
 
 def plan_step(params: Sequence[Param], rule: MatrixRule, blocks: Blocks) -> StepPlan:
     """Return the plan of a step of an optimizer's parameters, in order; all ranks of a mesh get the same rounds."""
-    by_place = defaultdict[Place, list[int]](list)
+    by_holders = defaultdict[Holders, list[int]](list)
     for index, param in enumerate(params):
-        by_place[place_of(param.tensor, param.name)].append(index)
-    rounds, collectives = list[Round](), list[Collective]()
-    for place, held in by_place.items():
+        by_holders[holders_of(param.tensor, param.name)].append(index)
+    rounds, collectives = list[Round](), list[ContractLine]()
+    for holders, held in by_holders.items():
         items = [
-            Item(index, matrix, rule.flops(params[index].group, matrix.shape))
+            MatrixWork(index, matrix, rule.flops(params[index].group, matrix.shape))
             for index in held
             if params[index].has_grad
-            for matrix in matrices_of(params[index].tensor, place, params[index].name, blocks)
+            for matrix in matrices_of(params[index].tensor, holders, params[index].name, blocks)
         ]
-        exchange = _exchange(place, items, rule, params[held[0]].tensor.device)
-        owners = _owners(place, items, exchange)
-        rounds += _rounds(place, items, owners, exchange, rule)
+        exchange = _exchange(holders, items, rule, params[held[0]].tensor.device)
+        owners = _owners(holders, items, exchange)
+        rounds += _rounds(holders, items, owners, exchange, rule)
         if exchange.group.world > 1:
             described = tuple(_described(params[index]) for index in held)
             present = sum(params[index].has_grad for index in held)
             form = f"{present} with a gradient, owners {zlib.crc32(str(owners).encode()):08x}"
-            collectives.append(Collective(exchange.group.name, "all-to-all", exchange.how, described, form))
-    meshes = dict.fromkeys(place.mesh for place in by_place if place.mesh is not None)
+            collectives.append(ContractLine(exchange.group.name, "all-to-all", exchange.how, described, form))
+    meshes = dict.fromkeys(holders.mesh for holders in by_holders if holders.mesh is not None)
     return StepPlan(tuple(rounds), Contract(tuple(collectives)), tuple(meshes))
 
 
@@ -159,45 +161,46 @@ def _described(param: Param) -> str:
     return f"{param.name} {word(param.tensor.dtype)}{shape}" + ("" if param.has_grad else " without a gradient")
 
 
-def _exchange(place: Place, items: Sequence[Item], rule: MatrixRule, device: torch.device) -> AllToAllSpec:
+def _exchange(holders: Holders, items: Sequence[MatrixWork], rule: MatrixRule, device: torch.device) -> AllToAllSpec:
     """Return how matrices travel to owners: within a shard group, or among all replicas where that is faster."""
-    alone = place.shard_group
-    group = Group() if alone is None else Group(alone.group_name, place.shards)
-    inside = AllToAllSpec(group, rule.dtype, place.shards, to_owners=True)
-    if not place.may_share or not items or not _saves_by_sharing(place, items, device):
+    alone = holders.shard_group
+    group = Group() if alone is None else Group(alone.group_name, holders.shards)
+    inside = AllToAllSpec(group, rule.dtype, holders.shards, to_owners=True)
+    if not holders.may_share or not items or not _saves_by_sharing(holders, items, device):
         return inside
-    assert place.mesh is not None
-    return replace(inside, group=Group(group_of_all(place.mesh).group_name, place.mesh.size()))
+    assert holders.mesh is not None
+    return replace(inside, group=Group(group_of_all(holders.mesh).group_name, holders.mesh.size()))
 
 
-def _saves_by_sharing(place: Place, items: Sequence[Item], device: torch.device) -> bool:
+def _saves_by_sharing(holders: Holders, items: Sequence[MatrixWork], device: torch.device) -> bool:
     """Tell whether replicas that share the owners, and send each other all updates, are faster."""
-    assert place.mesh is not None
-    cost.share(device, place.mesh)
-    cluster, ranks = cost.detect(device), place.mesh.mesh.flatten().tolist()
+    assert holders.mesh is not None
+    cost.share(device, holders.mesh)
+    cluster, ranks = cost.detect(device), holders.mesh.mesh.flatten().tolist()
     costs_us = newton_schulz_us([item.matrix.shape for item in items], cluster)
     elements = sum(item.matrix.numel for item in items)
     alike_us, shared_us = (
-        owners_us(costs_us, elements, ranks, place.shards, shares, cluster) for shares in (False, True)
+        owners_us(costs_us, elements, ranks, holders.shards, shares, cluster) for shares in (False, True)
     )
     return shared_us < alike_us
 
 
-def _owners(place: Place, items: Sequence[Item], exchange: AllToAllSpec) -> list[int]:
-    world, shards = exchange.group.world, place.shards
+def _owners(holders: Holders, items: Sequence[MatrixWork], exchange: AllToAllSpec) -> list[int]:
+    world, shards = exchange.group.world, holders.shards
     homes = [item.matrix.home(shards) for item in items]
     ranks = [() if home is None else range(home, world, shards) for home in homes]
     return owners_of([item.flops for item in items], world, ranks)
 
 
 def _rounds(
-    place: Place, items: Sequence[Item], owners: Sequence[int], exchange: AllToAllSpec, rule: MatrixRule
+    holders: Holders, items: Sequence[MatrixWork], owners: Sequence[int], exchange: AllToAllSpec, rule: MatrixRule
 ) -> Iterator[Round]:
     world = exchange.group.world
     rank = 0 if world == 1 else process_group(exchange.group.name).rank()
     sizes = [item.matrix.numel * rule.dtype.itemsize for item in items]
     stays = [
-        world == place.shards and item.matrix.home(world) == owner for item, owner in zip(items, owners, strict=True)
+        world == holders.shards and item.matrix.home(world) == owner
+        for item, owner in zip(items, owners, strict=True)
     ]
     for each in rounds_of(sizes, [item.flops for item in items], owners):
         moved = [at for at in each if not stays[at]]

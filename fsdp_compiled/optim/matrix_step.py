@@ -23,7 +23,7 @@ from ..expect import expect, shown, unexpected
 from ..sharding.dtensor import local_of
 from ..sharding.matrices import Part
 from .local_parts import local_part_of, names_of
-from .matrix_plan import Blocks, Item, Param, Round, StepPlan, place_of, plan_step
+from .matrix_plan import Blocks, MatrixWork, Param, Round, StepPlan, holders_of, plan_step
 from .matrix_rules import MatrixRule, NewtonSchulz, State
 
 
@@ -33,7 +33,7 @@ def matrix_step(
     """Return how ``optimizer`` steps; raises what :func:`step_on_shards` does."""
     names = names_of(optimizer)
     for param in names:
-        place_of(param, names[param])
+        holders_of(param, names[param])
     expect("blocks", blocks, Mapping, "a mapping of parameters to the rows of their matrices")
     for param, rows in blocks.items():
         if not isinstance(param, Tensor) or param not in names:
@@ -153,14 +153,14 @@ class _Rounds:
     def _device(self, this: Round) -> torch.device:
         return self.held[this.items[0].param].shard.device
 
-    def _step_alone(self, item: Item, part: Part) -> None:
+    def _step_alone(self, item: MatrixWork, part: Part) -> None:
         """Step a matrix that this rank has and needs alone."""
         held = self.held[item.param]
         matrix = torch.empty(item.matrix.shape, dtype=self.rule.dtype, device=held.shard.device)
         update = self._update(item, matrix.copy_(self._sent(held, part.of_shard)))
         self.rule.apply(held.group, part.of_shard(held.shard), update, item.matrix.shape)
 
-    def _update(self, item: Item, matrix: Tensor) -> Tensor:
+    def _update(self, item: MatrixWork, matrix: Tensor) -> Tensor:
         update = self.rule.matrix_function(self.held[item.param].group, matrix)
         if update.shape != item.matrix.shape:
             name, shape = item.matrix.param.name, tuple(update.shape)

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..expect import shown, unexpected
 from ..tracing.dynamo import saves_packages
-from ..tracing.sharded_module import UnitState, user_class
+from ..tracing.sharded_module import UnitOfModule, user_class
 from .block import REUSES_TRACES, RegionModule, drop_region, make_region
 
 # "auto" takes blocks that occur at least so often: a region costs about as much to compile as two flat blocks.
@@ -71,7 +71,7 @@ def _units(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield module, name
 
 
-def _state_of(module: nn.Module) -> UnitState:
+def _state_of(module: nn.Module) -> UnitOfModule:
     return module.__dict__["_fsdp_state"]  # type: ignore[no-any-return]
 
 

@@ -12,7 +12,7 @@ from .spec import Bucket, ParamSpec, Text, word
 
 
 @dataclass(frozen=True)
-class Collective(Text):
+class ContractLine(Text):
     """One collective as every rank of its group must see it."""
 
     group: str  # name of the process group
@@ -29,7 +29,7 @@ class Contract(Text):
     ``basis`` is what they were decided from, "name: value" each. It is not compared, but tells why ranks differ.
     """
 
-    collectives: tuple[Collective, ...]
+    collectives: tuple[ContractLine, ...]
     basis: tuple[str, ...] = ()
 
     @cached_property
@@ -40,7 +40,7 @@ class Contract(Text):
     @cached_property
     def by_group(self) -> dict[str, Contract]:
         """What each process group has to agree on, by its name: its own collectives."""
-        groups: dict[str, list[Collective]] = {}
+        groups: dict[str, list[ContractLine]] = {}
         for each in self.collectives:
             groups.setdefault(each.group, []).append(each)
         return {name: Contract(tuple(collectives), self.basis) for name, collectives in groups.items()}
@@ -56,19 +56,19 @@ class Contract(Text):
         return cls.decode(zlib.decompress(b85decode(text)).decode())
 
 
-def collective_of(bucket: Bucket, stage: str) -> Collective | None:
+def line_of(bucket: Bucket, stage: str) -> ContractLine | None:
     """Return one stage of a bucket as other ranks see it; None if it involves none."""
     group = bucket.group_of(stage)
     if group is None or group.world == 1:
         return None
     params = tuple(map(_described, bucket.params))
-    return Collective(group.name, stage.replace("_", "-"), bucket.spec.how, params, bucket.form)
+    return ContractLine(group.name, stage.replace("_", "-"), bucket.spec.how, params, bucket.form)
 
 
 @lru_cache(maxsize=4096)
 def contract_of(bucket: Bucket) -> Contract:
     """Return what ranks have to agree on before a bucket travels alone; the same record for an equal bucket."""
-    return Contract(tuple(each for stage in bucket.stages if (each := collective_of(bucket, stage))))
+    return Contract(tuple(each for stage in bucket.stages if (each := line_of(bucket, stage))))
 
 
 def _described(param: ParamSpec) -> str:

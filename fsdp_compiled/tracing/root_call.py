@@ -15,7 +15,7 @@ from ..passes import log
 from .dynamo import callback_handler, comptime, is_skipped, skipped, with_code_of_its_own
 from .frames import with_room_for_callees
 from .reads import check_not_frozen, check_unwritten
-from .sharded_module import MixinOrder, UnitState
+from .sharded_module import MixinOrder, UnitOfModule
 
 
 def watch_compiles() -> None:
@@ -49,7 +49,7 @@ class TracedCall:
     """
 
     _fsdp_order = MixinOrder.ROOT_CALL
-    _fsdp_state: UnitState
+    _fsdp_state: UnitOfModule
     _fsdp_call: Callable[..., Any]
 
     @skipped

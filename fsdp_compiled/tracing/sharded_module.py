@@ -32,7 +32,7 @@ class MixinOrder(IntEnum):
     READS = 3
 
 
-class UnitState(Protocol):
+class UnitOfModule(Protocol):
     """What modules ask of ``FSDPState``, which this package may not import."""
 
     @property
@@ -64,7 +64,7 @@ class ShardedModule:
 
     _fsdp_order = MixinOrder.READS
     _fsdp_params: dict[str, FSDPParam]
-    _fsdp_units: tuple[UnitState, ...]
+    _fsdp_units: tuple[UnitOfModule, ...]
     _fsdp_calling = False
 
     @skipped
@@ -194,7 +194,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
     return isinstance(module, ShardedModule) and name in module._fsdp_params
 
 
-def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitState) -> None:
+def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitOfModule) -> None:
     """Make ``module`` read ``params`` through properties, beside those that it owns already."""
     state = module.__dict__
     if not isinstance(module, ShardedModule):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import set_rank_agreement
 from fsdp_compiled.agreement import ledger, peers
-from fsdp_compiled.sharding.contract import Collective, Contract
+from fsdp_compiled.sharding.contract import Contract, ContractLine
 from tests.faults.steps import (
     MODES,
     Model,
@@ -143,7 +143,7 @@ def test_a_rank_that_compiles_after_an_error_is_waited_for():
     assert peers.current().report
     if dist.get_rank() == 0:
         torch.compile(torch.sin, backend=_compiles_long, fullgraph=True)(torch.ones(2))
-    ledger.agree(Contract((Collective(dist.group.WORLD.group_name, "all-gather", "float32", ("weight",)),)))
+    ledger.agree(Contract((ContractLine(dist.group.WORLD.group_name, "all-gather", "float32", ("weight",)),)))
 
 
 @on_ranks(2, timeout_s=30)

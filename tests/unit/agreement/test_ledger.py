@@ -21,11 +21,11 @@ from fsdp_compiled.agreement import ledger, mismatch, peers, tripwire
 from fsdp_compiled.errors import RankFailureError, RankMismatchError
 from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.rules import GraphError, verify
-from fsdp_compiled.sharding.contract import Collective, Contract
+from fsdp_compiled.sharding.contract import Contract, ContractLine
 from tests.support.graphs import record
 from tests.support.until import until
 
-FIRST = Collective("world", "all-gather", "sent as float32", ("a.weight float32[8, 8]", "a.bias float32[8]"))
+FIRST = ContractLine("world", "all-gather", "sent as float32", ("a.weight float32[8, 8]", "a.bias float32[8]"))
 SECOND = replace(FIRST, params=("b.weight float32[8, 8]", "b.bias float32[8]"))
 SHORT = replace(FIRST, params=("a.weight float32[8, 8]",))
 REDUCTION = replace(FIRST, kind="reduce-scatter", how="sent as float32 (sum, divided by 1 before and 2 after)")
@@ -282,11 +282,11 @@ def test_arguments():
         set_rank_agreement(deadline=5)
     with pytest.raises(ValueError, match="^deadline: expected a positive time, got 0:00:00$"):
         set_rank_agreement(deadline=timedelta(0))
-    assert ledger.setting() == ledger.Setting(True, None)
+    assert ledger.setting() == ledger.ComparisonSetting(True, None)
     set_rank_agreement(False, deadline=timedelta(seconds=3))
-    assert ledger.setting() == ledger.Setting(False, timedelta(seconds=3))
+    assert ledger.setting() == ledger.ComparisonSetting(False, timedelta(seconds=3))
     set_rank_agreement()
-    assert ledger.setting() == ledger.Setting()
+    assert ledger.setting() == ledger.ComparisonSetting()
 
 
 @pytest.mark.usefixtures("setting")

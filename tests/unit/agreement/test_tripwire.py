@@ -12,10 +12,10 @@ from expecttest import assert_expected_inline
 
 from fsdp_compiled.agreement import tripwire
 from fsdp_compiled.errors import RankMismatchError
-from fsdp_compiled.sharding.contract import Collective, Contract
+from fsdp_compiled.sharding.contract import Contract, ContractLine
 
 CONTRACTS = {
-    name: Contract((Collective("world", "all-gather", "sent as float32", (f"{name}.weight float32[8, 8]",)),))
+    name: Contract((ContractLine("world", "all-gather", "sent as float32", (f"{name}.weight float32[8, 8]",)),))
     for name in "abcdefgh"
 }
 
