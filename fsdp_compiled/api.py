@@ -188,7 +188,7 @@ def options(schedule: SchedulePolicy | None = None, passes: Sequence[Pass] = ())
 
     Raises:
         TypeError: ``schedule`` is no SchedulePolicy, or ``passes`` no list of functions.
-        ValueError: a pass names another one, to stand beside, that there is not.
+        ValueError: a pass names another one, to stand next to, that there is not.
     """
     return _options(schedule, more=passes)
 
@@ -234,7 +234,7 @@ def compile(
             ``options`` no mapping, or ``passes`` no list of functions.
         ValueError: another backend than Inductor, which alone runs the passes, or both ``mode`` and ``options``;
             regions of a function, or modules that are no units of ``model``, or lie inside each other; a pass that
-            names another one, to stand beside, that there is not.
+            names another one, to stand next to, that there is not.
         NotImplementedError: a list of regions, and a pass of the user's in Inductor's option
             ``_pre_fusion_custom_pass``.
     """

@@ -35,7 +35,7 @@ def uninstall() -> None:
     """Leave torch as it was before the first ``fully_shard``, which puts everything in again.
 
     Models that are sharded already stay so. Their graphs then run collectives one by one, see
-    :func:`fsdp_compiled.passes.uninstall`, and a call of one lets others hear of its failures again.
+    :func:`fsdp_compiled.passes.uninstall`, and a call of one reports its failures to others again.
     """
     for _, take_out in reversed(INSTALLED):
         take_out()

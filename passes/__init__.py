@@ -92,7 +92,7 @@ def uninstall() -> None:
 def options(
     policy: SchedulePolicy, core: str = "", given: Mapping[str, Any] | None = None, more: Sequence[Pass] = ()
 ) -> dict[str, Any]:
-    """Return Inductor options to compile by ``policy`` beside the user's own passes; ``core`` as in :func:`slots`.
+    """Return Inductor options to compile by ``policy`` with the user's own passes; ``core`` as in :func:`slots`.
 
     ``given`` are other options of that compile; a pass of the user's among them runs rather than the one in the slot.
     """

@@ -1,4 +1,4 @@
-"""Runs passes inside Inductor's custom-pass slots, beside whatever the user put there."""
+"""Runs passes inside Inductor's custom-pass slots, with whatever the user put there."""
 
 from __future__ import annotations
 

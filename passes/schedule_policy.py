@@ -26,13 +26,13 @@ class SchedulePolicy:
         bucket: "auto": the buckets with the shortest estimated step; "unit": one bucket per ``fully_shard`` call
             and dtype; "none": every parameter alone; an integer: full buckets of at most that many bytes. Where
             ``in_flight_bytes`` has no room for a bucket, it is cut.
-        prefetch: how many all-gathers may be launched before the first of them is needed, beside the one in use;
+        prefetch: how many all-gathers may be launched before the first of them is needed, besides the one in use;
             "auto": as many as hide their time behind compute, at least one.
         in_flight_bytes: the hard bound on unsharded bytes not yet freed plus gradients waiting to be reduced,
             in each graph. "auto": the largest of 64 MiB, of what PyTorch's FSDP2 holds (two of the largest units,
             and in backward the gradients of two more), and of what the graph cannot do without.
         keep_unsharded_bytes: so many bytes of parameters, those with the largest all-gather time per byte, stay
-            unsharded from forward to backward rather than travel twice; beside ``in_flight_bytes``. "auto": 16 MiB,
+            unsharded from forward to backward rather than travel twice; besides ``in_flight_bytes``. "auto": 16 MiB,
             where launching collectives costs more than the memory is worth, but none of units whose
             ``reshard_after_forward`` the user has set.
         cluster: the machine that times are estimated for: a record, the name of one that ships, or a file that

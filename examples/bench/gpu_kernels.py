@@ -1,4 +1,4 @@
-"""How many kernels a sharded model's program for a GPU has beside those of the same model unsharded.
+"""How many kernels a sharded model's program for a GPU has, and that of the same model unsharded.
 
     python examples/bench/gpu_kernels.py --out kernels.json
 

@@ -1,4 +1,4 @@
-"""Time a training step in torchft's replica groups beside one of plain hybrid sharding, without any fault.
+"""Time a training step in torchft's replica groups and one of plain hybrid sharding, without any fault.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 examples/bench/replica_groups.py
 

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
     corpus = data.load(args.data, args.seq)
     while (step := manager.current_step()) < args.steps:
         begin = time.time()
-        optimizer.zero_grad()  # a quorum is found beside forward
+        optimizer.zero_grad()  # a quorum is found during forward
         seed = step * 1000 + group * 100 + dist.get_rank()
         tokens, targets = corpus.sample(args.batch, args.seq, torch.Generator().manual_seed(seed))
         loss = trained.call(tokens.to(device), targets.to(device))

@@ -28,7 +28,7 @@ BUCKET_BYTES = 2**26  # of gradients that travel together
 class ReplicatedOptimizer(torchft.Optimizer):
     """An optimizer that steps with the mean gradients of all replica groups that take part in the step.
 
-    ``zero_grad`` begins a step: torchft finds out beside forward which groups take part. ``step`` averages, and steps
+    ``zero_grad`` begins a step: torchft finds out during forward which groups take part. ``step`` averages, and steps
     if all of the group's ranks have received the averages; else it leaves parameters as they are, and the batch is
     lost. A group that comes back receives parameters, buffers and optimizer state from another one, rank by rank.
 

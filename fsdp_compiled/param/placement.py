@@ -23,7 +23,7 @@ class ShardedState(Enum):
     """Which tensor is registered on the modules, and so which memory a parameter holds.
 
     SHARDED: the DTensor; only this rank's shard has memory.
-    SHARDED_POST_FORWARD: the DTensor; beside the shard, a larger one over a smaller group has memory.
+    SHARDED_POST_FORWARD: the DTensor; a larger shard, over a smaller group, has memory, too.
     UNSHARDED: the plain tensor used in compute; the shard and the unsharded parameter have memory.
     """
 

@@ -220,7 +220,7 @@ _derive = _operator.gen_schema
 
 
 class _Schemas(dict[tuple[int, str, tuple[type, ...]], tuple[Any, Any]]):
-    """Those of one trace, each beside its subgraph, so that the subgraph's id stays its own."""
+    """Those of one trace, each with its subgraph, so that the subgraph's id stays its own."""
 
 
 def derive_schemas_once() -> None:

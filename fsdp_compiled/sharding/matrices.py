@@ -103,7 +103,7 @@ class AllToAllSpec:
 
     @property
     def how(self) -> str:
-        """What ranks compare beside the parameters."""
+        """What ranks compare besides the parameters."""
         return f"sent as {word(self.dtype)} {'to' if self.to_owners else 'from'} owners"
 
 

@@ -131,7 +131,7 @@ class Spec:
 
     @property
     def how(self) -> str:
-        """What ranks compare beside the parameters."""
+        """What ranks compare besides the parameters."""
         return f"sent as {word(self.dtype)}"
 
     def key(self, param: ParamSpec) -> Hashable:

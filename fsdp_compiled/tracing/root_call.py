@@ -19,7 +19,7 @@ from .sharded_module import MixinOrder, UnitOfModule
 
 
 def watch_compiles() -> None:
-    """Log compilations and let other ranks hear of them; again when a forward begins, as torch's reset forgets it."""
+    """Log compilations and report them to other ranks; again when a forward begins, as torch's reset forgets it."""
     for begin, end in (log.callbacks, peers.callbacks):
         if begin not in callback_handler.start_callbacks:
             callback_handler.register_start_callback(begin)

@@ -195,7 +195,7 @@ def is_managed(module: nn.Module, name: str) -> bool:
 
 
 def own(module: nn.Module, params: dict[str, FSDPParam], unit: UnitOfModule) -> None:
-    """Make ``module`` read ``params`` through properties, beside those that it owns already."""
+    """Make ``module`` read ``params`` through properties, besides those that it owns already."""
     state = module.__dict__
     if not isinstance(module, ShardedModule):
         state |= {"_fsdp_params": {}, "_fsdp_units": ()}

@@ -140,7 +140,7 @@ def network_bytes_per_s(folder: Path) -> float:
 
 
 def _words(folder: Path, pattern: str, needs: str = ".") -> Iterator[list[str]]:
-    """Yield the words of each file with ``needs`` beside it, such as a card's rate: ``400 Gb/sec (4X NDR)``."""
+    """Yield the words of each file with ``needs`` next to it, such as a card's rate: ``400 Gb/sec (4X NDR)``."""
     for path in sorted(path for path in folder.glob(pattern) if (path.parent / needs).exists()):
         with suppress(OSError):  # an interface that is down has no speed
             yield path.read_text().split()

@@ -25,7 +25,7 @@ NAMESPACE = "fsdp_compiled"
 UNSHARD_SCHEMA = "unshard(Tensor shard, Tensor? unsharded_grad, Tensor? shard_grad, str spec) -> Tensor"
 UNSHARD_ALL_SCHEMA = "unshard_all(Tensor[] shards, Tensor[] leaves, int[] targets, str[] specs) -> Tensor[]"
 # What is done twice with equal arguments is taken for the same and done once; ``number`` tells calls apart, which add
-# what there is beside their arguments.
+# what there is besides their arguments.
 REDUCE_SCHEMA = "reduce_grad(Tensor grad, str spec, *, int number=0) -> Tensor"
 REDUCE_ALL_SCHEMA = "reduce_all(Tensor[] grads, str[] specs, *, int number=0) -> Tensor[]"
 WITH_GRADIENT_SCHEMA = (
