@@ -37,7 +37,7 @@ class Finding(NamedTuple):
     text: str  # what was found, and what to do about it
 
 
-class Gpu(NamedTuple):
+class FoundGpu(NamedTuple):
     name: str
     memory_bytes: int
     cluster: str  # name of the one whose constants estimate its times
@@ -73,9 +73,9 @@ def diagnose() -> list[Finding]:
     ]
 
 
-def _gpu(device: torch.device) -> Gpu:
+def _gpu(device: torch.device) -> FoundGpu:
     found = torch.get_device_module(device).get_device_properties(device)
-    return Gpu(found.name, found.total_memory, cost.detect(device).name)
+    return FoundGpu(found.name, found.total_memory, cost.detect(device).name)
 
 
 def _version(package: str) -> str | None:
@@ -121,7 +121,7 @@ def judge_compiler(path: str | None, has_python_headers: bool) -> Finding:
     return Finding("problem", "C++ compiler", f"Inductor compiles nothing without {' and '.join(missing)}")
 
 
-def judge_gpus(gpus: Sequence[Gpu], built_for: str | None, on_cpu: str = "CPU") -> Iterator[Finding]:
+def judge_gpus(gpus: Sequence[FoundGpu], built_for: str | None, on_cpu: str = "CPU") -> Iterator[Finding]:
     """Judge the GPUs, for a torch built for this kind of device; ``on_cpu`` is the cluster of ranks without any."""
     if not gpus:
         check = "check the driver and variables that hide devices, such as CUDA_VISIBLE_DEVICES"

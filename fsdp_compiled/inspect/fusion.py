@@ -20,7 +20,7 @@ _NEAR = 64  # *Source:* Scheduler.are_long_distant_nodes of torch 2.13.0
 
 
 @dataclass(eq=False)
-class Kernel:
+class FusedKernel:
     """Values that one kernel computes. The masks have a bit for each node between two collectives."""
 
     members: list[fx.Node]
@@ -30,13 +30,13 @@ class Kernel:
     needs: int  # what has to be computed before, and its own
     feeds: int  # what needs it, and its own
 
-    def add(self, other: Kernel) -> None:
+    def add(self, other: FusedKernel) -> None:
         """Compute what ``other`` does, too."""
         self.members += other.members
         self.touches |= other.touches
         self.own, self.needs, self.feeds = self.own | other.own, self.needs | other.needs, self.feeds | other.feeds
 
-    def fits(self, other: Kernel, computed: int) -> bool:
+    def fits(self, other: FusedKernel, computed: int) -> bool:
         """Tell whether the two fit by size and memory, and nothing ``computed`` by itself lies between them."""
         if self.size != other.size or self.touches.isdisjoint(other.touches):
             return False
@@ -44,7 +44,7 @@ class Kernel:
         return not between & computed & ~(self.own | other.own)
 
 
-def kernels_of(graph: fx.Graph, touched: Mapping[fx.Node, Set[Hashable]]) -> dict[fx.Node, Kernel]:
+def kernels_of(graph: fx.Graph, touched: Mapping[fx.Node, Set[Hashable]]) -> dict[fx.Node, FusedKernel]:
     """Return, for each value that is computed together with others, the kernel that does it.
 
     Args:
@@ -57,7 +57,7 @@ def kernels_of(graph: fx.Graph, touched: Mapping[fx.Node, Set[Hashable]]) -> dic
     return {member: kernel for kernel in kernels for member in kernel.members}
 
 
-def in_order(graph: fx.Graph, kernel_of: Mapping[fx.Node, Kernel]) -> list[fx.Node]:
+def in_order(graph: fx.Graph, kernel_of: Mapping[fx.Node, FusedKernel]) -> list[fx.Node]:
     """Return all nodes in order, those of a kernel behind each other where all that it reads is there."""
     found, begun = dict[fx.Node, None](), set[fx.Node]()
 
@@ -85,7 +85,7 @@ def elements(node: fx.Node) -> int:
     return sum(tensor_bytes(tensor) // tensor.element_size() for tensor in tensors_of(node))
 
 
-def _fused(together: Sequence[fx.Node], touched: Mapping[fx.Node, Set[Hashable]]) -> Iterator[Kernel]:
+def _fused(together: Sequence[fx.Node], touched: Mapping[fx.Node, Set[Hashable]]) -> Iterator[FusedKernel]:
     """Yield the kernels among nodes that lie between two collectives."""
     bit = {node: 1 << place for place, node in enumerate(together)}
     needs, feeds, computed = dict(bit), dict(bit), 0
@@ -99,9 +99,9 @@ def _fused(together: Sequence[fx.Node], touched: Mapping[fx.Node, Set[Hashable]]
     for node in reversed(together):
         for user in node.users:
             feeds[node] |= feeds.get(user, 0)
-    kernels = list[Kernel]()
+    kernels = list[FusedKernel]()
     for node in (node for node in together if node in touched and not is_alone(node)):
-        kernel = Kernel([node], elements(node), set(touched[node]), bit[node], needs[node], feeds[node])
+        kernel = FusedKernel([node], elements(node), set(touched[node]), bit[node], needs[node], feeds[node])
         for other in kernels[::-1]:  # the nearest first, as Inductor ranks what shares as much memory
             if place_of[node] - place_of[other.members[0]] <= _NEAR and other.fits(kernel, computed):
                 kernels.remove(other)

@@ -39,7 +39,7 @@ from ..passes.cost.compute import (
 from ..passes.graph import nodes
 from ..passes.unalias import may_be_overwritten
 from .buffers import GLOO, Buffers, buffers_of, keeps_buffer
-from .fusion import Kernel, elements, in_order, is_alone, kernels_of
+from .fusion import FusedKernel, elements, in_order, is_alone, kernels_of
 
 Part = Literal[
     "parameters",  # shards, and parameters outside of units
@@ -127,7 +127,7 @@ class GraphMemory:
         self.returned = self._outliving.union(*(self._keys[source] for source in output.all_input_nodes))
         made = ((node, keys) for node, keys in self._allocated.items() if node.op == "call_function")
         self._kernel_of = kernels_of(graph, {node: self._inputs[node].union(keys) for node, keys in made})
-        self._readers = defaultdict[Hashable, list[fx.Node | Kernel]](list)
+        self._readers = defaultdict[Hashable, list[fx.Node | FusedKernel]](list)
         self._order = in_order(graph, self._kernel_of)
         for node in self._order:
             end = self._kernel_of[node].members[-1] if node in self._kernel_of else node

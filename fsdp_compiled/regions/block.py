@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Region:
+class RegionBlock:
     """What is known of a block that is a region."""
 
     unit: Unit
@@ -48,7 +48,7 @@ class RegionModule:
     """
 
     _fsdp_order = MixinOrder.REGION
-    _fsdp_region: Region
+    _fsdp_region: RegionBlock
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         region, call = self._fsdp_region, None
@@ -59,7 +59,7 @@ class RegionModule:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         unsharded = _registered(region.params) if region.unit.hooked else _unsharded_together(region.params)
         if call is None:
-            return _region(self, Region, *unsharded, *args, **kwargs)
+            return _region(self, RegionBlock, *unsharded, *args, **kwargs)
         output = _region(self, region.names + call, *unsharded, *args, **kwargs)
         comptime(_guard)
         return output
@@ -78,7 +78,7 @@ def make_region(module: nn.Module, unit: Unit, by_default: bool) -> None:
         for name, param in below.__dict__.get("_fsdp_params", {}).items():
             read.setdefault(param, []).append(f"{path}.{name}")
     names = "; ".join(map(" = ".join, read.values()))
-    module.__dict__["_fsdp_region"] = Region(unit, tuple(read), names, REUSES_TRACES, by_default)
+    module.__dict__["_fsdp_region"] = RegionBlock(unit, tuple(read), names, REUSES_TRACES, by_default)
     rebase(module, add=(RegionModule,))
 
 
@@ -88,7 +88,7 @@ def drop_region(module: nn.Module) -> None:
     rebase(module, drop=RegionModule)
 
 
-def _is_unsharded(region: Region) -> bool:
+def _is_unsharded(region: RegionBlock) -> bool:
     """Tell whether what is registered while hooks hold the unit are the parameters as the region takes them."""
     is_plain = all(param.extension is None and param.outer is None for param in region.params)
     return is_plain and all(region.unit in param.users for param in region.params)
@@ -268,7 +268,7 @@ def without_failing_regions(model: nn.Module, run: Callable[..., T], /, *args: A
     attention on a GPU, does not take the states of their generators as arguments, for which CUDA graphs have a use:
     torch gives none to regions.
     """
-    dropped: dict[nn.Module, Region] = {}
+    dropped: dict[nn.Module, RegionBlock] = {}
     why: Exception | None = None
     tracing = dynamo.get_eval_frame_callback()
     begins = (getattr(run, "__wrapped__", run).__code__, *model.__dict__.get(COMPILED_IN_PLACE, ()))  # type: ignore[attr-defined]
@@ -323,7 +323,7 @@ def _trace_each(failing: list[Any], error: Exception) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _tell(modules: Mapping[nn.Module, Region], why: Exception) -> None:
+def _tell(modules: Mapping[nn.Module, RegionBlock], why: Exception) -> None:
     classes = sorted({type(module)._fsdp_user_class.__name__ for module in modules})  # type: ignore[attr-defined]
     first = re.split(r"(?<![:\n])\n", str(why).strip())[0]  # the first line, and what a colon at its end announces
     reason = " ".join(first.split()) or type(why).__name__

@@ -142,7 +142,7 @@ class Box(NamedTuple):
     tip: str = ""
 
 
-class Text(NamedTuple):
+class Label(NamedTuple):
     """A line of text on the baseline ``y``."""
 
     kind: str
@@ -159,7 +159,7 @@ class Line(NamedTuple):
     points: tuple[tuple[float, float], ...]
 
 
-Shape = Box | Text | Line
+Shape = Box | Label | Line
 
 
 class Drawing(NamedTuple):
@@ -192,10 +192,10 @@ def draw(graph: CapturedGraph, widest: int = WIDTH, until_us: float = 0.0) -> Dr
     shapes = list[Shape]()
     top = CAPTION
     for name, marks in lanes:
-        shapes += [Text("caption", EDGE, top - 6, name), *_bars(marks, scale, top)]
+        shapes += [Label("caption", EDGE, top - 6, name), *_bars(marks, scale, top)]
         top += LANE + CAPTION
     bottom = top + CURVE
-    shapes += [Text("caption", EDGE, top - 6, memory), *_memory(levels, graph, scale, bottom)]
+    shapes += [Label("caption", EDGE, top - 6, memory), *_memory(levels, graph, scale, bottom)]
     legend = _legend({shape.kind for shape in shapes}, bottom + AXIS)
     return Drawing(scale.width, bottom + AXIS + BOX_HEIGHT, (*_grid(scale, bottom), *shapes, *legend))
 
@@ -209,7 +209,7 @@ def _bars(marks: Sequence[Mark], scale: _Scale, y: float) -> list[Shape]:
         room = int((bar.width - 10) / CHARACTER) - len(mark.label)
         if mark.label and room >= 0:
             names = f" {figures.abbreviate(mark.params, room - 1)}" if mark.params and room > 12 else ""
-            labels.append(Text("on-bar", bar.x + 5, y + LANE - 8, mark.label + names))
+            labels.append(Label("on-bar", bar.x + 5, y + LANE - 8, mark.label + names))
     return [*bars, *labels]
 
 
@@ -225,15 +225,15 @@ def _memory(marks: Sequence[Mark], graph: CapturedGraph, scale: _Scale, base: fl
     bound = base - per_byte * bound_bytes
     if in_view:
         yield Line("bound", ((EDGE, bound), (scale.width - EDGE, bound)))
-        yield Text("note", EDGE + 2, bound - 5, f"bound {figures.size(bound_bytes)}")
+        yield Label("note", EDGE + 2, bound - 5, f"bound {figures.size(bound_bytes)}")
     else:
-        yield Text("caption", scale.width - EDGE, base - CURVE - 6, f"bound {figures.size(bound_bytes)}", "end")
+        yield Label("caption", scale.width - EDGE, base - CURVE - 6, f"bound {figures.size(bound_bytes)}", "end")
     if boxes:
         peak = max(boxes, key=lambda box: box.height)
         is_late = peak.x > 0.85 * scale.width
         y = peak.y + 14 if peak.height > 18 else peak.y - 5  # above a low curve
         note = f"peak {figures.size(peak_bytes)}"
-        yield Text("note", peak.x + (peak.width - 4 if is_late else 4), y, note, "end" if is_late else "start")
+        yield Label("note", peak.x + (peak.width - 4 if is_late else 4), y, note, "end" if is_late else "start")
 
 
 def _grid(scale: _Scale, bottom: float) -> Iterator[Shape]:
@@ -242,12 +242,12 @@ def _grid(scale: _Scale, bottom: float) -> Iterator[Shape]:
         x = scale.x(time_us)
         yield Line("grid", ((x, CAPTION), (x, bottom)))
         anchor: Anchor = "end" if x > scale.width - 40 else "start" if x < 40 else "middle"
-        yield Text("caption", x, bottom + 16, figures.duration(time_us), anchor)
+        yield Label("caption", x, bottom + 16, figures.duration(time_us), anchor)
 
 
 def _legend(kinds: set[str], y: float) -> Iterator[Shape]:
     x = float(EDGE)
     for kind in (kind for kind in LEGEND if kind in kinds):
         yield Box(kind, x, y, BOX_WIDTH, BOX_HEIGHT)
-        yield Text("caption", x + BOX_WIDTH + 6, y + BOX_HEIGHT - 2, kind)
+        yield Label("caption", x + BOX_WIDTH + 6, y + BOX_HEIGHT - 2, kind)
         x += BOX_WIDTH + 6 + CHARACTER * len(kind) + GAP

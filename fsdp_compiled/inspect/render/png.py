@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..records import CapturedModel
 from . import figures
-from .drawing import COLOUR_OF, COLOURS, Box, Line, Shape, Text, draw
+from .drawing import COLOUR_OF, COLOURS, Box, Label, Line, Shape, draw
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ def png(capture: CapturedModel) -> bytes:
         axes.set(xlim=(0, drawing.width), ylim=(drawing.height, -TITLE))
         axes.axis("off")
         head = f"{title}: {figures.in_line(figures.graph_facts(graph))}"
-        for order, shape in enumerate((Text("note", 0, -6, head), *drawing.shapes)):
+        for order, shape in enumerate((Label("note", 0, -6, head), *drawing.shapes)):
             _paint(axes, shape, order)
     file = BytesIO()
     with warnings.catch_warnings():
@@ -58,7 +58,7 @@ def png(capture: CapturedModel) -> bytes:
 def _paint(axes: Axes, shape: Shape, order: int) -> None:
     colour, _ = COLOURS[COLOUR_OF[shape.kind]]
     match shape:
-        case Text(_, x, y, text, anchor):
+        case Label(_, x, y, text, anchor):
             axes.text(x, y, text, size=FONT, color=colour, ha=ALIGNMENT[anchor], zorder=order, parse_math=False)
         case Line(kind, points):
             dashes = "--" if kind == "bound" else "-"

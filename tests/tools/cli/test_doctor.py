@@ -12,7 +12,7 @@ from fsdp_compiled import passes
 from fsdp_compiled.cli.doctor import (
     RULES,
     Finding,
-    Gpu,
+    FoundGpu,
     diagnose,
     judge_backends,
     judge_compiler,
@@ -26,7 +26,7 @@ from fsdp_compiled.cli.doctor import (
 )
 from fsdp_compiled.passes.cost import CLUSTERS, as_text
 
-H200 = Gpu("NVIDIA H200", 150_000_000_000, "H200")
+H200 = FoundGpu("NVIDIA H200", 150_000_000_000, "H200")
 SETTING = "torch._inductor.config"
 RESHARD = passes.slots(passes.SchedulePolicy())["joint_custom_pre_pass"]
 
@@ -86,7 +86,7 @@ def test_backends():
 def test_gpus():
     _only(judge_gpus([], "cuda"), "note", "GPU", "torch is built for cuda, so check the driver")
     assert {found.level for found in judge_gpus([H200, H200], "cuda")} == {"ok"}
-    other = Gpu("NVIDIA L4", 24_000_000_000, "H100")
+    other = FoundGpu("NVIDIA L4", 24_000_000_000, "H100")
     _only(judge_gpus([other], "cuda"), "note", "GPU 0", "cluster H100, which it is not: describe yours with")
     assert [found.level for found in judge_gpus([other._replace(cluster="H100, calibrated")], "cuda")] == ["ok"]
     mixed = judge_gpus([H200, H200._replace(name="NVIDIA H100", cluster="H100")], "cuda")

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_compiled import SchedulePolicy, fully_shard
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.inspect.records import MemoryStep, Verdict
-from fsdp_compiled.inspect.render.drawing import CURVE, HEADROOM, Box, Line, Text, draw
+from fsdp_compiled.inspect.render.drawing import CURVE, HEADROOM, Box, Label, Line, draw
 from fsdp_compiled.inspect.render.figures import headline, side_by_side
 from fsdp_compiled.passes import CLUSTERS
 from fsdp_compiled.testing.llama import Config, Llama
@@ -134,7 +134,7 @@ def test_a_distant_bound_does_not_flatten_the_curve():
     height, bounds, shapes = _memory_of(graph)
     assert not bounds
     assert height == pytest.approx(CURVE / HEADROOM)
-    assert any(isinstance(shape, Text) and shape.text == "bound 64 MiB" for shape in shapes)
+    assert any(isinstance(shape, Label) and shape.text == "bound 64 MiB" for shape in shapes)
 
 
 # ---- without code ----
