@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,13 +18,55 @@ from ..tracing.dynamo import skipped
 class EagerHooks(Protocol):
     """What hooks and identities call of ``FSDPState``, whose file imports this one."""
 
+    pre_forward: PreForward
+
     @property
     def unit(self) -> Unit: ...
+    def before_backward(self, output: Any) -> Any: ...
     def enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
     def watch_output(self, module: nn.Module, output: Any) -> Any: ...
     def begin_by_gradients(self) -> None: ...
     def pre_backward(self) -> None: ...
     def post_backward(self) -> None: ...
+
+
+class Lent:
+    """A forward's arguments, to whose lists and dicts it may write: copies, where tensors in them are replaced."""
+
+    def __init__(self, module: nn.Module, given: tuple[Any, Any], got: tuple[Any, Any]) -> None:
+        self.module = module
+        self._given: dict[int, tuple[Any, Any]] = {}  # by id: what forward gets, and in whose place
+        self._containers: list[tuple[Any, Any, dict[Any, Any]]] = []  # the same, and what was in it
+        if any(isinstance(each, (tuple, list, dict)) for each in (*got[0], *got[1].values())):
+            self._note(given, got)
+
+    def _note(self, given: Any, got: Any) -> None:
+        is_new = id(got) not in self._given
+        self._given[id(got)] = got, given
+        if is_new and isinstance(got, (tuple, list, dict)):
+            items = _items(got)
+            for before, item in zip(_items(given).values(), items.values(), strict=True):
+                self._note(before, item)
+            if not isinstance(got, tuple):
+                self._containers.append((given, got, items))
+
+    def take_back(self) -> list[Any]:
+        """Let the caller's lists and dicts follow what forward wrote to the copies; return what it put there."""
+        added = []
+        for given, got, before in self._containers:
+            items = _items(got)
+            added += [item for item in items.values() if id(item) not in self._given]
+            if got is not given and {key: id(items[key]) for key in items} != {
+                key: id(before[key]) for key in before
+            }:
+                now = {key: self._given.get(id(item), (None, item))[1] for key, item in items.items()}
+                given.clear()
+                given.extend(now.values()) if isinstance(given, list) else given.update(now)
+        return added
+
+
+def _items(container: Any) -> dict[Any, Any]:
+    return dict(container if isinstance(container, dict) else enumerate(container))
 
 
 # Dynamo guards all that a traced hook reads, in every step, and by a comparison in Python if two hooks read one
@@ -36,13 +78,18 @@ class PreForward:
     state: EagerHooks
     device: torch.device | None  # where inputs are moved
     dtype: torch.dtype | None  # to which they are cast
+    lent: list[Lent] = field(default_factory=list, repr=False)  # to the forwards under way, the innermost at last
 
     @skipped
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        given = args, kwargs
         if self.dtype is not None or self.device is not None:
             args, kwargs = cast_floating((args, kwargs), self.dtype, self.device)
         if not torch.compiler.is_compiling() and (self.state.unit.config.has_hooks or torch.is_grad_enabled()):
-            return self.state.enter_forward(args, kwargs)
+            if not self.state.unit.hooked:
+                self.lent.clear()  # by a forward that has failed
+            args, kwargs = self.state.enter_forward(args, kwargs)
+            self.lent.append(Lent(module, given, (args, kwargs)))
         return args, kwargs
 
 
@@ -55,6 +102,13 @@ class PostForward:
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling() and self.state.unit.config.has_hooks:
             output = self.state.watch_output(module, output)
+            lent = self.state.pre_forward.lent
+            while lent:
+                last = lent.pop()
+                if added := [each for each in tensors_in(last.take_back()) if each.requires_grad]:
+                    self.state.before_backward(added)
+                if last.module is module:
+                    break
         return output if self.dtype is None else cast_floating(output, self.dtype)
 
 

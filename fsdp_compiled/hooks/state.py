@@ -53,7 +53,7 @@ class FSDPState(TorchNames):
     pre_forward: PreForward
     post_forward: PostForward
     run = staticmethod(run_call)  # a call of the outermost unit, see TracedCall
-    begin_by_gradients = begin_by_gradients
+    begin_by_gradients, before_backward = begin_by_gradients, before_backward
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], default: ParamPlacement, unit: UnitInStep
@@ -213,7 +213,7 @@ class FSDPState(TorchNames):
             if self.unit.config.ends_forward_sharded:
                 output = copy_own([param for each in self.groups for param in each.params], output)
             self._leave_forward(module)
-        return before_backward(self, output) if torch.is_grad_enabled() else output
+        return self.before_backward(output) if torch.is_grad_enabled() else output
 
     @hook("post_forward")
     def _leave_forward(self, module: nn.Module) -> None:

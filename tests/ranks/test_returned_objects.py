@@ -1,4 +1,4 @@
-"""Units that return objects: what these hold trains, and what they compute later. Units whose output is changed."""
+"""Units that return objects: what these hold trains, and what they compute later. What units write to elsewhere."""
 
 from __future__ import annotations
 
@@ -143,3 +143,57 @@ class ChangesOutputs(nn.Module):
 def test_outputs_that_are_views_and_change_in_place():
     model, alone = ChangesOutputs(), ChangesOutputs()
     assert_trains_like_one_process(model, shard(model, "eager"), alone)
+
+
+class Teller(nn.Linear):
+    def __init__(self, number) -> None:
+        super().__init__(10, 10)
+        self.number = number
+
+    def forward(self, x, losses, stack, told):
+        y = super().forward(x).tanh()
+        losses.append(y.square().mean(1, True))
+        told["losses"].append(super().forward(y).abs().mean(1, True))
+        told["total"] = told.get("total", 0) + told["losses"][-1]
+        y = y + stack.pop(self.number - 2, 0)
+        stack[self.number] = x  # as it is, and for another block
+        return y
+
+
+class Tellers(nn.Module):
+    """Its blocks write to lists and dicts that they get, as video autoencoders and experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(map(Teller, range(4)))
+
+    def forward(self, x):
+        losses, stack, told = [], {}, {"losses": []}
+        for block in self.blocks:
+            x = block(x, losses, stack, told=told)
+        assert (len(losses), len(told["losses"]), [*stack]) == (4, 4, [2, 3])
+        return x + sum(losses) + told["losses"][-1] + told["total"]
+
+
+@on_ranks(2)
+def test_what_units_write_to_lists_and_dicts_of_their_callers():
+    model, alone = Tellers(), Tellers()
+    assert_trains_like_one_process(model, shard(model, "eager"), alone)
+
+
+class Stops(nn.Linear):
+    def forward(self, x, inputs):
+        inputs[0] = super().forward(inputs[0])
+        if len(inputs) > 1:
+            raise ValueError
+        return x + inputs[0]
+
+
+@on_ranks(2)
+def test_a_list_stays_the_callers_own_where_a_unit_leaves_it_or_fails():
+    model, x = fully_shard(Stops(10, 10)), torch.ones(2, 10, requires_grad=True)
+    with pytest.raises(ValueError):
+        model(x, failed := [x, x])
+    model(x, inputs := [x]).sum().backward()
+    assert failed[0] is failed[1] is x and inputs[0] is not x and not model._get_fsdp_state().pre_forward.lent
