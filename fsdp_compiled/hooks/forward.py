@@ -23,7 +23,7 @@ class EagerHooks(Protocol):
     @property
     def unit(self) -> Unit: ...
     def before_backward(self, output: Any) -> Any: ...
-    def enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+    def enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
     def watch_output(self, module: nn.Module, output: Any) -> Any: ...
     def begin_by_gradients(self) -> None: ...
     def pre_backward(self) -> None: ...
@@ -86,11 +86,13 @@ class PreForward:
         if self.dtype is not None or self.device is not None:
             args, kwargs = cast_floating((args, kwargs), self.dtype, self.device)
         if not torch.compiler.is_compiling() and (self.state.unit.config.has_hooks or torch.is_grad_enabled()):
-            if not self.state.unit.hooked:
-                self.lent.clear()  # by a forward that has failed
-            args, kwargs = self.state.enter_forward(args, kwargs)
+            args, kwargs = self.state.enter_forward(module, args, kwargs)
             self.lent.append(Lent(module, given, (args, kwargs)))
         return args, kwargs
+
+    def is_under_way(self, module: nn.Module) -> bool:
+        """Tell whether ``module`` calls itself: the outer call's backward ends after the inner one's."""
+        return any(each.module is module for each in self.lent)
 
 
 @dataclass(eq=False)
@@ -101,7 +103,6 @@ class PostForward:
     @skipped
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling() and self.state.unit.config.has_hooks:
-            output = self.state.watch_output(module, output)
             lent = self.state.pre_forward.lent
             while lent:
                 last = lent.pop()
@@ -109,6 +110,7 @@ class PostForward:
                     self.state.before_backward(added)
                 if last.module is module:
                     break
+            output = self.state.watch_output(module, output)
         return output if self.dtype is None else cast_floating(output, self.dtype)
 
 

@@ -174,11 +174,11 @@ class FSDPState(TorchNames):
     # ---- forward ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter_forward(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """All-gather the unit; return the arguments so that the end of its backward calls :meth:`post_backward`."""
         self._begin_forward()
-        is_watched = torch.is_grad_enabled() and not self.unit.is_recomputing and not self.unit.is_nested
-        return after_backward(self, (args, kwargs)) if is_watched else (args, kwargs)
+        is_inner = self.pre_forward.is_under_way(module) or self.unit.is_recomputing or self.unit.is_nested
+        return (args, kwargs) if is_inner or not torch.is_grad_enabled() else after_backward(self, (args, kwargs))
 
     @hook("pre_forward")
     def _begin_forward(self) -> None:
@@ -240,6 +240,7 @@ class FSDPState(TorchNames):
 
     def complete_list_unit(self) -> None:
         """End the forward of a list unit some of whose modules were not called in this step."""
+        self.pre_forward.lent.clear()  # to forwards that failed
         if self.unit.to_run and self.unit.training_state is TrainingState.FORWARD:
             self._complete_forward()
 

@@ -197,3 +197,31 @@ def test_a_list_stays_the_callers_own_where_a_unit_leaves_it_or_fails():
         model(x, failed := [x, x])
     model(x, inputs := [x]).sum().backward()
     assert failed[0] is failed[1] is x and inputs[0] is not x and not model._get_fsdp_state().pre_forward.lent
+
+
+class Calls(nn.Linear):
+    """Calls itself, at first with what it has computed, as a tree does for each branch."""
+
+    def forward(self, x, depths, depth=2):
+        y = super().forward(x).tanh()
+        depths.append(y.mean(1, True))
+        return self(y, depths, depth - 1) + self(2 * y, depths, depth - 1) if depth else y
+
+
+class Trees(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Calls(10, 10) for _ in range(2))
+
+    def forward(self, x):
+        depths = []
+        for block in self.blocks:
+            x = block(x, depths)
+        return x + sum(depths) / len(depths)
+
+
+@on_ranks(2)
+def test_a_unit_that_calls_itself():
+    model, alone = Trees(), Trees()
+    assert_trains_like_one_process(model, shard(model, "eager"), alone)
