@@ -16,6 +16,7 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch import fx
 from torch._C._dynamo.eval_frame import get_eval_frame_callback as get_eval_frame_callback
 from torch._dynamo import OptimizedModule, trace_rules, utils
 from torch._dynamo import compiled_autograd as compiled_autograd
@@ -109,6 +110,13 @@ def of_trace(kind: Callable[[], T], context: Any = None) -> T:
         if context is not None:
             _tracer(context).output.add_cleanup_hook(partial(found.pop, kind, None))
     return found[kind]
+
+
+def check_graph(context: Any, check: Callable[[fx.GraphModule], None]) -> None:
+    """Let ``check`` see the graph of the current trace once it is complete; a second call changes nothing."""
+    output = _tracer(context).output
+    if check not in output.register_finalizer_fns:
+        output.add_graph_finalizer(check)
 
 
 def _tracer(context: Any) -> Any:

@@ -22,6 +22,7 @@ from ..sharding.spec import CommSpec
 from . import dynamo
 
 _WHAT = "tell whether functional_call gave a sharded model other parameters"
+_UNSHARD = torch.ops.fsdp_compiled.unshard
 
 
 class _Operands(dict[Any, dict[FSDPParam, Any]]):
@@ -44,6 +45,7 @@ def begin(context: Any) -> None:
     sharded = dynamo.fake_input(context, param.sharded_param)
     if sharded is not None and sharded._version:
         context.graph_break(str(_written(param.name, "a change before it is read, which the graph makes at its end")))
+    dynamo.check_graph(context, _check_unwritten)
     _find_operand(context)
 
 
@@ -63,10 +65,10 @@ def check_not_frozen(_context: Any) -> None:
         raise unexpected(setting, "False", "True under no_grad", do, NotImplementedError)
 
 
-@dynamo.known_internals("tell whether a parameter was written to in forward")
-def check_unwritten(context: Any) -> None:
+def _check_unwritten(traced: fx.GraphModule) -> None:
     """Raise RuntimeError if the traced program has written to an all-gathered parameter: a graph would lose that."""
-    for node in context.graph().find_nodes(op="call_function", target=torch.ops.fsdp_compiled.unshard):
+    graphs = (module.graph for module in traced.modules() if isinstance(module, fx.GraphModule))
+    for node in (node for graph in graphs for node in graph.find_nodes(op="call_function", target=_UNSHARD)):
         if any(alias._version for alias in _aliases_of(node)):
             name = CommSpec.decode(str(node.args[-1])).param.name
             raise _written(name, "a change of what was all-gathered, which the graph would lose")
@@ -84,8 +86,8 @@ def _aliases_of(node: fx.Node) -> Iterator[Tensor]:
 
 
 def _written(name: str, got: str) -> Exception:
-    do = "write to it in an uncompiled forward, or to the sharded parameter under no_grad before the call"
-    return unexpected(name, "not to be written to in a compiled forward", got, do, RuntimeError)
+    do = "write to it in an uncompiled forward, or under no_grad outside of forward to what parameters() gives"
+    return unexpected(name, "not to be written to in compiled code", got, do, RuntimeError)
 
 
 @dynamo.known_internals(_WHAT)

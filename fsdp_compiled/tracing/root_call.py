@@ -14,7 +14,7 @@ from ..agreement.ledger import register_callbacks
 from ..passes import log
 from .dynamo import callback_handler, comptime, is_skipped, skipped, with_code_of_its_own
 from .frames import with_room_for_callees
-from .reads import check_not_frozen, check_unwritten
+from .reads import check_not_frozen
 from .sharded_module import MixinOrder, UnitOfModule
 
 
@@ -82,11 +82,8 @@ class TracedCall:
     def _fsdp_traced(self, *args: Any, **kwargs: Any) -> Any:
         comptime(_begin_trace)
         if isinstance(self, fx.GraphModule) and torch.compiler.is_compiling():
-            output = nn.Module.__call__(self, *args, **kwargs)  # Dynamo skips its own, which explains errors
-        else:
-            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        comptime(check_unwritten)
-        return output
+            return nn.Module.__call__(self, *args, **kwargs)  # Dynamo skips its own, which explains errors
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     @staticmethod
     def _fsdp_class_body(user_cls: Any) -> dict[str, Any]:

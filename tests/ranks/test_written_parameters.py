@@ -14,6 +14,7 @@ from tests.support.ranks import on_ranks
 from tests.support.training import (
     assert_close,
     assert_trains_like_one_process,
+    backend,
     batches,
     compiled,
     full_params,
@@ -97,7 +98,7 @@ def test_under_tensor_parallelism():
     (data,), before = batches(1, 4, 10), full_params(model)
     model(data)
     torch.testing.assert_close(full_params(model)["0.weight"], before["0.weight"] / 2, rtol=0, atol=0)
-    with pytest.raises(RuntimeError, match="0.weight: expected not to be written to in a compiled forward, got a "):
+    with pytest.raises(RuntimeError, match="0.weight: expected not to be written to in compiled code, got a "):
         compiled(model)(data)
 
 
@@ -123,10 +124,34 @@ def test_a_graph_says_that_it_would_lose_it(mode):
     cases = (False, False, "blocks.0.up"), (True, False, "scale"), (True, True, "scale")
     for model.clamps, model.through_data, name in cases:
         torch._dynamo.reset()
-        with pytest.raises(
-            RuntimeError, match=f"{name}: expected not to be written to in a compiled forward, got a "
-        ):
+        with pytest.raises(RuntimeError, match=f"{name}: expected not to be written to in compiled code, got a "):
             call(data)
+
+
+@torch.no_grad()
+def _halve(weight):
+    weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@on_ranks(2)
+def test_so_does_compiled_code_outside_of_forward(breaks):
+    model = fully_shard(nn.Linear(10, 6))
+    before = full_params(model)
+
+    @torch.compile(**backend())
+    def change(all_of_them):
+        for weight in model.parameters() if all_of_them else [model.weight]:
+            _halve(weight)
+        if breaks:
+            torch._dynamo.graph_break()
+        return model.weight + 1
+
+    with pytest.raises(RuntimeError, match="weight: expected not to be written to in compiled code, got a "):
+        change(False)
+    assert_close(full_params(model), before)
+    change(True)
+    assert_close(full_params(model), {name: value / 2 for name, value in before.items()})
 
 
 @on_ranks(2)
