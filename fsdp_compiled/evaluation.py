@@ -102,6 +102,8 @@ def _that_fit(states: Sequence[FSDPState], max_bytes: int | None) -> list[FSDPSt
 
 def _unshard(states: Sequence[FSDPState]) -> None:
     """All-gather units one after the other, the next one while the last one is unpacked."""
+    for group in (group for state in states for group in state.groups):
+        group.drop_stale()
     for state, following in zip_longest(states, states[1:]):
         state.launch_unshard()
         if following is not None:

@@ -70,6 +70,20 @@ def test_ranks_make_as_many_calls_as_they_like(mode):
 
 
 @on_ranks(2)
+def test_what_a_forward_has_left_unsharded_before_an_optimizer_step_is_all_gathered_again():
+    model, (x,) = MLP(), batches(1, 4, 10)
+    shard(model, "eager", reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    square_loss(model, x).backward()
+    with torch.no_grad():
+        model(x)
+    optimizer.step()
+    with unsharded(model):
+        found = model(x)
+    torch.testing.assert_close(found, model(x), rtol=0, atol=0)
+
+
+@on_ranks(2)
 def test_one_rank_alone_calls_a_unit_that_stays_unsharded():
     """Its backward never comes, and that of the model's forward all-gathers nothing ahead for it."""
     model, alone, data = MLP(), MLP(), batches(2, 8, 10)
