@@ -1,10 +1,12 @@
-"""Errors about what users pass. Each says where, what was expected, what came instead, and what to do."""
+"""Errors about what users pass or have. Each says where, what was expected, what came instead, and what to do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -44,3 +46,15 @@ def shown(value: object) -> str:
     """Return a value and its class, or its class alone if the value's text is long."""
     text, cls = repr(value), type(value).__name__
     return f"{text} of {cls}" if len(text) <= 100 and "\n" not in text else cls
+
+
+@contextmanager
+def known_internals(what: str) -> Iterator[None]:
+    """Raise RuntimeError where Dynamo lacks a name that the block or function reads, and say what cannot be done."""
+    try:
+        yield
+    except AttributeError as error:
+        raise RuntimeError(
+            f"torch {torch.__version__}: expected Dynamo's internals to be those of torch 2.11 to 2.15, without "
+            f"which fsdp_compiled cannot {what}, got {type(error).__name__}: {error}; install a supported torch"
+        ) from error

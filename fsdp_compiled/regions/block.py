@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.compiler import nested_compile_region
 
 from .. import collectives, passes
+from ..expect import known_internals
 from ..param.param import FSDPParam
 from ..param.unit import Unit
 from ..passes.torch_internals import functorch_config
@@ -145,7 +146,7 @@ _entered: ContextVar[type | None] = ContextVar("the class of the region that Dyn
 _repeated: ContextVar[tuple[CodeType, ...]] = ContextVar("the call that is made again if a region fails", default=())
 
 
-@dynamo.known_internals("compare the arguments of equal blocks")
+@known_internals("compare the arguments of equal blocks")
 def _enter(context: Any) -> None:
     """Set the caller's ``is_region``, and ``call`` if a trace of an equal block that is called alike may be reused.
 
@@ -205,7 +206,7 @@ def _hooks_of(block: nn.Module) -> str:
     return str(functions)
 
 
-@dynamo.known_internals("guard a block for which the trace of an equal one is reused")
+@known_internals("guard a block for which the trace of an equal one is reused")
 def _guard(context: Any) -> None:
     """Guard the caller's ``self``, after its region, as the block of a reused trace is guarded.
 

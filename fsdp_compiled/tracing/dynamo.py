@@ -6,7 +6,6 @@ Checked on torch 2.11.0, 2.13.0 and 2.15.0; ``tests/unit/test_private_names.py``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from itertools import takewhile
@@ -47,18 +46,6 @@ T = TypeVar("T")
 _BRANCHES = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention"}
 # What belongs to a trace, by its kind; weak, so that it ends with the trace.
 _of_traces: WeakKeyDictionary[TracingContext, dict[Any, Any]] = WeakKeyDictionary()
-
-
-@contextmanager
-def known_internals(what: str) -> Iterator[None]:
-    """Raise RuntimeError where Dynamo lacks a name that the block or function reads, and say what cannot be done."""
-    try:
-        yield
-    except AttributeError as error:
-        raise RuntimeError(
-            f"torch {torch.__version__}: expected Dynamo's internals to be those of torch 2.11 to 2.15, without "
-            f"which fsdp_compiled cannot {what}, got {type(error).__name__}: {error}; install a supported torch"
-        ) from error
 
 
 def module_inside(module: Any) -> Any:

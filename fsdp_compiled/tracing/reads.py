@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import collectives
-from ..expect import unexpected
+from ..expect import known_internals, unexpected
 from ..param.extension import AllGatherExtension
 from ..param.param import FSDPParam, not_registered
 from ..sharding.dtensor import storage_of
@@ -29,7 +29,7 @@ class _Operands(dict[Any, dict[FSDPParam, Any]]):
     """Of each region that a trace is in or was in, by what traces its graph."""
 
 
-@dynamo.known_internals(_WHAT)
+@known_internals(_WHAT)
 def begin(context: Any) -> None:
     """Begin a read of the caller's ``param`` of ``module``; set its ``operand`` in a region that has one.
 
@@ -90,7 +90,7 @@ def _written(name: str, got: str) -> Exception:
     return unexpected(name, "not to be written to in compiled code", got, do, RuntimeError)
 
 
-@dynamo.known_internals(_WHAT)
+@known_internals(_WHAT)
 def check_below(context: Any) -> None:
     """Raise RuntimeError where :func:`begin` breaks the graph, for all modules of the caller's ``self``.
 
@@ -111,14 +111,14 @@ def _replaced(context: Any, module: Any) -> Exception | None:
     return None
 
 
-@dynamo.known_internals("compile blocks as regions")
+@known_internals("compile blocks as regions")
 def enter_region(context: Any, params: Iterable[FSDPParam]) -> None:
     """Let the first of the caller's ``operands`` be the unsharded ``params`` in the graph that it is in."""
     variables, known = dynamo.local_variable(context, "operands").realize().items, dynamo.of_trace(_Operands, context)
     known[next(dynamo.graphs_around(context))] = dict(zip(params, variables, strict=False))
 
 
-@dynamo.known_internals("compile blocks as regions")
+@known_internals("compile blocks as regions")
 def _find_operand(context: Any) -> None:
     if known := dynamo.of_trace(_Operands, context):
         innermost = next((known[graph] for graph in dynamo.graphs_around(context) if graph in known), {})
