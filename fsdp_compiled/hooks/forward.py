@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -18,55 +18,13 @@ from ..tracing.dynamo import skipped
 class EagerHooks(Protocol):
     """What hooks and identities call of ``FSDPState``, whose file imports this one."""
 
-    pre_forward: PreForward
-
     @property
     def unit(self) -> Unit: ...
-    def before_backward(self, output: Any) -> Any: ...
-    def enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
+    def enter_forward(self, module: nn.Module, given: Any, args: Any, kwargs: Any) -> tuple[Any, Any]: ...
     def watch_output(self, module: nn.Module, output: Any) -> Any: ...
     def begin_by_gradients(self) -> None: ...
     def pre_backward(self) -> None: ...
     def post_backward(self) -> None: ...
-
-
-class Lent:
-    """A forward's arguments, to whose lists and dicts it may write: copies, where tensors in them are replaced."""
-
-    def __init__(self, module: nn.Module, given: tuple[Any, Any], got: tuple[Any, Any]) -> None:
-        self.module = module
-        self._given: dict[int, tuple[Any, Any]] = {}  # by id: what forward gets, and in whose place
-        self._containers: list[tuple[Any, Any, dict[Any, Any]]] = []  # the same, and what was in it
-        if any(isinstance(each, (tuple, list, dict)) for each in (*got[0], *got[1].values())):
-            self._note(given, got)
-
-    def _note(self, given: Any, got: Any) -> None:
-        is_new = id(got) not in self._given
-        self._given[id(got)] = got, given
-        if is_new and isinstance(got, (tuple, list, dict)):
-            items = _items(got)
-            for before, item in zip(_items(given).values(), items.values(), strict=True):
-                self._note(before, item)
-            if not isinstance(got, tuple):
-                self._containers.append((given, got, items))
-
-    def take_back(self) -> list[Any]:
-        """Let the caller's lists and dicts follow what forward wrote to the copies; return what it put there."""
-        added = []
-        for given, got, before in self._containers:
-            items = _items(got)
-            added += [item for item in items.values() if id(item) not in self._given]
-            if got is not given and {key: id(items[key]) for key in items} != {
-                key: id(before[key]) for key in before
-            }:
-                now = {key: self._given.get(id(item), (None, item))[1] for key, item in items.items()}
-                given.clear()
-                given.extend(now.values()) if isinstance(given, list) else given.update(now)
-        return added
-
-
-def _items(container: Any) -> dict[Any, Any]:
-    return dict(container if isinstance(container, dict) else enumerate(container))
 
 
 # Dynamo guards all that a traced hook reads, in every step, and by a comparison in Python if two hooks read one
@@ -78,7 +36,6 @@ class PreForward:
     state: EagerHooks
     device: torch.device | None  # where inputs are moved
     dtype: torch.dtype | None  # to which they are cast
-    lent: list[Lent] = field(default_factory=list, repr=False)  # to the forwards under way, the innermost at last
 
     @skipped
     def hook(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -86,13 +43,8 @@ class PreForward:
         if self.dtype is not None or self.device is not None:
             args, kwargs = cast_floating((args, kwargs), self.dtype, self.device)
         if not torch.compiler.is_compiling() and (self.state.unit.config.has_hooks or torch.is_grad_enabled()):
-            args, kwargs = self.state.enter_forward(module, args, kwargs)
-            self.lent.append(Lent(module, given, (args, kwargs)))
+            return self.state.enter_forward(module, given, args, kwargs)
         return args, kwargs
-
-    def is_under_way(self, module: nn.Module) -> bool:
-        """Tell whether ``module`` calls itself: the outer call's backward ends after the inner one's."""
-        return any(each.module is module for each in self.lent)
 
 
 @dataclass(eq=False)
@@ -103,13 +55,6 @@ class PostForward:
     @skipped
     def hook(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not torch.compiler.is_compiling() and self.state.unit.config.has_hooks:
-            lent = self.state.pre_forward.lent
-            while lent:
-                last = lent.pop()
-                if added := [each for each in tensors_in(last.take_back()) if each.requires_grad]:
-                    self.state.before_backward(added)
-                if last.module is module:
-                    break
             output = self.state.watch_output(module, output)
         return output if self.dtype is None else cast_floating(output, self.dtype)
 

@@ -211,7 +211,6 @@ class FSDPStateContext:
         others = [state for state in self.comm.reducing if state not in self.all_states]  # of models that share it
         self.comm.reducing = deque(others)
         for state in self.all_states:
-            state.pre_forward.lent.clear()
             state.reset(drop_accumulated)
         self.step = Step()
 

@@ -53,7 +53,7 @@ class FSDPState(TorchNames):
     pre_forward: PreForward
     post_forward: PostForward
     run = staticmethod(run_call)  # a call of the outermost unit, see TracedCall
-    begin_by_gradients, before_backward = begin_by_gradients, before_backward
+    begin_by_gradients = begin_by_gradients
 
     def __init__(
         self, modules: Sequence[nn.Module], params: Sequence[FSDPParam], default: ParamPlacement, unit: UnitInStep
@@ -121,9 +121,8 @@ class FSDPState(TorchNames):
         """Give the units below their full names, if this is not their outermost one yet."""
         names = names_below(self.modules)
         new = [each for each in states_below(self.modules) if each is not self and each.outermost is not self]
-        for below in new:
-            for module in below.modules:
-                rebase(module, drop=TracedCall)
+        for module in (module for below in new for module in below.modules):
+            rebase(module, drop=TracedCall)
         for module in names if new else ():
             renew_compiled(module)
         for below in new:
@@ -174,17 +173,21 @@ class FSDPState(TorchNames):
     # ---- forward ----
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def enter_forward(self, module: nn.Module, given: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """All-gather the unit; return the arguments so that the end of its backward calls :meth:`post_backward`."""
         self._begin_forward()
-        is_inner = self.pre_forward.is_under_way(module) or self.unit.is_recomputing or self.unit.is_nested
-        return (args, kwargs) if is_inner or not torch.is_grad_enabled() else after_backward(self, (args, kwargs))
+        if self.unit.is_recomputing:  # which torch may cut off before its end
+            return args, kwargs
+        is_watched = torch.is_grad_enabled() and not self.unit.is_nested and not self.unit.lent.are_with(module)
+        got = after_backward(self, (args, kwargs)) if is_watched else (args, kwargs)
+        self.unit.lent.lend(module, given, got)
+        return got
 
     @hook("pre_forward")
     def _begin_forward(self) -> None:
         """All-gather the unit before its module's forward."""
         context = self._lazy_init()
-        self.check_trains()
+        self.unit.check_trains()
         context.step.enter_thread(context.all_states)
         context.recover()
         if self.unit.is_recomputing:
@@ -207,13 +210,17 @@ class FSDPState(TorchNames):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def watch_output(self, module: nn.Module, output: Any) -> Any:
         """End the module's forward; return its output so that its backward begins with :meth:`pre_backward`."""
-        if self.unit.is_recomputing or not (self.unit.hooked or self.unit.training_state is TrainingState.FORWARD):
+        if self.unit.is_recomputing:
+            return output
+        if (added := self.unit.lent.take_back(module)) and torch.is_grad_enabled():
+            before_backward(self, added)
+        if not self.unit.hooked and self.unit.training_state is not TrainingState.FORWARD:
             return output
         if not self.unit.is_nested:
             if self.unit.config.ends_forward_sharded:
                 output = copy_own([param for each in self.groups for param in each.params], output)
             self._leave_forward(module)
-        return self.before_backward(output) if torch.is_grad_enabled() else output
+        return before_backward(self, output) if torch.is_grad_enabled() else output
 
     @hook("post_forward")
     def _leave_forward(self, module: nn.Module) -> None:
@@ -240,7 +247,7 @@ class FSDPState(TorchNames):
 
     def complete_list_unit(self) -> None:
         """End the forward of a list unit some of whose modules were not called in this step."""
-        self.pre_forward.lent.clear()  # to forwards that failed
+        self.unit.lent.clear()  # to forwards that failed
         if self.unit.to_run and self.unit.training_state is TrainingState.FORWARD:
             self._complete_forward()
 
@@ -331,17 +338,10 @@ class FSDPState(TorchNames):
         context = self._lazy_init()
         context.step.enter_thread(context.all_states)
 
-    def check_trains(self) -> None:
-        """Raise RuntimeError for a forward with gradients while :func:`unsharded` keeps the parameters."""
-        if torch.is_grad_enabled() and not self.unit.config.trains:
-            where, got = f"{self.unit.config.name} in unsharded()", "one with gradients"
-            do = "leave the block to train"
-            raise unexpected(where, "a forward without gradients", got, do, RuntimeError)
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_call(self) -> None:
         """Prepare for a call of the outermost unit, which Dynamo may trace."""
-        self.check_trains()
+        self.unit.check_trains()
         context = self._lazy_init()
         context.recover(begins_step=not context.step.in_call and not self.unit.is_nested)
         self.check_parameters()

@@ -24,6 +24,7 @@ from ..param.unit import Unit
 from ..tracing.dynamo import compiled_autograd
 from .forward import EagerHooks
 from .group import FSDPParamGroup
+from .lent import LentArguments
 
 
 class TrainingState(Enum):
@@ -43,6 +44,7 @@ class UnitInStep(Unit):
 
     training_state: TrainingState = TrainingState.IDLE
     to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
+    lent: LentArguments = field(default_factory=LentArguments)  # to its forwards under way
     # A backward through an earlier one ends at its end: operations of that one that lead to no input, as where a loss
     # is linear, may come after those of forward; on a GPU they do, recorded by another thread.
     is_differentiated: bool = False  # the next backward goes through an earlier one
@@ -68,6 +70,13 @@ class UnitInStep(Unit):
     def is_kept(self) -> bool:
         """Whether calls of a compiled model find it unsharded, if forward does not reshard it."""
         return self.kept or self.kept_between
+
+    def check_trains(self) -> None:
+        """Raise RuntimeError for a forward with gradients while :func:`unsharded` keeps the parameters."""
+        if torch.is_grad_enabled() and not self.config.trains:
+            where, got = f"{self.config.name} in unsharded()", "one with gradients"
+            do = "leave the block to train"
+            raise unexpected(where, "a forward without gradients", got, do, RuntimeError)
 
     def keep(self) -> None:
         self.kept = True
@@ -151,6 +160,7 @@ class UnitInStep(Unit):
         """Return to between two steps, after an exception that may have cut off any other change."""
         self.end_step()
         self.hooked = self.in_call = self.is_differentiated = False
+        self.lent.clear()
         for param in self.followers:
             param.follow_hold()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributions import Independent, Normal
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_compiled import fully_shard
 from tests.support.ranks import on_ranks
@@ -196,7 +197,36 @@ def test_a_list_stays_the_callers_own_where_a_unit_leaves_it_or_fails():
     with pytest.raises(ValueError):
         model(x, failed := [x, x])
     model(x, inputs := [x]).sum().backward()
-    assert failed[0] is failed[1] is x and inputs[0] is not x and not model._get_fsdp_state().pre_forward.lent
+    assert (
+        failed[0] is failed[1] is x and inputs[0] is not x and not model._get_fsdp_state().unit.lent.are_with(model)
+    )
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(10, 10) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+@on_ranks(2)
+def test_forwards_that_a_checkpoint_cuts_off_do_not_count_as_under_way():
+    """Each unit's backward ends when its inputs have their gradients, in the second step as in the first."""
+    model, events = Checkpointed(), []
+    shard(model, "eager")
+    for index, block in enumerate(model.blocks):
+        state = block._get_fsdp_state()
+        for name in ("pre_backward", "post_backward"):
+            noted = functools.partial(lambda run, event: (events.append(event), run()), getattr(state, name))
+            setattr(state, name, functools.partial(noted, (name, index)))
+    for _ in range(2):
+        model(torch.ones(2, 10, requires_grad=True)).sum().backward()
+    assert events[: len(events) // 2] == events[len(events) // 2 :]
+    assert events.index(("post_backward", 2)) < events.index(("post_backward", 0))
 
 
 class Calls(nn.Linear):
