@@ -209,11 +209,14 @@ class TrainingPlan:
         )
 
     def notes(self, ranks: int) -> list[str]:
-        """Return how many tokens a step has, if not about as many as were asked for, and advice."""
+        """Return how many tokens a step has, if not about as many as were asked for, parts of memory, and advice."""
         notes, tokens = list[str](), min(option.tokens for option in self._tried(ranks))
         if abs(tokens / self.tokens_per_step - 1) > 0.01:
             each = tokens // (ranks * self.tokens_per_sequence)
             notes.append(f"{counted(each, 'sequence')} of each rank: {tokens:,} tokens a step")
+        first = self.shown(ranks)[0]
+        parts = ", ".join(f"{part} {size(count)}" for part, count in first.parts_bytes.items() if count)
+        notes.append(f"memory of the first: {parts}, and {ALLOCATOR_FRACTION:.0%} for the allocator")
         return [*notes, ("what would help most: " if self.best(ranks) else "") + self.advice(ranks)]
 
     def shown(self, ranks: int) -> list[Option]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -259,6 +260,7 @@ def test_more_memory_may_help_most(planned):
 def test_text_and_page(planned, tmp_path, monkeypatch):
     text = str(planned)
     assert "16 ranks: what would help most: " in text
+    assert re.search(r"16 ranks: memory of the first: [a-z ]+ [\d.]+ \w*B, .*, and 5% for the allocator", text)
     assert "fully_shard(block, " in text and "batch" in text
     with monkeypatch.context() as machine:
         machine.setattr(io, "text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")  # of another locale
