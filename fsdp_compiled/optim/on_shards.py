@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from ..expect import expect, expect_bool, unexpected
 from ..subclasses import Unannounced, layout_base
 from .local_parts import check_params
+from .local_tensors import local_tensors
 from .matrix_rules import RULES, NewtonSchulz
 from .matrix_step import MatrixStep, matrix_step
-from .plain_tensors import plain_tensors
 
 OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
 
@@ -161,7 +161,7 @@ def _step_elements(step: Callable[..., Any], optimizer: Optimizer, /, *args: Any
     def on_dtensors(closure: Callable[[], Any]) -> Any:
         shards.close()
         loss = closure()
-        shards.enter_context(plain_tensors(optimizer))
+        shards.enter_context(local_tensors(optimizer))
         return loss
 
     if args and callable(args[0]):
@@ -169,7 +169,7 @@ def _step_elements(step: Callable[..., Any], optimizer: Optimizer, /, *args: Any
     elif callable(kwargs.get("closure")):
         kwargs["closure"] = partial(on_dtensors, kwargs["closure"])
     with ExitStack() as shards:
-        shards.enter_context(plain_tensors(optimizer))
+        shards.enter_context(local_tensors(optimizer))
         return step(optimizer, *args, **kwargs)
 
 

@@ -25,7 +25,7 @@ from .unit import Unit
 
 HELD = ""  # in place of a spec: hooks hold the unsharded parameter, so a traced read is of what is registered
 HELD_SPECS = (HELD, HELD), (HELD, HELD)
-_Specs = tuple[tuple[str | None, str | None], ...]  # plain_spec, plain_spec_without_grad; outside of calls, in one
+_Specs = tuple[tuple[str | None, str | None], ...]  # local_spec, local_spec_without_grad; outside of calls, in one
 
 
 class FSDPParam:
@@ -34,8 +34,8 @@ class FSDPParam:
     ``name`` is full, relative to the outermost sharded module known so far. ``first``, the original, is not kept.
     """
 
-    plain_spec: str | None
-    plain_spec_without_grad: str | None
+    local_spec: str | None
+    local_spec_without_grad: str | None
 
     def __init__(
         self, places: Sequence[Place], placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
@@ -104,7 +104,7 @@ class FSDPParam:
         """Let the leaf require a gradient as the parameter does if it is ``in_call``, else if it can.
 
         This runs for every parameter at both ends of every call. In every step Dynamo guards each attribute that a
-        traced read asks for. So where nothing else counts, one of them says it all: ``plain_spec``, or without
+        traced read asks for. So where nothing else counts, one of them says it all: ``local_spec``, or without
         gradients, where reductions do not matter, the other one.
         """
         if self.leaf_is_current is not in_call:
@@ -112,7 +112,7 @@ class FSDPParam:
             requires_grad = self.gradients.is_differentiable and (not in_call or self.sharded_param.requires_grad)
             if self.leaf.requires_grad is not requires_grad:
                 self.leaf.requires_grad = requires_grad
-        self.plain_spec, self.plain_spec_without_grad = self._specs[0][in_call]
+        self.local_spec, self.local_spec_without_grad = self._specs[0][in_call]
 
     @property
     def is_held(self) -> bool:

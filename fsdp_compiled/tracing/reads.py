@@ -131,18 +131,18 @@ def _find_operand(context: Any) -> None:
 
 
 def _local_unless_held(param: FSDPParam) -> Tensor | None:
-    return None if _plain_spec(param) == "" else unsharded_local(param)  # HELD, without a guard on that global
+    return None if _local_spec(param) == "" else unsharded_local(param)  # HELD, without a guard on that global
 
 
-def _plain_spec(param: FSDPParam) -> str | None:
+def _local_spec(param: FSDPParam) -> str | None:
     """Return the spec of a read for which nothing else counts, HELD, or None."""
-    return param.plain_spec if torch.is_grad_enabled() else param.plain_spec_without_grad
+    return param.local_spec if torch.is_grad_enabled() else param.local_spec_without_grad
 
 
 def unless_held(param: FSDPParam) -> Tensor | None:
     """Return the unsharded parameter, or None while eager hooks hold it, so that a read is of what is registered."""
-    # _plain_spec() and unshard_arguments() written out: Dynamo would trace both for each parameter
-    spec = param.plain_spec if torch.is_grad_enabled() else param.plain_spec_without_grad
+    # _local_spec() and unshard_arguments() written out: Dynamo would trace both for each parameter
+    spec = param.local_spec if torch.is_grad_enabled() else param.local_spec_without_grad
     if spec:
         return collectives.unshard(param.leaf if param.leaf.requires_grad else param.leaf.detach(), None, None, spec)
     return unsharded(param) if spec is None else None
@@ -163,7 +163,7 @@ def unsharded_local(param: FSDPParam) -> Tensor:
 
 def unshard_arguments(param: FSDPParam) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
     """Return the arguments of :func:`collectives.unshard` for a parameter without an extension."""
-    spec = _plain_spec(param)
+    spec = _local_spec(param)
     if spec:
         return (param.leaf if param.leaf.requires_grad else param.leaf.detach()), None, None, spec
     return _leaves(param)

@@ -73,7 +73,7 @@ def test_one_attribute_tells_a_traced_read_all():
     unit = param.unit
 
     def read():
-        return param.plain_spec, param.plain_spec_without_grad
+        return param.local_spec, param.local_spec_without_grad
 
     assert read() == (None, None)
     unit.call(True)
@@ -99,12 +99,12 @@ def test_a_parameter_is_held_while_any_unit_that_shares_it_holds_it():
     (param,) = tied[0]._get_fsdp_state().params
     first, second = param.users
     second.hold(True)
-    assert param.is_held and param.plain_spec == HELD
+    assert param.is_held and param.local_spec == HELD
     first.hold(True)
     second.hold(False)
     assert param.is_held
     first.hold(False)
-    assert not param.is_held and param.plain_spec is None
+    assert not param.is_held and param.local_spec is None
 
 
 def test_the_leaf_copies_requires_grad_during_calls_alone():
@@ -172,4 +172,4 @@ def test_a_copy_has_a_shard_a_leaf_and_a_unit_of_its_own():
     assert other.unit is not param.unit and other.users == [other.unit] and not other.unit.in_call
     assert other.leaf.data_ptr() != param.leaf.data_ptr() and torch.equal(other.leaf, param.leaf)
     other.unit.hold(True)
-    assert other.plain_spec == HELD and param.plain_spec == param.spec_text
+    assert other.local_spec == HELD and param.local_spec == param.spec_text

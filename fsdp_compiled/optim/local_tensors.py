@@ -21,7 +21,7 @@ HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 @contextmanager
-def plain_tensors(optimizer: Optimizer) -> Iterator[None]:
+def local_tensors(optimizer: Optimizer) -> Iterator[None]:
     """Let an optimizer hold plain tensors that share memory with its DTensors, which it holds again afterwards.
 
     ValueError, before anything is changed, for a layout that cannot be stepped.
