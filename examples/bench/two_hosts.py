@@ -11,6 +11,7 @@ It needs root, iproute2 and Linux's tbf, and changes no network but its own.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import subprocess
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc writes it (default: %(default)s)")
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
     parser.add_argument("--port", type=int, default=29533)
+    parser.add_argument("--json", type=Path, help="where to write the figures, and the link that calibrate found")
     args, rest = parser.parse_known_args()
     if not any(args.rate.endswith(unit) for unit in BITS):
         parser.error(f"--rate: expected a number and one of {', '.join(BITS)}, got {args.rate!r}")
@@ -99,9 +101,15 @@ def main() -> None:
     with network(args.rate) as names:
         took = run(names, args.ranks, args.port, ["-m", "fsdp_compiled", "calibrate", "--out", str(calibrated)])
         print(f"calibrated in {took:.0f} s: {calibrated}")
-        print(cost.named(str(calibrated)).inter)
+        found = cost.named(str(calibrated)).inter
+        print(found)
         program = [str(COMPARE), "--only", *CONTENDERS, "--cluster", str(calibrated), str(hand), *rest]
-        run(names, args.ranks, args.port + 1, program)
+        run(names, args.ranks, args.port + 1, program + (["--json", str(args.json)] if args.json else []))
+    if args.json:
+        rates = {"calibrated": found.bytes_per_s, "by hand": cost.named(str(hand)).inter.bytes_per_s}
+        figures = json.loads(args.json.read_text())
+        link = {"rate": args.rate, "bytes_per_s": rates, "calibration_s": took}
+        args.json.write_text(json.dumps({**figures, "link": link}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
