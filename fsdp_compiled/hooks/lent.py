@@ -19,9 +19,9 @@ class LentArguments:
         """Note what a forward gets in place of what it was given, in which tensors were replaced."""
         self._lent.append(_Lent(module, given, got))
 
-    def are_with(self, module: nn.Module) -> bool:
-        """Tell whether a forward of this module is under way: one that calls itself ends its backward after this."""
-        return any(each.module is module for each in self._lent)
+    def __bool__(self) -> bool:
+        """Tell whether a forward of the unit is under way: the backward of one within it ends before its own."""
+        return bool(self._lent)
 
     def take_back(self, module: nn.Module) -> list[Tensor]:
         """End a forward: let the caller's lists and dicts follow what it wrote; return the results among that."""
@@ -41,7 +41,7 @@ class _Lent:
     def __init__(self, module: nn.Module, given: tuple[Any, Any], got: tuple[Any, Any]) -> None:
         self.module = module
         self._given: dict[int, tuple[Any, Any]] = {}  # by id: what forward gets, and in whose place
-        self._containers: list[tuple[Any, Any, dict[Any, int]]] = []  # the same, and the ids of what was in it
+        self._containers: list[tuple[Any, Any, list[tuple[Any, int]]]] = []  # the same, and the ids of what was in it
         if any(isinstance(each, (tuple, list, dict)) for each in (*got[0], *got[1].values())):
             self._note(given, got)
 
@@ -68,15 +68,16 @@ def _items(container: Any) -> dict[Any, Any]:
     return dict(container if isinstance(container, dict) else enumerate(container))
 
 
-def _ids(container: Any) -> dict[Any, int]:
-    return {key: id(item) for key, item in _items(container).items()}
+def _ids(container: Any) -> list[tuple[Any, int]]:
+    return [(key, id(item)) for key, item in _items(container).items()]
 
 
 def _fill(container: Any, items: dict[Any, Any]) -> None:
     if isinstance(container, list):
         container[:] = items.values()
         return
-    for key in container.keys() - items.keys():
-        del container[key]
+    if [*container] != [*items][: len(container)]:  # else new ones come last, and Hugging Face's delete nothing
+        for key in [*container]:
+            del container[key]
     for key, item in items.items():  # one by one: Hugging Face's have no update()
         container[key] = item

@@ -178,7 +178,7 @@ class FSDPState(TorchNames):
         self._begin_forward()
         if self.unit.is_recomputing:  # which torch may cut off before its end
             return args, kwargs
-        is_watched = torch.is_grad_enabled() and not self.unit.is_nested and not self.unit.lent.are_with(module)
+        is_watched = torch.is_grad_enabled() and not self.unit.is_nested and not self.unit.lent
         got = after_backward(self, (args, kwargs)) if is_watched else (args, kwargs)
         self.unit.lent.lend(module, given, got)
         return got
@@ -228,9 +228,10 @@ class FSDPState(TorchNames):
             self._complete_forward()
         elif self.outermost.unit.training_state is not TrainingState.FORWARD:
             self.complete_list_unit()  # no outer forward is under way whose end could complete it
-        if self.is_root:
+        if self.is_root and not self.unit.lent:  # a root that calls itself goes on
             for state in self._lazy_init().all_states:
                 state.complete_list_unit()
+                state.unit.lent.clear()  # to forwards that failed
 
     def _complete_forward(self) -> None:
         self.unit.end_forward()
@@ -247,7 +248,6 @@ class FSDPState(TorchNames):
 
     def complete_list_unit(self) -> None:
         """End the forward of a list unit some of whose modules were not called in this step."""
-        self.unit.lent.clear()  # to forwards that failed
         if self.unit.to_run and self.unit.training_state is TrainingState.FORWARD:
             self._complete_forward()
 

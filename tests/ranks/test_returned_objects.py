@@ -17,6 +17,7 @@ from tests.support.training import (
     assert_trains_like_one_process,
     batches,
     full_grads,
+    full_params,
     my_part,
     shard,
 )
@@ -197,9 +198,7 @@ def test_a_list_stays_the_callers_own_where_a_unit_leaves_it_or_fails():
     with pytest.raises(ValueError):
         model(x, failed := [x, x])
     model(x, inputs := [x]).sum().backward()
-    assert (
-        failed[0] is failed[1] is x and inputs[0] is not x and not model._get_fsdp_state().unit.lent.are_with(model)
-    )
+    assert failed[0] is failed[1] is x and inputs[0] is not x and not model._get_fsdp_state().unit.lent
 
 
 class Checkpointed(nn.Module):
@@ -255,3 +254,56 @@ class Trees(nn.Module):
 def test_a_unit_that_calls_itself():
     model, alone = Trees(), Trees()
     assert_trains_like_one_process(model, shard(model, "eager"), alone)
+
+
+@on_ranks(2)
+def test_an_outermost_unit_that_calls_itself_and_writes_to_its_callers_list():
+    def call(model, x):
+        depths = [x.clone().requires_grad_()]
+        y = model(x, depths)
+        assert len(depths) == 8
+        return y + sum(depths)
+
+    model, alone = fully_shard(Calls(10, 10)), Calls(10, 10)
+    alone.load_state_dict(full_params(model))
+    assert_trains_like_one_process(
+        model, functools.partial(call, model), alone, call_alone=functools.partial(call, alone)
+    )
+
+
+class Twins(nn.Module):
+    """Shard together, and one calls the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.outer, self.inner = Outer(10, 10), nn.Linear(10, 10)
+
+    def forward(self, x):
+        return self.outer(self.outer(x, self.inner), self.inner)
+
+
+class Outer(nn.Linear):
+    def forward(self, x, inner):
+        return inner(super().forward(x).tanh())
+
+
+@on_ranks(2)
+def test_modules_of_one_unit_that_call_each_other():
+    model, alone = Twins(), Twins()
+    fully_shard([model.outer, model.inner])
+    assert_trains_like_one_process(model, fully_shard(model), alone)
+
+
+class Renews(nn.Linear):
+    def forward(self, x, cache):
+        oldest = next(iter(cache))
+        cache[oldest] = super().forward(x) + cache.pop(oldest)
+        return x
+
+
+@on_ranks(2)
+def test_a_dict_keeps_the_order_in_which_a_unit_writes_to_it():
+    x = torch.ones(2, 10, requires_grad=True)
+    fully_shard(Renews(10, 10))(x, cache := {"a": x, "b": x})
+    assert [*cache] == ["b", "a"]
