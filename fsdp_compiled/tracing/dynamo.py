@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 # Operators whose bodies run, or run once more, as data say; ranks could not communicate there.
 _BRANCHES = {"cond", "while_loop", "scan", "associative_scan", "map_impl", "flex_attention"}
+_FOREACH = [getattr(torch, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
 # What belongs to a trace, by its kind; weak, so that it ends with the trace.
 _of_traces: WeakKeyDictionary[TracingContext, dict[Any, Any]] = WeakKeyDictionary()
 
@@ -104,6 +105,13 @@ def check_graph(context: Any, check: Callable[[fx.GraphModule], None]) -> None:
     output = _tracer(context).output
     if check not in output.register_finalizer_fns:
         output.add_graph_finalizer(check)
+
+
+def written_in_lists(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield what operators on lists write to: their fakes' versions do not count it."""
+    for operator in _FOREACH:
+        for call in graph.find_nodes(op="call_function", target=operator):
+            yield from call.args[0]  # type: ignore[misc]
 
 
 def _tracer(context: Any) -> Any:

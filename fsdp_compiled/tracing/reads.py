@@ -43,7 +43,8 @@ def begin(context: Any) -> None:
         context.graph_break(str(replaced))
     param = dynamo.local_value(context, "param")
     sharded = dynamo.fake_input(context, param.sharded_param)
-    if sharded is not None and sharded._version:
+    in_lists = (node.meta["example_value"] for node in dynamo.written_in_lists(context.graph()))
+    if sharded is not None and (sharded._version or any(each is sharded for each in in_lists)):
         context.graph_break(str(_written(param.name, "a change before it is read, which the graph makes at its end")))
     dynamo.check_graph(context, _check_unwritten)
     _find_operand(context)
@@ -67,18 +68,18 @@ def check_not_frozen(_context: Any) -> None:
 
 def _check_unwritten(traced: fx.GraphModule) -> None:
     """Raise RuntimeError if the traced program has written to an all-gathered parameter: a graph would lose that."""
-    graphs = (module.graph for module in traced.modules() if isinstance(module, fx.GraphModule))
+    graphs = [module.graph for module in traced.modules() if isinstance(module, fx.GraphModule)]
+    in_lists = {node for graph in graphs for node in dynamo.written_in_lists(graph)}
     for node in (node for graph in graphs for node in graph.find_nodes(op="call_function", target=_UNSHARD)):
-        if any(alias._version for alias in _aliases_of(node)):
+        if any(alias in in_lists or alias.meta["example_value"]._version for alias in _aliases_of(node)):
             name = CommSpec.decode(str(node.args[-1])).param.name
             raise _written(name, "a change of what was all-gathered, which the graph would lose")
 
 
-def _aliases_of(node: fx.Node) -> Iterator[Tensor]:
-    """Yield the fake of a node's tensor and of what shares its memory; ``data`` counts its versions by itself."""
-    fake: Tensor = node.meta["example_value"]
-    yield fake
-    storage = storage_of(fake)
+def _aliases_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Yield a node, and others of what shares its tensor's memory; ``data`` counts its versions by itself."""
+    yield node
+    storage = storage_of(node.meta["example_value"])
     for user in node.users if storage is not None else ():
         other: Any = user.meta.get("example_value")
         if getattr(other, "layout", None) is torch.strided and storage_of(other) is storage:

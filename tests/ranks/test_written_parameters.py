@@ -128,21 +128,18 @@ def test_a_graph_says_that_it_would_lose_it(mode):
             call(data)
 
 
-@torch.no_grad()
-def _halve(weight):
-    weight.mul_(0.5)
-
-
+@pytest.mark.parametrize("in_lists", [False, True])
 @pytest.mark.parametrize("breaks", [False, True])
 @on_ranks(2)
-def test_so_does_compiled_code_outside_of_forward(breaks):
+def test_so_does_compiled_code_outside_of_forward(breaks, in_lists):
     model = fully_shard(nn.Linear(10, 6))
     before = full_params(model)
 
     @torch.compile(**backend())
     def change(all_of_them):
-        for weight in model.parameters() if all_of_them else [model.weight]:
-            _halve(weight)
+        weights = list(model.parameters()) if all_of_them else [model.weight]
+        with torch.no_grad():
+            torch._foreach_mul_(weights, 0.5) if in_lists else [weight.mul_(0.5) for weight in weights]
         if breaks:
             torch._dynamo.graph_break()
         return model.weight + 1
@@ -150,7 +147,9 @@ def test_so_does_compiled_code_outside_of_forward(breaks):
     with pytest.raises(RuntimeError, match="weight: expected not to be written to in compiled code, got a "):
         change(False)
     assert_close(full_params(model), before)
-    change(True)
+    changed = change(True)
+    changed = getattr(changed, "full_tensor", lambda: changed)()  # a DTensor where the read breaks the graph
+    assert_close({"weight": changed}, {"weight": before["weight"] / 2 + 1})
     assert_close(full_params(model), {name: value / 2 for name, value in before.items()})
 
 
