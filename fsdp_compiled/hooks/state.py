@@ -178,9 +178,9 @@ class FSDPState(TorchNames):
         self._begin_forward()
         if self.unit.is_recomputing:  # which torch may cut off before its end
             return args, kwargs
-        is_watched = torch.is_grad_enabled() and not self.unit.is_nested and not self.unit.lent
+        is_watched = torch.is_grad_enabled() and not self.unit.is_nested and not self.unit.inputs
         got = after_backward(self, (args, kwargs)) if is_watched else (args, kwargs)
-        self.unit.lent.lend(module, given, got)
+        self.unit.inputs.begin(module, given, got)
         return got
 
     @hook("pre_forward")
@@ -212,7 +212,7 @@ class FSDPState(TorchNames):
         """End the module's forward; return its output so that its backward begins with :meth:`pre_backward`."""
         if self.unit.is_recomputing:
             return output
-        if (added := self.unit.lent.take_back(module)) and torch.is_grad_enabled():
+        if (added := self.unit.inputs.end(module)) and torch.is_grad_enabled():
             before_backward(self, added)
         if not self.unit.hooked and self.unit.training_state is not TrainingState.FORWARD:
             return output
@@ -228,10 +228,10 @@ class FSDPState(TorchNames):
             self._complete_forward()
         elif self.outermost.unit.training_state is not TrainingState.FORWARD:
             self.complete_list_unit()  # no outer forward is under way whose end could complete it
-        if self.is_root and not self.unit.lent:  # a root that calls itself goes on
+        if self.is_root and not self.unit.inputs:  # a root that calls itself goes on
             for state in self._lazy_init().all_states:
                 state.complete_list_unit()
-                state.unit.lent.clear()  # to forwards that failed
+                state.unit.inputs.clear()  # to forwards that failed
 
     def _complete_forward(self) -> None:
         self.unit.end_forward()

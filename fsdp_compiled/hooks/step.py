@@ -24,7 +24,7 @@ from ..param.unit import Unit
 from ..tracing.dynamo import compiled_autograd
 from .forward import EagerHooks
 from .group import FSDPParamGroup
-from .lent import LentArguments
+from .inputs import InputCopies
 
 
 class TrainingState(Enum):
@@ -44,7 +44,7 @@ class UnitInStep(Unit):
 
     training_state: TrainingState = TrainingState.IDLE
     to_run: set[nn.Module] = field(default_factory=set)  # modules of a list unit whose forward is still to come
-    lent: LentArguments = field(default_factory=LentArguments)  # to its forwards under way
+    inputs: InputCopies = field(default_factory=InputCopies)  # of its forwards
     # A backward through an earlier one ends at its end: operations of that one that lead to no input, as where a loss
     # is linear, may come after those of forward; on a GPU they do, recorded by another thread.
     is_differentiated: bool = False  # the next backward goes through an earlier one
@@ -160,7 +160,7 @@ class UnitInStep(Unit):
         """Return to between two steps, after an exception that may have cut off any other change."""
         self.end_step()
         self.hooked = self.in_call = self.is_differentiated = False
-        self.lent.clear()
+        self.inputs.clear()
         for param in self.followers:
             param.follow_hold()
 

@@ -77,9 +77,7 @@ class Round:
     """What is exchanged, computed and exchanged back together."""
 
     items: tuple[MatrixWork, ...]  # that travel, in the order of the buckets
-    local: tuple[
-        tuple[MatrixWork, Part], ...
-    ]  # that this rank alone works on and needs, and where its shard has them
+    local: tuple[tuple[MatrixWork, Part], ...]  # that this rank alone works on and needs; where its shard has them
     there: Exchange | None  # brings complete matrices to their owners; None if nothing travels
     back: Exchange | None  # brings updates to shards
 

@@ -398,15 +398,6 @@ class ComputesWeights(Small):
         return x + functional_call(last, weights, (x * self.scale,))
 
 
-@on_ranks(2)
-def test_functional_call_in_a_forward_that_is_compiled():
-    model, alone = ComputesWeights(), ComputesWeights()
-    for each in (model, alone):
-        each.blocks[1].requires_grad_(False)
-    fully_shard(model)
-    assert_trains_like_one_process(model, torch.compile(model, backend="aot_eager"), alone, batches(3, 8, 6))
-
-
 class TakesWeights(Small):
     """A block runs with the weights of another one."""
 
@@ -415,9 +406,10 @@ class TakesWeights(Small):
         return first(x) + functional_call(last, dict(first.named_parameters()), (x * self.scale,))
 
 
+@pytest.mark.parametrize("kind", [ComputesWeights, TakesWeights])
 @on_ranks(2)
-def test_functional_call_with_parameters_of_the_model_in_a_forward_that_is_compiled():
-    model, alone = TakesWeights(), TakesWeights()
+def test_functional_call_in_a_forward_that_is_compiled(kind):
+    model, alone = kind(), kind()
     for each in (model, alone):
         each.blocks[1].requires_grad_(False)
     fully_shard(model)

@@ -198,7 +198,7 @@ def test_a_list_stays_the_callers_own_where_a_unit_leaves_it_or_fails():
     with pytest.raises(ValueError):
         model(x, failed := [x, x])
     model(x, inputs := [x]).sum().backward()
-    assert failed[0] is failed[1] is x and inputs[0] is not x and not model._get_fsdp_state().unit.lent
+    assert failed[0] is failed[1] is x and inputs[0] is not x and not model._get_fsdp_state().unit.inputs
 
 
 class Checkpointed(nn.Module):

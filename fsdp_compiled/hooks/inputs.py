@@ -1,4 +1,4 @@
-"""What a unit writes to lists and dicts among its forward's arguments, which may be copies, reaches its caller."""
+"""What a unit writes to lists and dicts among its forward's inputs, which may be copies, reaches its caller."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from torch import Tensor, nn
 from .forward import tensors_in
 
 
-class LentArguments:
-    """The arguments of a unit's forwards that are under way; of one that has failed until others end."""
+class InputCopies:
+    """The inputs of a unit's forwards that have not ended, or have failed within another that has not."""
 
     def __init__(self) -> None:
-        self._lent: list[_Lent] = []  # the innermost at last
+        self._forwards: list[_Inputs] = []  # the innermost at last
 
-    def lend(self, module: nn.Module, given: tuple[Any, Any], got: tuple[Any, Any]) -> None:
+    def begin(self, module: nn.Module, given: tuple[Any, Any], got: tuple[Any, Any]) -> None:
         """Note what a forward gets in place of what it was given, in which tensors were replaced."""
-        self._lent.append(_Lent(module, given, got))
+        self._forwards.append(_Inputs(module, given, got))
 
     def __bool__(self) -> bool:
-        """Tell whether a forward of the unit is under way: the backward of one within it ends before its own."""
-        return bool(self._lent)
+        """Tell whether a forward of the unit has not ended: the backward of one within it ends before its own."""
+        return bool(self._forwards)
 
-    def take_back(self, module: nn.Module) -> list[Tensor]:
+    def end(self, module: nn.Module) -> list[Tensor]:
         """End a forward: let the caller's lists and dicts follow what it wrote; return the results among that."""
         added, last = [], None
-        while self._lent and (last is None or last.module is not module):  # others have failed within it
-            last = self._lent.pop()
-            added += last.take_back()
+        while self._forwards and (last is None or last.module is not module):  # others have failed within it
+            last = self._forwards.pop()
+            added += last.write_back()
         return [each for each in tensors_in(added) if each.requires_grad]
 
     def clear(self) -> None:
-        self._lent.clear()
+        self._forwards.clear()
 
 
-class _Lent:
-    """The arguments of one forward."""
+class _Inputs:
+    """Those of one forward."""
 
     def __init__(self, module: nn.Module, given: tuple[Any, Any], got: tuple[Any, Any]) -> None:
         self.module = module
@@ -54,7 +54,7 @@ class _Lent:
             if not isinstance(got, tuple):
                 self._containers.append((given, got, _ids(got)))
 
-    def take_back(self) -> list[Any]:
+    def write_back(self) -> list[Any]:
         added = []
         for given, got, before in self._containers:
             items = _items(got)
