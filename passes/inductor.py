@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import pickle
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -64,19 +66,28 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
     def uuid(self) -> str | None:
         """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines.
 
-        None, which turns compile caches off, where a user's pass has no source to be found, or None as its uuid.
+        None, which turns compile caches off, where a user's pass has None as its uuid, or no source or fields to be
+        found.
         """
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         machine = cost.detect(accelerator or torch.device("cpu"))
-        try:
-            theirs = [run for run in self.passes if not _is_ours(run)]
-            sources = [run.uuid() if hasattr(run, "uuid") else _sources_of(type(run)) for run in theirs]
-        except (OSError, TypeError):
-            return None
-        if None in sources:
+        runs = [repr(run) if _is_ours(run) else _content_of(run) for run in self.passes]
+        if None in runs:
             return None
         library = f"{source_hash(Path(__file__).parent)}:{self.core}"
-        return f"{library}:{sources}:{self.passes!r}:{machine!r}:{cost.group_places()}"
+        return f"{library}:{runs}:{machine!r}:{cost.group_places()}"
+
+
+def _content_of(run: Pass) -> Any:
+    """Return a user's pass's uuid, or its source and its fields; None if one of these is not to be found."""
+    if hasattr(run, "uuid"):
+        return run.uuid()
+    try:
+        shown, fields, sources = repr(run), pickle.dumps(run), _sources_of(type(run))
+    except Exception:  # whatever its class raises where it cannot be shown or pickled
+        return None
+    # An address stands for an object of unknown content, or for a function in any file.
+    return None if re.search(r" at 0x[0-9a-f]+", shown) else (shown, fields, sources)
 
 
 def _sources_of(cls: type) -> list[str]:
@@ -130,9 +141,9 @@ class Chain(custom_graph_pass.CustomGraphPass):
         self.user(graph)
 
     def uuid(self) -> Any:
-        """Return both uuids, or None (which turns compile caches off) where the user's pass has none."""
-        uuid = getattr(self.user, "uuid", lambda: None)()
-        return uuid and (self.pipeline.uuid(), uuid)
+        """Return both uuids, or None (which turns compile caches off) where either is None."""
+        uuids = self.pipeline.uuid(), getattr(self.user, "uuid", lambda: None)()
+        return uuids if all(uuids) else None
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -82,9 +83,10 @@ def test_a_users_pass_still_runs():
 def test_a_chain_for_torch_2_11():
     ran = []
     pipeline = Pipeline((lambda graph: ran.append("ours"),))
-    chain = Chain(pipeline, UserPass())
-    assert chain.uuid() == (pipeline.uuid(), "user")
-    assert not Chain(pipeline, lambda graph: None).uuid()
+    chain, cached = Chain(pipeline, UserPass()), Pipeline(())
+    assert Chain(cached, UserPass()).uuid() == (cached.uuid(), "user")
+    assert not Chain(cached, lambda graph: None).uuid()
+    assert pipeline.uuid() is None and chain.uuid() is None  # what a function does is in no key
     chain(torch.fx.Graph())
     assert ran == []  # no operator of ours in the graph
     assert chain.user.runs == 1
@@ -123,6 +125,29 @@ def test_the_uuid_covers_what_a_users_pass_inherits_and_what_its_file_has(tmp_pa
         monkeypatch.setattr(f"users_pass.{name}.__repr__", lambda self: "always this")
         found.append(Pipeline((getattr(sys.modules["users_pass"], name)(),)).uuid())
     assert None not in found and found[0] != found[1]
+
+
+@dataclass(frozen=True)
+class WithField:
+    value: object
+
+    def __call__(self, graph):
+        pass
+
+
+class WithoutFields(WithField):
+    __repr__ = object.__repr__
+
+
+def test_the_uuid_covers_fields_of_which_only_a_part_is_shown():
+    one, other = (Pipeline((WithField(torch.tensor(value)),)).uuid() for value in (2.0001, 2.00012))
+    assert None not in (one, other) and one != other
+
+
+@pytest.mark.parametrize("run", [WithoutFields(1), WithField(lambda: 1)])
+def test_a_pass_that_shows_an_address_is_not_cached(run):
+    """A later object may have it."""
+    assert Pipeline((run,)).uuid() is None
 
 
 def _uuid_with_a_group_of(*ranks):
