@@ -21,7 +21,7 @@ from . import cost, log
 from .graph import nodes
 from .rules import verify
 from .schedule_policy import DEFAULT, SchedulePolicy
-from .torch_internals import config, custom_graph_pass, list_mode_options
+from .torch_internals import config, custom_graph_pass, get_donated_idxs, list_mode_options
 
 
 class Pass(Protocol):
@@ -75,7 +75,8 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
         if None in runs:
             return None
         library = f"{source_hash(Path(__file__).parent)}:{self.core}"
-        return f"{library}:{runs}:{machine!r}:{cost.group_places()}"
+        # Torch's own keys lack what backward may write over: one model may return what another only saves.
+        return f"{library}:{runs}:{machine!r}:{cost.group_places()}:{get_donated_idxs()}"
 
 
 def _content_of(run: Pass) -> Any:

@@ -18,6 +18,7 @@ from torch._inductor import decomposition as decomposition
 from torch._inductor import ir as ir  # its types are not complete
 from torch._inductor import list_mode_options as list_mode_options
 from torch._inductor.fx_passes.control_dependencies import preserve_node_ordering as preserve_node_ordering
+from torch._inductor.utils import get_donated_idxs as get_donated_idxs
 from torch._inductor.virtualized import V as V
 from torch._logging import _internal as _internal  # of logs and traces
 from torch.distributed import distributed_c10d

@@ -150,6 +150,27 @@ def test_a_pass_that_shows_an_address_is_not_cached(run):
     assert Pipeline((run,)).uuid() is None
 
 
+def _returns_what_backward_reads(x, weight):
+    hidden = x @ weight
+    return hidden.sin().sum(), hidden.detach()
+
+
+def _saves_what_backward_reads(x, weight):
+    return _returns_what_backward_reads(x, weight)[0], None
+
+
+def test_a_cached_backward_writes_over_nothing_that_forward_returned(tmp_path, monkeypatch):
+    """Torch's key does not tell whether it may."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    passes.install()
+    x, weight = torch.ones(8, 8), torch.full((8, 8), 0.1, requires_grad=True)
+    for function in (_saves_what_backward_reads, _returns_what_backward_reads):
+        torch.compiler.reset()
+        loss, hidden = torch.compile(function)(x, weight)
+        loss.backward()
+    torch.testing.assert_close(hidden, x @ weight.detach())
+
+
 def _uuid_with_a_group_of(*ranks):
     """The uuid, and the name of a process group of these of 16 ranks, the first after the default one."""
     dist.init_process_group("fake", rank=0, world_size=16)
