@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -51,9 +52,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check(optimizer: Optimizer) -> None:
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    sharded = next((param for param in held if isinstance(param, DTensor)), None)
-    if sharded is not None:
-        note(sharded.device_mesh, "step", AFTER_A_STEP)
+    sharded = [param for param in held if isinstance(param, DTensor)]
+    if sharded:
+        note(sharded[0].device_mesh, "step", AFTER_A_STEP)
+        # What is unsharded is stale then; torch counts what operators on lists write to plain tensors alone.
+        increment_version([param for param in sharded if param.grad is not None])
     if _checked.get(optimizer) == len(held):
         return
     stale = {

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from fsdp_compiled import step_on_shards
 from tests.support.parity import row
 from tests.support.ranks import on_ranks, same_on_ranks
 from tests.support.training import (
@@ -228,3 +229,22 @@ def test_generation_between_steps(mode):
     assert_tells_the_same(prompt)
     assert_close(full_params(model), full_params(alone), rtol=1e-4)
     assert not torch.equal(told[0], told[1]) and not torch.equal(told[1], told[2])
+
+
+@on_ranks(2)
+def test_what_is_kept_unsharded_is_stale_after_a_step_of_operators_on_lists():
+    """torch does not count what they write to DTensors. On a GPU they are the default."""
+    for make in (OPTIMIZERS["sgd-foreach"], OPTIMIZERS["adamw-fused"]):
+        for wrap in (step_on_shards, lambda optimizer: optimizer):
+            alone, model = odd(), odd()
+            shard(model, "eager", reshard_after_forward=False)
+            model.set_reshard_after_backward(False)
+            optimizers = [make(alone.parameters()), wrap(make(model.parameters()))]
+            for x in batches(*DATA):
+                losses = [square_loss(alone, x), square_loss(model, my_part(x))]
+                for loss, optimizer in zip(losses, optimizers, strict=True):
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            model.state_dict()  # reshards
+            assert_close(full_params(model), full_params(alone), rtol=1e-4)
