@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -20,7 +21,7 @@ from torch._dynamo.utils import counters
 from fsdp_compiled.agreement import ledger
 from fsdp_compiled.passes import Agree
 from tests.faults.steps import MODES, WIDTH, Trainer, assert_all_refuse, trainer
-from tests.support.ranks import on_ranks
+from tests.support.ranks import CRASHES, on_ranks
 
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 6.0
@@ -31,18 +32,27 @@ def test_another_version(tmp_path):
     shutil.copytree(ROOT / "fsdp_compiled", copy / "fsdp_compiled", ignore=shutil.ignore_patterns("__pycache__"))
     with (copy / "fsdp_compiled" / "errors.py").open("a") as changed:
         changed.write("# another version\n")
+    codes, said = _run_versions(tmp_path / "store", (ROOT, copy))
+    if any(-code in CRASHES for code in codes):
+        warnings.warn(f"once more, after processes ended with {codes}: {said}", stacklevel=1)
+        codes, said = _run_versions(tmp_path / "second_store", (ROOT, copy))
+    assert codes == [0, 0], said
+
+
+def _run_versions(store: Path, folders: tuple[Path, ...]) -> tuple[list[int], list[str]]:
+    """Run a rank in each folder; return how each ended and what it wrote to stderr."""
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.version_program", str(rank), str(tmp_path / "store")],
+            [sys.executable, "-m", "tests.faults.version_program", str(rank), str(store)],
             cwd=folder,  # -m finds modules here first
             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, folder in enumerate((ROOT, copy))
+        for rank, folder in enumerate(folders)
     ]
     said = [process.communicate(timeout=200)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], said
+    return [process.returncode for process in processes], said
 
 
 @pytest.mark.parametrize("mode", MODES)
