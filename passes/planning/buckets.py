@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, product
 from math import inf
@@ -96,8 +96,9 @@ class _Open:
     needed: float = inf  # position by which the first result is needed
     requests: list[Request] = field(default_factory=list)
 
-    def takes(self, request: Request) -> bool:
-        has_room = self.size + request.bytes <= self.cap and len(self.requests) < MOST_PARAMS
+    def takes(self, request: Request, size: int) -> bool:
+        size = size if request.bytes < size <= self.cap else request.bytes
+        has_room = self.size + size <= self.cap and len(self.requests) < MOST_PARAMS
         return (has_room or self.cap == inf) and max(self.ready, request.ready) <= min(self.needed, request.needed)
 
     def add(self, request: Request) -> None:
@@ -107,14 +108,22 @@ class _Open:
 
 
 def _fill(
-    requests: Iterable[Request], key_of: Callable[[Request], Hashable], cap_of: Callable[[int], float]
+    requests: Sequence[Request], key_of: Callable[[Request], Hashable], cap_of: Callable[[int], float]
 ) -> Buckets:
-    """Give each request to the newest bucket of its key, or to a new one, whose cap follows from its number."""
+    """Give each request to the newest bucket of its key, or to a new one, whose cap follows from its number.
+
+    What one node needs or makes together, as the call of a region does, shares a bucket if a bucket has room for it.
+    """
     opened: dict[Hashable, list[_Open]] = {}
     buckets: list[_Open] = []
+    together = Counter[Hashable]()
     for request in requests:
-        same_key = opened.setdefault(key_of(request), [])
-        if not same_key or not same_key[-1].takes(request):
+        together[key_of(request), request.ready, request.needed] += request.bytes
+    for request in requests:
+        key = key_of(request)
+        same_key = opened.setdefault(key, [])
+        size = together.pop((key, request.ready, request.needed), 0)  # of all, where this is the first of them
+        if not same_key or not same_key[-1].takes(request, size):
             same_key.append(_Open(cap_of(len(same_key))))
             buckets.append(same_key[-1])
         same_key[-1].add(request)

@@ -86,6 +86,22 @@ def test_full_buckets_of_a_given_size():
     assert gathers == reductions == [["w0", "w1"], ["w2"], ["w3", "w4"], ["w5"]]
 
 
+@pytest.mark.parametrize(
+    ("cap", "expected"),
+    [
+        (30, [["w0", "w1"], ["w2", "w3"], ["w4", "w5"]]),
+        (40, [["w0", "w1", "w2", "w3"], ["w4", "w5"]]),
+        (10, [["w0"], ["w1"], ["w2"], ["w3"], ["w4"], ["w5"]]),  # too small for two
+    ],
+)
+def test_what_one_node_needs_or_makes_shares_a_bucket_with_room_for_it(cap, expected):
+    """Such as the call of a region, which begins when all its parameters are there."""
+    gathers = [all_gather(i, 10, i // 2, i // 2) for i in range(6)]
+    reductions = [reduction(6 + i, 10, i // 2, 3, f"w{i}") for i in range(6)]
+    plan = decided(Requests((1.0,) * 3, (*gathers, *reductions), TOY), SchedulePolicy(bucket=cap))
+    assert shown(plan) == (expected, expected)
+
+
 def test_only_equal_keys_share_a_bucket():
     requests = tuple(all_gather(i, 10, i, i, key=i % 2) for i in range(4))
     plan = decided(Requests((1.0,) * 4, requests, TOY), SchedulePolicy(bucket=1000))
