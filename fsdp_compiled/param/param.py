@@ -109,6 +109,8 @@ class FSDPParam:
         """
         if self.leaf_is_current is not in_call:
             self.leaf_is_current = in_call
+            if in_call and self.state is ShardedState.UNSHARDED:
+                self.unsharded.follow_requires_grad(self.sharded_param, is_registered=True)
             requires_grad = self.gradients.is_differentiable and (not in_call or self.sharded_param.requires_grad)
             if self.leaf.requires_grad is not requires_grad:
                 self.leaf.requires_grad = requires_grad
@@ -199,6 +201,8 @@ class FSDPParam:
 
     def start_copy(self, memo: dict[int, Any]) -> None:
         """Put a copy into ``memo`` of ``deepcopy``: sharded, in memory of its own, without gradients and hooks."""
+        if self.state is ShardedState.UNSHARDED:
+            self.unsharded.follow_requires_grad(self.sharded_param, is_registered=True)
         copied, storage = copy(self), copy(self.storage)
         copied.storage = storage
         memo[id(self)] = copied
@@ -239,7 +243,7 @@ class FSDPParam:
         param = self.unsharded.complete()
         if param is None:
             raise FSDPError(f"{self.name}: unsharded before it was all-gathered")
-        param.requires_grad = self.sharded_param.requires_grad
+        self.unsharded.follow_requires_grad(self.sharded_param, is_registered=False)
         self.state = ShardedState.UNSHARDED  # before it is true: a reset must see what an exception has cut off
         self.register(param)
         self.unsharded.post_forward = None
@@ -259,6 +263,8 @@ class FSDPParam:
 
     def to_sharded(self) -> None:
         """Register the sharded parameter and free all other memory, unless the unit keeps it."""
+        if self.state is ShardedState.UNSHARDED:
+            self.unsharded.follow_requires_grad(self.sharded_param, is_registered=True)
         self.register(self.sharded_param)
         if not self.unit.config.keep_unsharded_storage:
             self.unsharded.free()

@@ -94,6 +94,7 @@ class Unsharded:
         self._outputs: list[Tensor] | None = None
         self._views: list[Tensor] = []  # of each, without padding
         self._version: int | None = None  # of the parameter, as all-gathered
+        self._requires_grad = False  # the parameter's, unless the user has changed it since
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
         self._made: Tensor | None = None  # what the extension returned, maybe with padding
 
@@ -147,6 +148,13 @@ class Unsharded:
     def version(self) -> int | None:
         """How often the parameter was written to, as autograd counts; None of none, and of a tensor of inference."""
         return None if self.param is None or self.param.is_inference() else self.param._version
+
+    def follow_requires_grad(self, sharded: nn.Parameter, is_registered: bool) -> None:
+        """Require a gradient as the sharded parameter; but what the user has set while this was registered counts."""
+        if self.param is not None:
+            if is_registered and self.param.requires_grad is not self._requires_grad:
+                sharded.requires_grad = self.param.requires_grad
+            self.param.requires_grad = self._requires_grad = sharded.requires_grad
 
     def take_change(self) -> Tensor | None:
         """Return the local parameter if it was written to since it was all-gathered, or since the last call."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from tests.support.training import (
     eager_and_full,
     full,
     full_grads,
+    full_params,
     my_part,
     shard,
     square_loss,
@@ -51,6 +54,36 @@ def test_frozen_at_first_and_unfrozen_later(mode):
     square_loss(call, my_part(data[0])).backward()
     square_loss(alone, data[0]).backward()
     assert_close(full_grads(model), full_grads(alone))
+
+
+@pytest.mark.parametrize("keeps", [{}, {"reshard_after_forward": False}], ids=["root", "all"])
+@eager_and_full
+@on_ranks(2)
+def test_what_is_set_on_parameters_that_forward_has_left_unsharded_stays(mode, keeps):
+    alone, model = MLP(), MLP()
+    call, data = shard(model, mode, **keeps), batches(2, 8, 10)
+    sharded = list(model.parameters())
+    optimizers = [torch.optim.SGD(params, lr=0.1) for params in (alone.parameters(), sharded)]
+
+    def assert_trains():
+        train(alone, alone, data, square_loss, sharded=False, optimizer=optimizers[0])
+        train(model, call, data, square_loss, optimizer=optimizers[1])
+        assert_close(full_params(model), full_params(alone))
+
+    for frozen in ("blocks.0", "", "scale"):
+        model(my_part(data[0]))  # without a backward: the root is not resharded
+        assert not all(isinstance(param, DTensor) for param in model.parameters())
+        for m in (alone, model):
+            for name, param in m.named_parameters():
+                param.requires_grad = not (frozen and name.startswith(frozen))
+        assert_trains()
+    model(my_part(data[0]))
+    for param in (*sharded, *alone.parameters()):  # as they are registered between steps
+        param.requires_grad = param.ndim == 1
+    assert_trains()
+    model(my_part(data[0]))
+    model.scale.requires_grad = False
+    assert not copy.deepcopy(model).scale.requires_grad
 
 
 class _Marked(nn.Parameter):
