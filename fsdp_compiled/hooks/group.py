@@ -101,12 +101,21 @@ class FSDPParamGroup:
                 self.drop_unshard()
         if self.is_unsharded or self._all_gathers:
             return
-        self._sent = self._versions()
+        self._note_writes()
         inputs = {param: param.all_gather_inputs() for param in self.params}
         self._all_gathers = self._new_all_gathers(inputs)
         outputs = cache(lambda: {param: param.allocate(specs) for param, (_, specs) in inputs.items()})
         for all_gather in self._all_gathers:
             all_gather.launch(outputs)
+
+    def _note_writes(self) -> None:
+        """Let backwards raise that need parameters as they were before the program wrote to their shards."""
+        if self.params[0].unsharded.post_forward is not None:
+            return  # what forward has kept is all-gathered, as it was
+        before, self._sent = self._sent, self._versions()
+        for param, earlier, now in zip(self.params, before, self._sent, strict=False):  # none before the first
+            if earlier != now:
+                param.unsharded.count_write()
 
     def drop_stale(self) -> None:
         """Reshard what was unsharded before the program wrote to a shard, as an optimizer does without a backward."""

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ..agreement.ledger import AFTER_A_STEP, note
 from ..expect import unexpected
 from ..param.param import FSDPParam
+from ..sharding.dtensor import local_of
 from ..tracing.dynamo import skipped
 
 _params: WeakSet[FSDPParam] = WeakSet()  # of all models
@@ -56,7 +57,8 @@ def _check(optimizer: Optimizer) -> None:
     if sharded:
         note(sharded[0].device_mesh, "step", AFTER_A_STEP)
         # What is unsharded is stale then; torch counts what operators on lists write to plain tensors alone.
-        increment_version([param for param in sharded if param.grad is not None])
+        stepped = [param for param in sharded if param.grad is not None]
+        increment_version([*stepped, *(local for param in stepped if not (local := local_of(param)).is_inference())])
     if _checked.get(optimizer) == len(held):
         return
     stale = {

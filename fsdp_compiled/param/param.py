@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..collectives import take_shard
 from ..errors import FSDPError
 from ..expect import unexpected
-from ..sharding.dtensor import local_of, outer_parallelism, sharded_spec
+from ..sharding.dtensor import local_of, outer_parallelism, set_local, sharded_spec
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from .extension import POST, PRE, check_extension, inner_tensors, is_extended, take_extended
@@ -70,7 +70,8 @@ class FSDPParam:
             self.outer = replace(self.outer, reduction=reduction)
         self.extension = self.storage.extension(self.places[0][0], self.placement)
         # A tensor subclass is no argument for our operators; a plain leaf without memory takes its gradients.
-        plain = padded if self.extension is None else without_memory(padded.shape, padded.dtype, padded.device)
+        is_sent = self.extension is None
+        plain = storage.counted if is_sent else without_memory(padded.shape, padded.dtype, padded.device)
         # The shard as graphs read it; its gradient is accumulated into sharded_param.grad. While the outermost module
         # is called it requires a gradient as the parameter does: a guard on a leaf is far cheaper than on a DTensor.
         self.leaf = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
@@ -170,6 +171,7 @@ class FSDPParam:
             raise
         if current is self.sharded_param and same_memory(local_of(current), self.storage.local):
             self.storage.of_dtensor = current.untyped_storage()
+            set_local(current, self.storage.local)  # not an alias, whose writes autograd would count by themselves
             self.placement.following(current).give_grad_dtype(current)
         else:
             earlier = self.gradients

@@ -39,6 +39,14 @@ class ShardStorage:
         return dtensor_like(self.sharded, local)
 
     @property
+    def counted(self) -> Tensor:
+        """The padded shard, as a tensor for which autograd counts writes to the local tensor, too."""
+        padded, local = self.padded, self.local
+        if type(local) is not Tensor or type(padded) is not Tensor or local.is_inference():
+            return padded
+        return local.as_strided(padded.shape, padded.stride(), padded.storage_offset())
+
+    @property
     def versions(self) -> list[int]:
         """How often the DTensor and its local tensor were written to, as autograd counts, each by itself."""
         return [each._version for each in (self.sharded, self.local) if not each.is_inference()]
@@ -189,12 +197,16 @@ class Unsharded:
         self._return_to_memory()
         _free(self._nbytes)
 
-    def forbid_use(self) -> None:
-        """Let graphs raise that have saved the parameter; its memory is freed once nothing writes to it."""
-        if self.param is not None:
+    def count_write(self) -> None:
+        """Let backwards raise that need the parameter as it was, as after any write to a tensor."""
+        if self.param is not None and self.version is not None:
             torch.autograd.graph.increment_version(self.param)
-            if self.param.device.type != "cpu":
-                torch.accelerator.synchronize()  # the allocator knows no side stream
+
+    def forbid_use(self) -> None:
+        """Let backwards raise that need the parameter; its memory is freed once nothing writes to it."""
+        self.count_write()
+        if self.param is not None and self.param.device.type != "cpu":
+            torch.accelerator.synchronize()  # the allocator knows no side stream
 
     @property
     def grad(self) -> Tensor | None:

@@ -22,7 +22,9 @@ from tests.support.training import (
     assert_close,
     batches,
     compiled,
+    each_with_regions,
     full,
+    full_grads,
     full_params,
     my_part,
     shard,
@@ -248,3 +250,33 @@ def test_what_is_kept_unsharded_is_stale_after_a_step_of_operators_on_lists():
                     optimizer.zero_grad()
             model.state_dict()  # reshards
             assert_close(full_params(model), full_params(alone), rtol=1e-4)
+
+
+@each_with_regions
+@on_ranks(4)
+def test_a_step_between_forward_and_backward_raises_if_backward_needs_what_it_writes_to(mode):
+    """As in one process. Backward would mix old and new values, in silence."""
+    alone, model = odd(), odd()
+    call, data = shard(model, mode), batches(*DATA)
+    sgd = OPTIMIZERS["sgd"]
+    model.to(torch.get_default_device())  # which puts an alias in the place of each shard
+
+    def step(make, kind):
+        for each in (alone, model):
+            params = [param for name, param in each.named_parameters() if name.endswith(kind)]
+            (make if each is model else sgd)(params).step()
+
+    for make in (sgd, partial(optim.SGD, lr=0.1, foreach=True), lambda params: step_on_shards(sgd(params))):
+        _backward(alone, call, data[0])
+        losses = square_loss(alone, data[1]), square_loss(call, my_part(data[1]))
+        step(make, "3.bias")  # which no backward needs
+        for loss in losses:
+            loss.backward()
+        assert_close(full_grads(model), full_grads(alone))
+        losses = square_loss(alone, data[2]), square_loss(call, my_part(data[2]))
+        step(make, "3.weight")
+        for each, loss in zip((alone, model), losses, strict=True):
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+            each.zero_grad()
+        assert_close(full_params(model), full_params(alone))

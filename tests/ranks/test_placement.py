@@ -42,6 +42,7 @@ from tests.support.training import (
     each_mode,
     each_with_regions,
     eager_and_full,
+    full,
     full_grads,
     full_params,
     my_part,
@@ -64,6 +65,24 @@ def test_reshard_to_a_smaller_group(mode):
         assert isinstance(model.blocks[0][0].weight, DTensor)
         loss.backward()
         assert param.state is ShardedState.SHARDED
+
+
+@on_ranks(4)
+def test_a_smaller_group_keeps_what_forward_read_and_the_next_forward_reads_what_was_written_since():
+    alone, model = MLP(hidden=9), MLP(hidden=9)
+    shard(model, "eager", reshard_after_forward=2)
+    model.set_reshard_after_backward(False)
+    (data,), sharded = batches(1, 8, 10), list(model.parameters())
+    losses = square_loss(alone, data), square_loss(model, my_part(data))
+    losses[0].backward()
+    with torch.no_grad():
+        for param in (*alone.parameters(), *sharded):
+            param.mul_(1.5)
+    losses[1].backward()
+    assert_close(
+        *({name: full(param.grad) for name, param in enumerate(each)} for each in (sharded, alone.parameters()))
+    )
+    torch.testing.assert_close(model(data), alone(data))
 
 
 @row("reshard", mode="full")
