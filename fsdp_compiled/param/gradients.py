@@ -133,15 +133,21 @@ class Gradients:
 
     def with_sum(self, grad: Tensor) -> Tensor:
         """Return an unsharded gradient with the sum of those before it, which is forgotten."""
-        return self.unsharded.take_with(grad)
+        return grad if self._is_frozen else self.unsharded.take_with(grad)
 
     def keep(self, grad: Tensor) -> None:
         """Add an unsharded gradient of a graph, which uses its memory again."""
-        self.unsharded.add(grad, copy=True)
+        if not self._is_frozen:
+            self.unsharded.add(grad, copy=True)
 
     def take_partial(self) -> Tensor | None:
         """Return, and forget, the sum over the shards only."""
-        return self.partial.take()
+        return None if self._is_frozen else self.partial.take()
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether it was frozen after forward: as in one process, what a graph computes for it is dropped."""
+        return not self._sharded.requires_grad
 
     def follow(self, spec: CommSpec, text: str, config: UnitConfig) -> None:
         """Make the leaves that ``config`` asks for; ``text`` is that of ``spec``."""
@@ -169,7 +175,7 @@ class Gradients:
 
         The hooks that users put on it run once in a call, for the sum; nothing happens if there is neither.
         """
-        compiled, self.leaf.grad = self.leaf.grad, None
+        compiled, self.leaf.grad = None if self._is_frozen else self.leaf.grad, None
         if compiled is not None:
             compiled = compiled.detach() if compiled.requires_grad else compiled  # create_graph=True gives it a graph
             padded = compiled if padded is None else padded + compiled

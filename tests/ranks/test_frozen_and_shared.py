@@ -86,6 +86,25 @@ def test_what_is_set_on_parameters_that_forward_has_left_unsharded_stays(mode, k
     assert not copy.deepcopy(model).scale.requires_grad
 
 
+@pytest.mark.parametrize("syncs", [True, False])
+@each_with_regions
+@on_ranks(2)
+def test_what_is_frozen_between_forward_and_backward_gets_no_gradient_of_it(mode, syncs):
+    alone, model = MLP(), MLP()
+    call, data = shard(model, mode), batches(3, 8, 10)
+    for step, x in enumerate(data):
+        model.set_requires_gradient_sync(syncs or step == 2)
+        losses = square_loss(alone, x), square_loss(call, my_part(x))
+        for each, loss in zip((alone, model), losses, strict=True):
+            each.scale.requires_grad = step == 0
+            each.blocks[0].requires_grad_(step == 1)
+            loss.backward()
+            each.requires_grad_()
+        if syncs:
+            assert_close(full_grads(model), full_grads(alone))
+    assert_close(full_grads(model), full_grads(alone))
+
+
 class _Marked(nn.Parameter):
     """The same memory as an object that knows more, as a 4-bit weight of bitsandbytes does."""
 
