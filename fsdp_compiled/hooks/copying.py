@@ -28,6 +28,8 @@ def copied_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if not state.unit.config.trains:
             got = f"{state.unit.config.name} in unsharded()"
             raise unexpected("copy.deepcopy", "a model between two steps", got, "leave the block first", RuntimeError)
+        for group in state.groups:
+            group.keep_changes()
     for state in states:  # all of them first: what is copied next refers to any of them
         memo[id(state)], memo[id(state.unit)] = copy(state), UnitInStep(state.unit.config)
         for param in state.params:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..agreement.ledger import agree
 from ..collectives import Pending, all_gather_bucket, launch_all_gather, launch_reduction, launch_replica_reduction
+from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
@@ -167,17 +168,36 @@ class FSDPParamGroup:
 
     @without_grad
     def keep_changes(self) -> None:
-        """Let shards follow what forward wrote to parameters, as modules do that clamp or normalise one."""
-        for param in self.params if self.is_unsharded else ():
-            if (changed := param.unsharded.take_change()) is not None:
+        """Let shards follow what was written to parameters, as by modules that clamp or normalise one.
+
+        RuntimeError if the program wrote to the shard of one, too, as an optimizer does.
+        """
+        lost = list[FSDPParam]()
+        for number, param in enumerate(self.params if self.is_unsharded and self.unit.config.trains else ()):
+            if (changed := param.unsharded.take_change()) is None:
+                continue
+            self._sent = self._sent or self._versions()
+            if self._sent[number] == param.storage.versions:
                 param.storage.follow(changed, param.placement.mesh_info.shard_mesh_rank)
-                self._sent = self._versions()
+                self._sent[number] = param.storage.versions
+            else:
+                lost.append(param)
+        if lost:
+            expected = "writes to the unsharded parameter or to the sharded one, as by an optimizer"
+            do = "call reshard() of its unit between them"
+            raise unexpected(lost[0].name, expected, "both since it was all-gathered", do, RuntimeError)
+
+    def forget_changes(self) -> None:
+        """Leave shards as they are, whatever was written to parameters."""
+        for param in self.params:
+            param.unsharded.take_change()
 
     def reshard(self) -> None:
         """Register the sharded parameters and free all others; an all-gather under way is dropped."""
         self.drop_unshard()
         if self.params[0].is_held:
             return  # a unit that shares these parameters is using them
+        self.keep_changes()
         for param in self.params:
             if param.state is not ShardedState.SHARDED:
                 param.to_sharded()

@@ -85,6 +85,8 @@ class FSDPStateContext:
 
     def begin_call(self) -> None:
         """Begin a call of the outermost module; all-gather what was resharded within ``unsharded()`` before it."""
+        for group in (group for state in self.all_states for group in state.groups):
+            group.keep_changes()  # graphs read the shards
         self.step.call(self.all_states, True)
         for state in self.all_states:
             if not state.unit.config.trains:
@@ -208,6 +210,7 @@ class FSDPStateContext:
         for state in self.all_states:
             for group in state.groups:
                 group.drop_reduce()
+                group.forget_changes()  # ranks may have got further than others
         others = [state for state in self.comm.reducing if state not in self.all_states]  # of models that share it
         self.comm.reducing = deque(others)
         for state in self.all_states:

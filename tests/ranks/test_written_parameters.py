@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from fsdp_compiled import CPUOffloadPolicy, MixedPrecisionPolicy, SchedulePolicy, fully_shard, options
 from tests.support.ranks import on_ranks
 from tests.support.training import (
+    MLP,
     assert_close,
     assert_trains_like_one_process,
     backend,
     batches,
     compiled,
+    eager_and_full,
+    full_grads,
     full_params,
+    my_part,
     shard,
     square_loss,
     train,
@@ -157,6 +164,61 @@ def test_so_does_compiled_code_outside_of_forward(breaks, in_lists):
 def test_a_graph_that_writes_to_none_compiles():
     alone, model = Normalised().eval(), fully_shard(Normalised().eval())
     assert_trains_like_one_process(model, compiled(model), alone)
+
+
+@pytest.mark.parametrize("keeps", [{}, {"reshard_after_forward": False}], ids=["root", "all"])
+@eager_and_full
+@on_ranks(2)
+def test_what_is_written_to_parameters_that_forward_has_left_unsharded_stays(mode, keeps):
+    alone, model = MLP(), MLP()
+    call, (data,) = shard(model, mode, **keeps), batches(1, 8, 10)
+    copies = []
+    for follow in (model.state_dict, lambda: copies.append(copy.deepcopy(model)), model.reshard, lambda: None):
+        model(data)
+        assert not all(isinstance(param, DTensor) for param in model.parameters())
+        for each in (alone, model):
+            with torch.no_grad():
+                for param in each.parameters():
+                    param.mul_(0.9)
+        follow()
+        square_loss(alone, data).backward()
+        square_loss(call, my_part(data)).backward()
+        assert_close(full_grads(model), full_grads(alone))
+        assert_close(full_params(model), full_params(alone))
+    originals = full_params(alone)
+    assert_close(full_params(copies[0]), {name: value / 0.9**2 for name, value in originals.items()})
+
+
+@on_ranks(2)
+def test_what_is_written_to_what_a_step_has_made_stale_is_an_error():
+    alone, model = MLP(), MLP()
+    shard(model, "eager")
+    optimizers, (data,) = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)], batches(1, 8, 10)
+    model.set_reshard_after_backward(False)
+    square_loss(alone, data).backward()
+    square_loss(model, my_part(data)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    with torch.no_grad():
+        model.scale.mul_(0.9)
+    with pytest.raises(
+        RuntimeError, match="scale: expected writes to the unsharded parameter or to the sharded one,"
+    ):
+        model(data)
+    torch.testing.assert_close(model(data), alone(data))  # of the sharded parameters
+
+
+@on_ranks(2)
+def test_what_a_unit_has_written_whose_forward_fails_is_lost():
+    """Ranks may fail at different places, and would not have the same."""
+    model, (data,) = Net(), batches(1, 8, 10)
+    shard(model, "eager", reshard_after_forward=False)
+    before = full_params(model)
+    fails = model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(data)
+    fails.remove()
+    assert torch.equal(full_params(model)["scale"], before["scale"]) and before["scale"].min() < 0.3
 
 
 class Followed(nn.Module):
