@@ -23,11 +23,12 @@ class SchedulePolicy:
     dimensions count, with one nominal number of tokens.
 
     Args:
-        bucket: "auto": the buckets with the shortest estimated step; "unit": one bucket per ``fully_shard`` call
-            and dtype; "none": every parameter alone; an integer: full buckets of at most that many bytes. Where
-            ``in_flight_bytes`` has no room for a bucket, it is cut.
+        bucket: "auto": buckets whose estimated step is nearly the shortest for ``tokens``, and for fewer down to an
+            eighth of them; "unit": one bucket per ``fully_shard`` call and dtype; "none": every parameter alone; an
+            integer: full buckets of at most that many bytes. Where ``in_flight_bytes`` has no room for a bucket, it
+            is cut.
         prefetch: how many all-gathers may be launched before the first of them is needed, besides the one in use;
-            "auto": as many as hide their time behind compute, at least one.
+            "auto": as many as hide their time behind half of the estimated compute, at least one.
         in_flight_bytes: the hard bound on unsharded bytes not yet freed plus gradients waiting to be reduced,
             in each graph. "auto": the largest of 64 MiB, of what PyTorch's FSDP2 holds (two of the largest units,
             and in backward the gradients of two more), and of what the graph cannot do without.
@@ -38,7 +39,8 @@ class SchedulePolicy:
         cluster: the machine that times are estimated for: a record, the name of one that ships, or a file that
             ``python -m fsdp_compiled calibrate`` has written, which is read here; None: what the first rank finds.
         tokens: how many of them (or pixels, samples: whatever meets each weight once) a rank's batch is taken to
-            hold, in sequences of up to 4096, where times are estimated. It need not be exact, see passes/README.md.
+            hold at most, in sequences of up to 4096, where times are estimated. It need not be exact, see
+            passes/README.md.
         verify: check after every pass that the graph keeps the rules of ``passes/rules.py``, which takes some time; a
             pass that breaks one raises GraphError with its name. A user's passes are always checked.
 

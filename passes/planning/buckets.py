@@ -1,6 +1,7 @@
 """Decides which requests share a collective, and with that the schedule.
 
-Candidates of many sizes are scheduled and simulated; the one that ends first wins, and is what is emitted.
+Candidates of many sizes are scheduled and simulated, with as much compute as estimated and with less. The one that
+loses least, compared with the best for each amount, is what is emitted.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain, product
 from math import inf
+from operator import truediv
 
 from ..kinds import Kind, Request
 from ..schedule_policy import MIB, SchedulePolicy
@@ -23,6 +26,10 @@ MOST_PARAMS = 1024  # in a bucket of more, compiling takes long: some of what to
 # virtual machine of an H100, simulated ranks), which counts where the GPU has caught up with the host.
 _HOST_US = 10.0
 _AS_GOOD = 1.002  # among schedules whose estimates differ by less, the one with the fewest collectives wins
+# How long compute may take instead of its estimate: batches hold fewer tokens than the nominal number, and what hides
+# behind compute does not hide behind less. A schedule that is good with less is good with more, seldom the reverse.
+_LESS_COMPUTE = (1.0, 0.5, 0.25, 0.125)
+_PLACED = 1  # of these, the one by which collectives are placed
 _HALVINGS = 8  # of the bound: the sizes that are tried
 _PARTS = 6  # and all bytes in up to so many equal parts
 _RAMPS = (0, 2, 4)  # how many buckets, from the one that nothing can hide, are each half of the next
@@ -43,7 +50,7 @@ def decide(requests: Requests, policy: SchedulePolicy) -> Plan:
     search = _Search(small, auto_bound(small) if auto else policy.in_flight_bytes, prefetch)  # type: ignore[arg-type]
     match policy.bucket:
         case "auto":
-            found = search.shortest()
+            found = search.best()
         case "unit":
             found = search.scored(_by_unit(small.each))
         case cap:
@@ -136,7 +143,7 @@ class _Scored:
 
     buckets: Buckets
     actions: list[Action]
-    total_us: float
+    totals_us: tuple[float, ...]  # with each of _LESS_COMPUTE
     peak_bytes: int
 
 
@@ -146,15 +153,15 @@ class _Search:
     bound_bytes: int
     prefetch: int | None
 
-    def shortest(self) -> _Scored:
-        """Try many sizes for one kind after the other, and return what ends first by simulation."""
+    def best(self) -> _Scored:
+        """Try many sizes for one kind after the other, and return what is good with any amount of compute."""
         kinds = defaultdict[Kind, list[Request]](list)
         for request in self.requests.each:
             kinds[request.kind].append(request)
         best: dict[Kind, Buckets] = {kind: _filled(each, self.bound_bytes) for kind, each in kinds.items()}
         scored: list[_Scored] = []
-        for kind, each in kinds.items():
-            tried = [best | {kind: buckets} for buckets in self._candidates(kind, each)]
+        for kind in [*kinds] * min(2, len(kinds)):  # again after the others, which it was not chosen for
+            tried = [best | {kind: buckets} for buckets in self._candidates(kind, kinds[kind])]
             scored = [_best([*(self.scored(tuple(chain(*buckets.values()))) for buckets in tried), *scored])]
             best = {other: tuple(b for b in scored[0].buckets if b[0].kind is other) for other in kinds}
         return scored[0]
@@ -162,8 +169,14 @@ class _Search:
     def scored(self, buckets: Buckets) -> _Scored:
         """Return ``buckets``, cut to fit, with their schedule."""
         buckets, load = self._cut_to_fit(buckets)
-        actions = place(load, self.bound_bytes, self.prefetch)
-        return _Scored(buckets, actions, simulate(load, actions).total_us, max(bytes_in_flight(load, actions)))
+        loads = [replace(load, compute_us=compute_us) for compute_us in self._compute_us]
+        actions = place(loads[_PLACED], self.bound_bytes, self.prefetch)
+        totals_us = tuple(simulate(each, actions).total_us for each in loads)
+        return _Scored(buckets, actions, totals_us, max(bytes_in_flight(load, actions)))
+
+    @cached_property
+    def _compute_us(self) -> list[tuple[float, ...]]:
+        return [tuple(part * us for us in self.requests.compute_us) for part in _LESS_COMPUTE]
 
     def _candidates(self, kind: Kind, requests: Sequence[Request]) -> list[Buckets]:
         bound, fill = self.bound_bytes, _filled if kind.is_ahead else _filled_from_the_end
@@ -193,12 +206,12 @@ class _Search:
 
 
 def _best(scored: Sequence[_Scored]) -> _Scored:
-    def with_host_us(each: _Scored) -> float:
-        return each.total_us + _HOST_US * len(each.buckets)
-
-    soon = min(map(with_host_us, scored)) * _AS_GOOD
-    good = (each for each in scored if with_host_us(each) <= soon)
-    return min(good, key=lambda each: (len(each.buckets), each.peak_bytes, each.total_us))
+    """Return the one that, compared with the best for each amount of compute, loses least where it loses most."""
+    totals = [[us + _HOST_US * len(each.buckets) for us in each.totals_us] for each in scored]
+    least = list(map(min, zip(*totals, strict=True)))
+    lost = [max(map(truediv, each, least)) for each in totals]
+    good = (each for each, loss in zip(scored, lost, strict=True) if loss <= min(lost) * _AS_GOOD)
+    return min(good, key=lambda each: (len(each.buckets), each.peak_bytes, each.totals_us))
 
 
 def _halved(bucket: Members, task: Task, crowded: Sequence[int]) -> Buckets:

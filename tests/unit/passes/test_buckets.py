@@ -26,7 +26,7 @@ from fsdp_compiled.passes.graph import nodes
 from fsdp_compiled.passes.graph.emit import PLACE
 from fsdp_compiled.passes.kinds import Request
 from fsdp_compiled.passes.planning.buckets import _best, _Scored, auto_bound, decide
-from fsdp_compiled.passes.planning.tasks import Requests
+from fsdp_compiled.passes.planning.tasks import Requests, simulate
 from fsdp_compiled.sharding.spec import AllGatherBucket, AllGatherSpec, Group, ParamSpec, ReductionSpec
 from tests.support.builder import Builder, spec
 
@@ -369,9 +369,27 @@ def test_gradients_are_packed_even_alone_so_they_share_buckets():
 
 
 def test_what_further_collectives_save_must_be_worth_their_launches():
-    few, many, faster = (_Scored(((),) * count, [], us, 0) for count, us in [(4, 1000.0), (8, 970.0), (8, 950.0)])
+    few, many, faster = (_Scored(((),) * count, [], (us,), 0) for count, us in [(4, 1000.0), (8, 970.0), (8, 950.0)])
     assert _best([few, many]) is few
     assert _best([few, faster]) is faster
+
+
+def test_the_schedule_that_loses_least_where_it_loses_most():
+    for_much, for_little, for_both = (
+        _Scored(((),) * 4, [], totals_us, 0) for totals_us in [(1000.0, 900.0), (1300.0, 600.0), (1020.0, 640.0)]
+    )
+    assert _best([for_much, for_little, for_both]) is for_both
+
+
+@pytest.mark.parametrize("size", [200_000, 400_000, 800_000])  # each takes 100 us and more
+def test_a_schedule_is_also_good_for_batches_of_fewer_tokens(size):
+    """As estimated, all but the ends hides behind the compute, whatever the buckets are."""
+    work = layers([size] * 8, 1000.0)
+    plan = decide(work, SchedulePolicy())
+    for part in (1.0, 0.5, 0.25, 0.125):
+        load = replace(plan.load, compute_us=tuple(part * us for us in work.compute_us))
+        exclusive = decide(replace(work, compute_us=load.compute_us), SchedulePolicy())
+        assert simulate(load, plan.actions).total_us < 1.05 * simulate(exclusive.load, exclusive.actions).total_us
 
 
 def test_a_gpus_copies_run_beside_compute_wherever_its_graph_is_traced():
