@@ -19,7 +19,7 @@ INSTALLED = (
     (log.register, log.unregister),  # the logger's name in torch's logging
     (root_call.watch_compiles, root_call.ignore_compiles),  # callbacks of Dynamo around compilations
     (ledger.register_callbacks, peers.restore_excepthook),  # sys.excepthook
-    (optimizers.hook_steps, optimizers.unhook_steps),  # a hook before the steps of optimizers
+    (optimizers.hook_steps, optimizers.unhook_steps),  # hooks before and after the steps of optimizers
     (block.derive_schemas_once, block.derive_schemas_always),  # invoke_subgraph.gen_schema remembers
 )
 

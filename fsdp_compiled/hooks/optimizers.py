@@ -8,10 +8,11 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ..agreement.ledger import AFTER_A_STEP, note
@@ -34,13 +35,14 @@ def watch_optimizers(params: Iterable[FSDPParam]) -> None:
 
 
 @cache
-def hook_steps() -> RemovableHandle:
-    """Run before the steps of all optimizers of the process; a second call does nothing."""
-    return register_optimizer_step_pre_hook(_before_step)
+def hook_steps() -> list[RemovableHandle]:
+    """Run before and after the steps of all optimizers of the process; a second call does nothing."""
+    return [register_optimizer_step_pre_hook(_before_step), register_optimizer_step_post_hook(_after_step)]
 
 
 def unhook_steps() -> None:
-    hook_steps().remove()
+    for handle in hook_steps():
+        handle.remove()
     hook_steps.cache_clear()
 
 
@@ -48,17 +50,37 @@ def unhook_steps() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
         _check(optimizer)
+        _count_writes(optimizer, args, kwargs, has_ended=False)
+
+
+@skipped
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _count_writes(optimizer, args, kwargs, has_ended=True)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any, has_ended: bool) -> None:
+    """Count what a step writes to sharded parameters: of operators on lists, torch counts plain tensors alone.
+
+    What is unsharded is stale then. A closure may run backwards, which need what is there before the step: with one,
+    writes are counted when the step ``has_ended``.
+    """
+    if any(map(callable, (*args[1:2], kwargs.get("closure")))) is not has_ended:
+        return
+    stepped = [param for param in _held(optimizer) if isinstance(param, DTensor) and param.grad is not None]
+    increment_version([*stepped, *(local for param in stepped if not (local := local_of(param)).is_inference())])
+
+
+def _held(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check(optimizer: Optimizer) -> None:
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    sharded = [param for param in held if isinstance(param, DTensor)]
-    if sharded:
+    held = _held(optimizer)
+    if sharded := [param for param in held if isinstance(param, DTensor)]:
         note(sharded[0].device_mesh, "step", AFTER_A_STEP)
-        # What is unsharded is stale then; torch counts what operators on lists write to plain tensors alone.
-        stepped = [param for param in sharded if param.grad is not None]
-        increment_version([*stepped, *(local for param in stepped if not (local := local_of(param)).is_inference())])
     if _checked.get(optimizer) == len(held):
         return
     stale = {

@@ -280,3 +280,25 @@ def test_a_step_between_forward_and_backward_raises_if_backward_needs_what_it_wr
                 loss.backward()
             each.zero_grad()
         assert_close(full_params(model), full_params(alone))
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["sgd"], partial(optim.SGD, lr=0.1, foreach=True)], ids=["loop", "lists"])
+@each_with_regions
+@on_ranks(2)
+def test_a_closure_may_run_the_backward_of_a_forward_before_the_step(mode, make):
+    """Even with gradients left of the step before, which it drops."""
+    alone, model = odd(), odd()
+    call, optimizers = shard(model, mode), [make(each.parameters()) for each in (alone, model)]
+    model.set_reshard_after_backward(False)
+    for batch in batches(*DATA):
+        losses = square_loss(alone, batch), square_loss(call, my_part(batch))
+        for optimizer, loss in zip(optimizers, losses, strict=True):
+
+            def closure(optimizer=optimizer, loss=loss):
+                optimizer.zero_grad()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    model.state_dict()  # reshards
+    assert_close(full_params(model), full_params(alone), rtol=1e-4)
