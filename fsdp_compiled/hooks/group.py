@@ -80,11 +80,6 @@ class FSDPParamGroup:
     _buckets: dict[Hashable, tuple[object, Any, Contract]] = field(default_factory=dict, repr=False)
 
     @property
-    def sent(self) -> dict[FSDPParam, list[int]]:
-        """The versions of the shards that were all-gathered last."""
-        return dict(zip(self.params, self._sent, strict=False))  # none before the first
-
-    @property
     def is_unsharded(self) -> bool:
         return self.params[0].state is ShardedState.UNSHARDED
 
@@ -305,18 +300,11 @@ def _partial_bucket(specs: Sequence[CommSpec]) -> ReductionBucket:
     return _complete_bucket([spec.over_shards_only() for spec in specs])
 
 
-def group_params(params: Sequence[FSDPParam], unit: Unit, before: Sequence[FSDPParamGroup]) -> list[FSDPParamGroup]:
-    """Divide a unit's parameters into groups of equal mesh and dtypes, in order of first appearance.
-
-    Those of the groups ``before`` may have been written to since they were all-gathered.
-    """
+def group_params(params: Sequence[FSDPParam], unit: Unit) -> list[FSDPParamGroup]:
+    """Divide a unit's parameters into groups of equal mesh and dtypes, in order of first appearance."""
     groups: dict[Hashable, list[FSDPParam]] = {}
     for param in params:
         info, shared = param.placement.mesh_info, param if len(param.users) > 1 else None
         dtypes = param.leaf.dtype, param.spec.all_gather.dtype, param.spec.reduction.dtype
         groups.setdefault((info.shards, info.replicas, dtypes, shared), []).append(param)
-    sent = {param: versions for group in before for param, versions in group.sent.items()}
-    return [
-        FSDPParamGroup(members, unit, _sent=[sent.get(param, param.storage.versions) for param in members])
-        for members in groups.values()
-    ]
+    return [FSDPParamGroup(members, unit) for members in groups.values()]

@@ -101,7 +101,7 @@ class FSDPState(TorchNames):
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""
         if self._context is not None and self._context.comm.reducing:
             self._context.complete_reductions()
-        self._groups: list[FSDPParamGroup] = group_params(self.params, self.unit, vars(self).get("_groups", ()))
+        self._groups: list[FSDPParamGroup] = group_params(self.params, self.unit)
         if self._context is not None:
             self._context.tree.forget_params()
 

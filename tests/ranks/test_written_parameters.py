@@ -209,27 +209,6 @@ def test_what_is_written_to_what_a_step_has_made_stale_is_an_error():
 
 
 @on_ranks(2)
-def test_what_is_loaded_between_forward_and_backward_is_a_write_and_a_move_that_changes_nothing_is_none():
-    alone, model = MLP(), MLP()
-    shard(model, "eager")
-    (data,), models = batches(1, 8, 10), (alone, model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
-    for loads in (False, False, True):
-        loaded = [{name: value * 2 for name, value in each.state_dict().items()} for each in models]
-        losses = square_loss(alone, data), square_loss(model, my_part(data))
-        for each, loss, values, optimizer in zip(models, losses, loaded, optimizers, strict=True):
-            each.to(torch.get_default_device())
-            if loads:
-                each.load_state_dict(values)
-                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-                    loss.backward()
-            else:
-                loss.backward()
-                optimizer.step()
-    assert_close(full_params(model), full_params(alone))
-
-
-@on_ranks(2)
 def test_what_a_unit_has_written_whose_forward_fails_is_lost():
     """Ranks may fail at different places, and would not have the same."""
     model, (data,) = Net(), batches(1, 8, 10)
