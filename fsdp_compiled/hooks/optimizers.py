@@ -79,8 +79,9 @@ def _held(optimizer: Optimizer) -> list[Tensor]:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check(optimizer: Optimizer) -> None:
     held = _held(optimizer)
-    if sharded := [param for param in held if isinstance(param, DTensor)]:
-        note(sharded[0].device_mesh, "step", AFTER_A_STEP)
+    sharded = next((param for param in held if isinstance(param, DTensor)), None)
+    if sharded is not None:
+        note(sharded.device_mesh, "step", AFTER_A_STEP)
     if _checked.get(optimizer) == len(held):
         return
     stale = {

@@ -210,7 +210,8 @@ def _best(scored: Sequence[_Scored]) -> _Scored:
     totals = [[us + _HOST_US * len(each.buckets) for us in each.totals_us] for each in scored]
     least = list(map(min, zip(*totals, strict=True)))
     lost = [max(map(truediv, each, least)) for each in totals]
-    good = (each for each, loss in zip(scored, lost, strict=True) if loss <= min(lost) * _AS_GOOD)
+    accepted = min(lost) * _AS_GOOD
+    good = (each for each, loss in zip(scored, lost, strict=True) if loss <= accepted)
     return min(good, key=lambda each: (len(each.buckets), each.peak_bytes, each.totals_us))
 
 
