@@ -30,6 +30,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import fsdp_compiled
 from fsdp_compiled import SchedulePolicy, fully_shard, fully_shard_with_compiled_compute, step_on_shards
+from fsdp_compiled.collectives import backend
 from fsdp_compiled.inspect import capture
 from fsdp_compiled.testing.llama import Config, Llama
 
@@ -78,10 +79,12 @@ class Wire:
 
     def __init__(self, parameters: int, mesh: DeviceMesh) -> None:
         self.world = mesh.size(-1)
-        self.shards = mesh.get_group(-1).group_name
+        self.group = mesh.get_group(-1)
+        self.shards = self.group.group_name
         self.replicas = mesh.get_group(0).group_name if mesh.ndim > 1 else None
         self.shard = torch.zeros(-(-parameters // self.world))
         self.unsharded = torch.zeros(self.shard.numel() * self.world)
+        self.reduced = torch.empty_like(self.shard)
         self.seconds: list[float] = []
 
     def step(self) -> None:
@@ -90,9 +93,9 @@ class Wire:
         start = time.perf_counter()
         for _ in range(2):
             _c10d.wait_tensor(_c10d.all_gather_into_tensor(self.shard, self.world, self.shards))
-        reduced = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(self.unsharded, "avg", self.world, self.shards))
+        backend.reduce_scatter(self.reduced, self.unsharded, self.group, dist.ReduceOp.AVG).wait()
         if self.replicas is not None:
-            _c10d.wait_tensor(_c10d.all_reduce(reduced, "avg", self.replicas))
+            _c10d.wait_tensor(_c10d.all_reduce(self.reduced, "avg", self.replicas))
         self.seconds.append(time.perf_counter() - start)
 
 

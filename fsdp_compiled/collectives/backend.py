@@ -1,4 +1,4 @@
-"""A process group's own collectives on flat tensors, profiler ranges, and what else only torch's private names give.
+"""A process group's collectives on flat tensors, profiler ranges, and what else only torch's private names give.
 
 Each collective starts and returns the work to wait for.
 """
@@ -73,7 +73,10 @@ def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], gr
 
 
 def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> dist.Work:
-    """Start a reduce-scatter of 1-D ``input``."""
+    """Start a reduce-scatter of 1-D ``input``; of gloo's process group on the CPU, an :class:`_Exchange`."""
+    is_summed = type(group) is dist.ProcessGroup and output.device.type == "cpu" and op in REDUCE_OPS.values()
+    if is_summed and backend_of(group, output.device).name() == "gloo":
+        return _Exchange(output, input, group, op)
     options = ReduceScatterOptions()
     options.reduceOp = op  # type: ignore[assignment]
     start = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
@@ -95,6 +98,33 @@ def all_to_all(
     return start(output, input, list(received), list(sent), AllToAllOptions())
 
 
+class _Exchange(dist.Work):
+    """A reduce-scatter in which each rank receives what it sums, 16-bit floats in fp32.
+
+    gloo's own is an all-reduce: it sends twice as much and, measured with 2 and 4 ranks, takes about twice as long.
+    """
+
+    def __init__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+        super().__init__()
+        self._output, self._op, received = output, op, torch.empty_like(input)
+        self._parts: Tensor | None = received.view(group.size(), -1)
+        self.work = all_to_all(_known(received), _known(input), (), (), group)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self.work.wait(*(() if timeout is None else (timeout,)))
+        self.add_up()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def add_up(self) -> None:
+        """Sum the parts, which are all there."""
+        if (parts := self._parts) is not None:
+            (torch.mean if self._op == dist.ReduceOp.AVG else torch.sum)(parts, 0, out=self._output)
+            self._parts = None
+
+
 def wait(work: dist.Work | None, device: torch.device) -> None:
     """Let the current stream of ``device``, or on the CPU the host, wait for ``work``.
 
@@ -105,13 +135,14 @@ def wait(work: dist.Work | None, device: torch.device) -> None:
     """
     if work is None:
         return
+    awaited = work.work if isinstance(work, _Exchange) else work
     try:
-        if device.type == "cpu" and type(work) is dist.Work and peers.current() is not None:
-            while not _has_ended(work):
+        if device.type == "cpu" and type(awaited) is dist.Work and peers.current() is not None:
+            while not _has_ended(awaited):
                 tripwire.check()
                 _check_peers(())
         else:
-            work.wait()
+            awaited.wait()
     except FSDPError:
         raise
     except RuntimeError as error:
@@ -119,6 +150,8 @@ def wait(work: dist.Work | None, device: torch.device) -> None:
         if last := tripwire.last_runs():
             raise RankFailureError(f"a collective failed: {str(error).splitlines()[0]}. {last}") from error
         raise
+    if isinstance(work, _Exchange):
+        work.add_up()
 
 
 def _check_peers(awaited: Iterable[int] | None = None) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_compiled import AllGather, ReduceScatter, fully_shard
+from fsdp_compiled.collectives import backend
 from fsdp_compiled.sharding.layout import packed_layout
 from tests.support.collectives import counted
 from tests.support.parity import row
@@ -225,6 +228,25 @@ def test_unused_parameters_get_zeros_if_asked(mode):
             grad = got.pop(name)
             assert torch.equal(grad, torch.zeros(3)) if asked else grad is None
         assert_close(got, _alone(data))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64], ids=str)
+@on_ranks(4)
+def test_parts_that_ranks_exchange(dtype):
+    """Each rank sums what it received, rounded once; gloo's own reduce-scatter, an all-reduce, rounds more often."""
+    torch.manual_seed(0)
+    given, rank = (
+        torch.randn(4, 4, 1000, dtype=torch.complex64 if dtype.is_complex else None).to(dtype),
+        dist.get_rank(),
+    )
+    for op, reduce in ((dist.ReduceOp.SUM, torch.sum), (dist.ReduceOp.AVG, torch.mean)):
+        output = torch.empty(1000, dtype=dtype)
+        with patch.object(backend, "all_to_all", wraps=backend.all_to_all) as exchange:
+            work = backend.reduce_scatter(output, given[rank].flatten(), dist.group.WORLD, op)
+        work.wait()
+        expected = reduce(given[:, rank].to(torch.complex128 if dtype.is_complex else torch.float64), 0)
+        torch.testing.assert_close(output, expected.to(dtype), rtol=2**-8, atol=0.0)
+        assert exchange.call_count == 1 and work.is_completed() and work.wait(timedelta(seconds=30))
 
 
 @on_ranks(2)

@@ -150,6 +150,12 @@ def test_hooks_and_graphs_of_any_schedule_agree_bit_by_bit_in_fp32():
     _check_that_no_bit_changes()
 
 
+@on_ranks(4)
+def test_hooks_and_graphs_of_any_schedule_agree_bit_by_bit_on_four_ranks():
+    """Each rank adds four terms in the same order, wherever in a bucket they are."""
+    _check_that_no_bit_changes()
+
+
 @row("meshes", mode="full")
 @thorough()
 @on_ranks(4)
