@@ -261,6 +261,8 @@ class _Groups:
         (least, rate), (_, highest) = measured.all_gather[0], measured.all_gather[-1]
         least_us, share = 1e6 * least / rate / 2, (self.world - 1) / self.world
         per_rank = highest * share / (self.in_node if self.in_node < self.world else 1)
+        host_s = self._longer(_SIZES[0], 20)[1] if self.bench.device.type == "cpu" else 0.0
+        alone_s, longer_s = self._longer(16 * KIB**2, 1)
         return replace(
             base,
             latency_us=least_us,
@@ -268,7 +270,8 @@ class _Groups:
             bytes_per_s=per_rank,
             reduce_factor=highest / measured.reduce_scatter[-1][1],
             knee_bytes=0,
-            compute_blocked_fraction=self._blocked(),
+            compute_blocked_fraction=min(1.0, max(0.0, longer_s - host_s) / alone_s),
+            host_us=1e6 * host_s,
             measured=(measured,),
         )
 
@@ -286,24 +289,28 @@ class _Groups:
         shard = torch.zeros(size // 4 // self.world, device=self.bench.device)
         return shard.new_zeros(shard.numel() * self.world), shard
 
-    def _blocked(self) -> float:
-        """Return the share of an all-gather's time that compute beside it takes longer by."""
-        gather = self.all_gather(16 * KIB**2)
+    def _longer(self, size: int, count: int) -> tuple[float, float]:
+        """Return the time of an all-gather, and what each of ``count`` takes from compute that hides it."""
+        gather = self.all_gather(size)
         alone = self._seconds(gather, 15)
         left = torch.randn(256, 256, device=self.bench.device)
-        times = 1 + int(1.5 * alone / self.bench.seconds_of_one(partial(torch.mm, left, left)))
+        times = 1 + int(2 * alone / self.bench.seconds_of_one(partial(torch.mm, left, left)))
 
         def compute() -> None:
             for _ in range(times):
                 torch.mm(left, left)
 
         def both() -> None:
-            work = gather()
-            compute()
-            work.wait()
+            for _ in range(count):
+                work = gather()
+                compute()
+                work.wait()
 
-        longer = self.bench.seconds(both, 15) - self.bench.seconds(compute, 15)
-        return min(1.0, max(0.0, longer / alone))
+        def without() -> None:
+            for _ in range(count):
+                compute()
+
+        return alone, max(0.0, self.bench.seconds(both, 15) - self.bench.seconds(without, 15)) / count
 
     def piece_us(self) -> float:
         """Return what each further buffer adds to an all-gather."""

@@ -56,6 +56,8 @@ class Link:
         reduce_factor: how much longer a byte takes to reduce than to all-gather.
         knee_bytes: beyond this size of the unsharded buffer, a byte takes twice as long; 0 for nowhere.
         compute_blocked_fraction: as of a :class:`Cluster`; None: as there.
+        host_us: of compute on the same cores, taken by each collective whatever its size: launching it, waiting for
+            it, and the threads that send.
         measured: groups for which curves take the place of all of the above but the latencies, which are the least.
     """
 
@@ -65,6 +67,7 @@ class Link:
     reduce_factor: float = 1.0
     knee_bytes: int = 0
     compute_blocked_fraction: float | None = None
+    host_us: float = 0.0
     measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:
@@ -293,6 +296,10 @@ class Lane:
     world: int  # ranks of the collective
     name: str = ""  # collectives of equal names run one after the other
     compute_blocked_fraction: float = 0.0  # see :class:`Cluster`
+
+    def blocked_us(self, us: float) -> float:
+        """Return for how long of a collective's ``us`` compute cannot run."""
+        return min(us, self.link.host_us + us * self.compute_blocked_fraction)
 
 
 class Times(NamedTuple):

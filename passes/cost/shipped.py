@@ -94,19 +94,19 @@ CLUSTERS: Mapping[str, Cluster] = {
     "B200": _gpu("B200", (2250, 75), (180, 8000), 900, _CARD_USABLE * 50),
     # *Source:* measured: two ranks with one thread each on a 2-core x86-64 virtual machine, torch 2.13.0. fp32
     # products 93 GFLOP/s and copies 17 GB/s read and written (both 0.7 of what stands here), gloo all-gathers
-    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters 0.6 ms and 1.15 ms a MiB; 10 us for
-    # each further buffer of coalesced all-gathers; 1 us to launch a kernel, 93 us in a step for each parameter.
+    # 0.4 ms and 0.6 ms a MiB, twice that a MiB beyond 16 MiB, reduce-scatters by exchange a tenth less a MiB; 10 us
+    # for each further buffer of coalesced all-gathers; 1 us to launch a kernel, 93 us in a step for each parameter.
     "CPU": Cluster(
         name="CPU",
         flops_16bit=300e9,  # by AVX-512 BF16
         flops_32bit=133e9,
         memory_bytes_per_s=25e9,
         kernel_us=2.0,
-        intra=Link(400.0, 50.0, 0.85e9, reduce_factor=1.8, knee_bytes=16 * 2**20),
+        intra=Link(400.0, 50.0, 0.85e9, reduce_factor=0.9, knee_bytes=16 * 2**20),
         # Between hosts the wire takes time, but no cores. *Source:* measured between two network namespaces on that
         # machine, at 1 and 2.5 Gbit/s. The rate is for networks that are not known: gloo's over 2.5 Gbit/s. Schedules
         # for half and for twice that took the same time over 1 Gbit/s within 2%; those for 0.85e9 took 15% more.
-        inter=Link(600.0, 50.0, 0.2e9, compute_blocked_fraction=0.15),
+        inter=Link(600.0, 50.0, 0.2e9, compute_blocked_fraction=0.15, host_us=550.0),
         compute_blocked_fraction=1.0,
         piece_us=10.0,
         host_bytes_per_s=25e9,  # its own memory

@@ -58,8 +58,7 @@ def _task_of(cluster: Cluster, bucket: Members) -> Task:
     first, times = bucket[0], bucket[0].kind.times(bucket, cluster)
     return Task(
         tuple(
-            Stage(us, lane.name, us * lane.compute_blocked_fraction)
-            for us, lane in zip(times.stages_us, first.lanes, strict=True)
+            Stage(us, lane.name, lane.blocked_us(us)) for us, lane in zip(times.stages_us, first.lanes, strict=True)
         ),
         ready=max(request.ready for request in bucket),
         needed=min(request.needed for request in bucket),

@@ -265,6 +265,8 @@ def test_links_may_block_compute_more_or_less_than_the_cluster_says():
     cluster = replace(TOY, compute_blocked_fraction=0.5, inter=replace(TOY.inter, compute_blocked_fraction=0.0))
     groups = [None, Group("unknown", 4), Group("unknown", 8)]
     assert [cluster.lane(group).compute_blocked_fraction for group in groups] == [0.5, 0.5, 0.0]
+    lane = replace(cluster.lane(groups[1]), link=replace(TOY.intra, host_us=30.0))
+    assert [lane.blocked_us(us) for us in (20.0, 100.0)] == [20.0, 80.0]
 
 
 @pytest.mark.parametrize(
