@@ -158,8 +158,11 @@ class FSDPParam:
             got = f"{tuple(current.shape)} with {current.placements}"
             raise unexpected(self.name, expected, got, "redistribute it first")
 
-    def relink(self) -> None:
-        """Adopt what replaced the parameter or its storage, as ``to`` does, if :meth:`check_replacement` lets it."""
+    def relink(self) -> bool:
+        """Adopt what replaced the parameter or its storage, as ``to`` does, if :meth:`check_replacement` lets it.
+
+        Tell whether anything did.
+        """
         module, name = self.places[0]
         current = module._parameters[name]
         if self.state is ShardedState.UNSHARDED or current is None:
@@ -169,7 +172,8 @@ class FSDPParam:
         except (TypeError, ValueError):
             self.register(self.sharded_param)
             raise
-        if current is self.sharded_param and same_memory(local_of(current), self.storage.local):
+        is_same = current is self.sharded_param and same_memory(local_of(current), self.storage.local)
+        if is_same:
             self.storage.of_dtensor = current.untyped_storage()
             set_local(current, self.storage.local)  # not an alias, whose writes autograd would count by themselves
             self.placement.following(current).give_grad_dtype(current)
@@ -179,6 +183,7 @@ class FSDPParam:
             self._link(ShardStorage(current, padded, self.storage.layout, self.storage.inner))
             self.gradients.take_unreduced(earlier)
         self.register(current)  # everywhere: load_state_dict(assign=True) may have parted shared places
+        return not is_same
 
     def adopt_replacement(self) -> bool:
         """Follow what the user has put past its module or on its local tensor; tell whether there was anything."""

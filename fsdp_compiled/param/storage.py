@@ -102,6 +102,7 @@ class Unsharded:
         self._outputs: list[Tensor] | None = None
         self._views: list[Tensor] = []  # of each, without padding
         self._version: int | None = None  # of the parameter, as all-gathered
+        self._counted = 0  # writes to the shard, among those that autograd counts
         self._requires_grad = False  # the parameter's, unless the user has changed it since
         self._nbytes: dict[Tensor, int] = {}  # of every tensor that holds memory
         self._made: Tensor | None = None  # what the extension returned, maybe with padding
@@ -154,8 +155,8 @@ class Unsharded:
 
     @property
     def version(self) -> int | None:
-        """How often the parameter was written to, as autograd counts; None of none, and of a tensor of inference."""
-        return None if self.param is None or self.param.is_inference() else self.param._version
+        """How often the parameter itself was written to; None of none, and of a tensor of inference."""
+        return None if self.param is None or self.param.is_inference() else self.param._version - self._counted
 
     def follow_requires_grad(self, sharded: nn.Parameter, is_registered: bool) -> None:
         """Require a gradient as the sharded parameter; but what the user has set while this was registered counts."""
@@ -201,6 +202,7 @@ class Unsharded:
         """Let backwards raise that need the parameter as it was, as after any write to a tensor."""
         if self.param is not None and self.version is not None:
             torch.autograd.graph.increment_version(self.param)
+            self._counted += 1
 
     def forbid_use(self) -> None:
         """Let backwards raise that need the parameter; its memory is freed once nothing writes to it."""

@@ -169,9 +169,8 @@ def _reader(name: str) -> property:
 
 def _relink(module: ShardedModule, *_: object) -> None:
     """Follow whatever replaced the module's sharded parameters or their storage."""
-    for param in dict.fromkeys(module._fsdp_params.values()):
-        param.relink()
-    for unit in module._fsdp_units:
+    replaced = [param.relink() for param in dict.fromkeys(module._fsdp_params.values())]
+    for unit in module._fsdp_units if any(replaced) else ():
         unit.regroup()
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -206,6 +208,38 @@ def test_what_is_written_to_what_a_step_has_made_stale_is_an_error():
     ):
         model(data)
     torch.testing.assert_close(model(data), alone(data))  # of the sharded parameters
+
+
+@on_ranks(2)
+def test_what_is_loaded_between_forward_and_backward_is_a_write_and_a_move_that_changes_nothing_is_none():
+    alone, model = MLP(), MLP()
+    shard(model, "eager")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+
+    def halved(each):
+        return {name: value / 2 for name, value in each.state_dict().items()}
+
+    def write(each):
+        with torch.no_grad():
+            for param in each.parameters():
+                param.mul_(2)
+
+    writes = (
+        lambda each: each.load_state_dict(halved(each)),
+        write,
+        lambda each: set_model_state_dict(each, halved(each)),
+    )
+    for data, is_written in zip(batches(6, 8, 10), (False, False, True, True, False, True), strict=True):
+        losses = square_loss(alone, data), square_loss(model, my_part(data))
+        change, *writes = writes if is_written else (lambda each: None, *writes)
+        for each, loss, optimizer in zip((alone, model), losses, optimizers, strict=True):
+            change(each)
+            each.to(torch.get_default_device())
+            with pytest.raises(RuntimeError, match="by an inplace operation") if is_written else nullcontext():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(full_params(model), full_params(alone))
 
 
 @on_ranks(2)
