@@ -216,7 +216,10 @@ class FSDPParam:
         storage.padded = self.placement.pinned(storage.padded.detach().clone())
         local = memo[id(self.storage.local)] = storage.unpadded(storage.padded)
         vars(local).update(deepcopy({m: f for m, f in vars(storage.local).items() if m in (PRE, POST)}, memo))
-        sharded = nn.Parameter(storage.new_dtensor(local), self.sharded_param.requires_grad)
+        sharded = memo.get(id(self.sharded_param))  # of an optimizer that was copied before the model
+        if sharded is None:
+            sharded = nn.Parameter(storage.new_dtensor(local), self.sharded_param.requires_grad)
+        set_local(sharded, local)
         copied.sharded_param = memo[id(self.sharded_param)] = sharded
         if self.unsharded.param is not None:
             memo[id(self.unsharded.param)] = sharded  # which may be registered

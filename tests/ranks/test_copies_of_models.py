@@ -27,6 +27,7 @@ from tests.support.training import (
     call_of,
     compiled,
     each_with_regions,
+    eager_and_full,
     full_grads,
     full_params,
     my_part,
@@ -97,6 +98,25 @@ def test_a_copy_trains_by_itself(mode, replicas):
     after = full_params(copied)
     assert_trains_like_one_process(model, call, alone, data[1:])
     assert_close(full_params(copied), after)
+
+
+@eager_and_full
+@on_ranks(2)
+def test_an_optimizer_that_is_copied_before_its_model_trains_the_copy(mode):
+    alone, model = Tied(), Tied()
+    call, data = shard(model, mode), batches(3, 8, 10)
+    both = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, model)]
+    train(alone, alone, data[:1], square_loss, sharded=False, optimizer=both[0])
+    train(model, call, data[:1], square_loss, optimizer=both[1])
+
+    (alone_steps, alone_too), (steps, copied) = copy.deepcopy([(both[0], alone), (both[1], model)])
+
+    before = full_params(model)
+    train(alone_too, alone_too, data[1:], square_loss, sharded=False, optimizer=alone_steps)
+    train(copied, call_of(copied, mode), data[1:], square_loss, optimizer=steps)
+    assert_close(full_params(copied), full_params(alone_too))
+    assert_close(full_params(model), before)
+    assert not storages(copied) & storages(model)
 
 
 @row("copies")
