@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from ..agreement.ledger import AFTER_A_STEP, note
 from ..expect import unexpected
 from ..param.param import FSDPParam
-from ..sharding.dtensor import local_of
 from ..tracing.dynamo import skipped
 
 _params: WeakSet[FSDPParam] = WeakSet()  # of all models
@@ -68,8 +67,7 @@ def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any, has_ended: bool)
     """
     if any(map(callable, (*args[1:2], kwargs.get("closure")))) is not has_ended:
         return
-    stepped = [param for param in _held(optimizer) if isinstance(param, DTensor) and param.grad is not None]
-    increment_version([*stepped, *(local for param in stepped if not (local := local_of(param)).is_inference())])
+    increment_version([param for param in _held(optimizer) if isinstance(param, DTensor) and param.grad is not None])
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

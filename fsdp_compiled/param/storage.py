@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..collectives import backend, padded_shard, take_shard
-from ..sharding.dtensor import OuterParallelism, dtensor_like, local_of, set_local, storage_of
+from ..sharding.dtensor import OuterParallelism, count_as_one, dtensor_like, local_of, set_local, storage_of
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, InnerTensors, is_extended, is_wrapper
@@ -23,6 +23,8 @@ class ShardStorage:
         self.sharded, self.layout = param, layout
         self.inner = inner  # of a wrapper subclass without an all-gather of its own
         self.padded = padded if inner is None else inner.extend(padded.detach())  # not the user's tensor
+        if type(local_of(param)) is Tensor and not is_extended(local_of(param)) and not param.is_inference():
+            count_as_one(param)
         self.local = local_of(param)  # it lies in ``padded``
         if not self.local.numel() and padded.numel():
             # accelerate finds an optimizer's parameters again by this address, which is 0 for every empty tensor.
@@ -40,7 +42,7 @@ class ShardStorage:
 
     @property
     def counted(self) -> Tensor:
-        """The padded shard, as a tensor for which autograd counts writes to the local tensor, too."""
+        """The padded shard, as a tensor for which autograd counts writes to the DTensor and its local tensor, too."""
         padded, local = self.padded, self.local
         if type(local) is not Tensor or type(padded) is not Tensor or local.is_inference():
             return padded
@@ -48,14 +50,14 @@ class ShardStorage:
 
     @property
     def versions(self) -> list[int]:
-        """How often the DTensor and its local tensor were written to, as autograd counts, each by itself."""
+        """How often the DTensor and its local tensor were written to; a subclass there has a count of its own."""
         return [each._version for each in (self.sharded, self.local) if not each.is_inference()]
 
     def follow(self, unsharded: Tensor, rank: int) -> None:
         """Take from the unsharded parameter what differs from this rank's shard, as it is in that one's dtype."""
-        shard = take_shard(unsharded, self.layout, rank).to(self.padded.device)
-        is_same = shard == self.padded.to(shard.dtype)
-        self.padded.copy_(torch.where(is_same, self.padded, shard.to(self.padded.dtype)))
+        padded = self.counted
+        shard = take_shard(unsharded, self.layout, rank).to(padded.device)
+        padded.copy_(torch.where(shard == padded.to(shard.dtype), padded, shard.to(padded.dtype)))
 
     def extension(self, module: nn.Module, placement: ParamPlacement) -> AllGatherExtension | None:
         """Return what extends the all-gather of the parameter, which is registered on ``module`` first, or None."""

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..expect import expect, unexpected
 from .local_types import LocalTypes, local_types
@@ -103,6 +103,17 @@ def dtensor_like(like: Tensor, local: Tensor) -> DTensor:
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+class _ToLocal(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+        return local_of(args[0]).detach()
+
+
+def count_as_one(tensor: Tensor) -> None:
+    """Let autograd count writes to a DTensor as writes to its local tensor, too, and those to that as its own."""
+    with torch.no_grad(), _ToLocal():
+        set_local(tensor, tensor.detach())  # it takes the counter of what it is detached from, whatever that returned
 
 
 def local_part(tensor: DTensor) -> tuple[slice, ...]:

@@ -23,6 +23,7 @@ from tests.support.training import (
     backend,
     batches,
     compiled,
+    each_with_regions,
     eager_and_full,
     full_grads,
     full_params,
@@ -210,10 +211,11 @@ def test_what_is_written_to_what_a_step_has_made_stale_is_an_error():
     torch.testing.assert_close(model(data), alone(data))  # of the sharded parameters
 
 
+@each_with_regions
 @on_ranks(2)
-def test_what_is_loaded_between_forward_and_backward_is_a_write_and_a_move_that_changes_nothing_is_none():
+def test_what_is_loaded_between_forward_and_backward_is_a_write_and_a_move_that_changes_nothing_is_none(mode):
     alone, model = MLP(), MLP()
-    shard(model, "eager")
+    call = shard(model, mode)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
 
     def halved(each):
@@ -230,7 +232,7 @@ def test_what_is_loaded_between_forward_and_backward_is_a_write_and_a_move_that_
         lambda each: set_model_state_dict(each, halved(each)),
     )
     for data, is_written in zip(batches(6, 8, 10), (False, False, True, True, False, True), strict=True):
-        losses = square_loss(alone, data), square_loss(model, my_part(data))
+        losses = square_loss(alone, data), square_loss(call, my_part(data))
         change, *writes = writes if is_written else (lambda each: None, *writes)
         for each, loss, optimizer in zip((alone, model), losses, optimizers, strict=True):
             change(each)
