@@ -218,8 +218,9 @@ class FSDPParam:
         vars(local).update(deepcopy({m: f for m, f in vars(storage.local).items() if m in (PRE, POST)}, memo))
         sharded = memo.get(id(self.sharded_param))  # of an optimizer that was copied before the model
         if sharded is None:
-            sharded = nn.Parameter(storage.new_dtensor(local), self.sharded_param.requires_grad)
+            sharded = nn.Parameter(storage.new_dtensor(local))
         set_local(sharded, local)
+        sharded.grad, sharded.requires_grad = None, self.sharded_param.requires_grad
         copied.sharded_param = memo[id(self.sharded_param)] = sharded
         if self.unsharded.param is not None:
             memo[id(self.unsharded.param)] = sharded  # which may be registered

@@ -119,6 +119,29 @@ def test_an_optimizer_that_is_copied_before_its_model_trains_the_copy(mode):
     assert not storages(copied) & storages(model)
 
 
+@pytest.mark.parametrize("optimizer_first", [True, False])
+@eager_and_full
+@on_ranks(2)
+def test_copies_have_no_gradients_and_are_frozen_as_the_original_is_unsharded(mode, optimizer_first):
+    model = MLP()
+    call, data = shard(model, mode), batches(1, 8, 10)[0]
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    square_loss(call, my_part(data)).backward()
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = param.grad * 1  # torch cannot copy what autograd has made
+    model.unshard()
+    frozen = next(iter(model.parameters())).requires_grad_(False)
+    assert not isinstance(frozen, DTensor)
+
+    both = (optimizer, model) if optimizer_first else (model, optimizer)
+    copied = dict(zip(map(type, both), copy.deepcopy(both), strict=True))[type(model)]
+
+    params = list(copied.parameters())
+    assert [param.requires_grad for param in params] == [False] + [True] * (len(params) - 1)
+    assert all(isinstance(param, DTensor) and param.grad is None for param in params)
+
+
 @row("copies")
 @each_with_regions
 @pytest.mark.parametrize("moment", ["forward", "after forward", "backward", "unshard"])
