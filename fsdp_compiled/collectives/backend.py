@@ -162,7 +162,7 @@ def _check_peers(awaited: Iterable[int] | None = None) -> None:
 def _has_ended(work: dist.Work) -> bool:
     """Wait for ``work`` for a while, which harms nothing on the CPU, and tell whether it has ended well.
 
-    gloo's reduce-scatters ignore the limit and wait as long as the process group does.
+    gloo's own reduce-scatters ignore the limit and wait as long as the process group does.
     """
     begun = time.monotonic()
     try:
