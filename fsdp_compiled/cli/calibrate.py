@@ -35,6 +35,7 @@ from ..policy import SchedulePolicy
 
 KIB = 2**10
 _SIZES = tuple(64 * KIB * 2**n for n in range(11))  # of collectives, bytes of the unsharded buffer: to 64 MiB
+_RUN = 8 * KIB**2  # bytes of small collectives in a row
 _COPIES = tuple(4 * KIB * 4**n for n in range(8))  # bytes copied: to 64 MiB
 _WIDTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # of square matrices
 _LENGTHS = (4, 16, 64, 256, 1024, 4096)  # of attention's sequences
@@ -249,8 +250,24 @@ class _Groups:
         return Measured(self.world, self.in_node, *curves)
 
     def _curve(self, collective: Callable[[int], Callable[[], dist.Work]]) -> Curve:
-        times = {size: 5 if size > 4 * KIB**2 else 31 for size in _SIZES}
-        return tuple((float(size), size / self._seconds(collective(size), n)) for size, n in times.items())
+        """Return the rate by size of collectives that follow each other, two of them under way, as in a step.
+
+        After a pause, many networks let some bytes through faster than their rate (the burst of Linux's ``tc-tbf``),
+        so that a small collective alone is faster than it is in a step.
+        """
+        curve = list[tuple[float, float]]()
+        for size in _SIZES:
+            start, count = collective(size), max(1, _RUN // size)
+
+            def run(start: Callable[[], dist.Work] = start, count: int = count) -> None:
+                last = start()
+                for _ in range(count - 1):
+                    work, last = last, start()
+                    work.wait()
+                last.wait()
+
+            curve.append((float(size), size * count / self.bench.seconds(run)))
+        return tuple(curve)
 
     def _seconds(self, start: Callable[[], dist.Work], times: int = 5) -> float:
         return self.bench.seconds(lambda: start().wait(), times)
