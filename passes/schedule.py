@@ -65,7 +65,7 @@ class Schedule:
                 "cpp_wrapper (an option of Inductor) cannot call collectives, which Python does; compile without it"
             )
         cluster = self.policy.cluster_for(nodes.device_of(graph))
-        compute = AnchoredCompute(graph, asked.__contains__, self.policy.tokens)
+        compute = AnchoredCompute(graph, asked.__contains__, self.policy.tokens_on(cluster))
         plan = decide(_requests_of(asked, written, compute, cluster), self.policy)
         emit(plan, list(asked), written, compute, cluster)
 

@@ -13,6 +13,7 @@ from .cost import Cluster, detect, named
 
 MIB = 2**20
 _KEPT_BYTES = 16 * MIB
+_TOKENS, _TOKENS_ON_HOST = 8192, 1024
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class SchedulePolicy:
             ``python -m fsdp_compiled calibrate`` has written, which is read here; None: what the first rank finds.
         tokens: how many of them (or pixels, samples: whatever meets each weight once) a rank's batch is taken to
             hold at most, in sequences of up to 4096, where times are estimated. It need not be exact, see
-            passes/README.md.
+            passes/README.md. "auto": 8192, and 1024 where ranks compute on the host.
         verify: check after every pass that the graph keeps the rules of ``passes/rules.py``, which takes some time; a
             pass that breaks one raises GraphError with its name. A user's passes are always checked.
 
@@ -54,7 +55,7 @@ class SchedulePolicy:
     in_flight_bytes: Literal["auto"] | int = "auto"
     keep_unsharded_bytes: Literal["auto"] | int = "auto"
     cluster: Cluster | str | None = None
-    tokens: int = 8192
+    tokens: Literal["auto"] | int = "auto"
     verify: bool = False
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class SchedulePolicy:
         _check("prefetch", self.prefetch, ("auto",), least=0)
         _check("in_flight_bytes", self.in_flight_bytes, ("auto",), least=1)
         _check("keep_unsharded_bytes", self.keep_unsharded_bytes, ("auto",), least=0)
-        _check("tokens", self.tokens, (), least=1)
+        _check("tokens", self.tokens, ("auto",), least=1)
         expect_bool("SchedulePolicy.verify", self.verify)
         expect("SchedulePolicy.cluster", self.cluster, Cluster | str | None, "a Cluster, a name, a file or None")
         if isinstance(self.cluster, str):
@@ -71,6 +72,12 @@ class SchedulePolicy:
     def cluster_for(self, device: torch.device) -> Cluster:
         """Return the cluster that times are estimated for where graphs compute on ``device``."""
         return self.cluster if isinstance(self.cluster, Cluster) else detect(device)
+
+    def tokens_on(self, cluster: Cluster) -> int:
+        """Return how many tokens a rank's batch is taken to hold."""
+        if self.tokens == "auto":
+            return _TOKENS_ON_HOST if cluster.on_host else _TOKENS
+        return self.tokens
 
     @property
     def kept_bytes(self) -> int:

@@ -78,7 +78,7 @@ def policies_for(cluster: Cluster, sizes: list[int]) -> dict[str, SchedulePolicy
     """Return the policies to compare by name, the default one first."""
     default = SchedulePolicy(cluster=cluster)
     found = {"default": default}
-    found |= {f"tokens={size}": replace(default, tokens=size) for size in sizes if size != default.tokens}
+    found |= {f"tokens={size}": replace(default, tokens=size) for size in sizes if size != default.tokens_on(cluster)}
     found |= {"bucket per unit": replace(default, bucket="unit")}
     return found | {f"buckets of {cap} MiB": replace(default, bucket=cap * 2**20) for cap in CAPS_MIB}
 

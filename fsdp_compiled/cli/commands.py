@@ -258,7 +258,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--in-flight-bytes", type=_or(byte_size, "auto"), metavar="auto|BYTES", help=about)
     about = "of parameters that stay unsharded from forward to backward"
     add("--keep-unsharded-bytes", type=_or(byte_size, "auto"), metavar="auto|BYTES", help=about)
-    add("--tokens", type=_or(_count), metavar="N", help="tokens that a rank's batch is taken to have (8192)")
+    about = "tokens that a rank's batch is taken to have (8192, 1024 where ranks compute on the host)"
+    add("--tokens", type=_or(_count, "auto"), metavar="auto|N", help=about)
     add("--verify", action="store_true", help="check after every pass that the graph keeps the rules")
     about = f"{', '.join(CLUSTERS)} or a file by calibrate: what times are estimated for (--device, or found)"
     add("--cluster", type=_or(named), metavar="NAME|FILE", help=about)
