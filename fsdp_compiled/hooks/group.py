@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,33 +21,6 @@ from ..sharding.spec import AllGatherBucket, CommSpec, ReductionBucket
 from .backward import without_grad
 
 Bucket = TypeVar("Bucket", AllGatherBucket, ReductionBucket)
-_Member = tuple[FSDPParam, int]  # a parameter, and which of its all-gather inputs
-
-
-@dataclass
-class _AllGather:
-    """One all-gather of a group: whose inputs, in which bucket, and the work under way."""
-
-    bucket: AllGatherBucket
-    contract: Contract
-    members: list[_Member]
-    inputs: list[Tensor]
-    pending: Pending[Sequence[Tensor]] | None = None
-    is_lost: bool = True  # until its launch has ended, and from then on if an exception cuts off the wait
-
-    def launch(self, outputs: Callable[[], dict[FSDPParam, Sequence[Tensor]]]) -> None:
-        inputs, self.inputs = self.inputs, []
-        agree(self.contract)
-        self.pending = launch_all_gather(
-            inputs, self.bucket, lambda: [outputs()[param][number] for param, number in self.members]
-        )
-        self.is_lost = False
-
-    def wait(self) -> None:
-        if self.pending is not None:
-            pending, self.pending, self.is_lost = self.pending, None, True
-            pending.wait()
-            self.is_lost = False
 
 
 @dataclass(frozen=True)
@@ -73,7 +46,9 @@ class FSDPParamGroup:
 
     params: Sequence[FSDPParam]  # at least one
     unit: Unit
-    _all_gathers: list[_AllGather] = field(default_factory=list, repr=False)
+    # Those of its all-gathers under way that are still to be waited for; None if none is under way.
+    _all_gathers: list[Pending[Sequence[Tensor]]] | None = field(default=None, repr=False)
+    _is_lost: bool = False  # an exception has cut off the launch of one, or a wait
     _sent: list[list[int]] = field(default_factory=list, repr=False)  # versions of the shards, at the launch
     _reductions: list[_Reduction] = field(default_factory=list, repr=False)
     _to_host: list[tuple[_Reduction, list[Tensor]]] = field(default_factory=list, repr=False)
@@ -96,18 +71,25 @@ class FSDPParamGroup:
     @without_grad
     def launch_unshard(self) -> None:
         """Start the group's all-gathers unless it is unsharded or they are under way."""
-        if self._all_gathers:  # one may be lost, or the program may have written to a shard since its launch
-            is_lost = any(all_gather.is_lost for all_gather in self._all_gathers)
-            if is_lost or self._sent != self._versions():
-                self.drop_unshard()
-        if self.is_unsharded or self._all_gathers:
+        if self._all_gathers is not None and (self._is_lost or self._sent != self._versions()):
+            self.drop_unshard()  # one was cut off, or the program has written to a shard since their launch
+        if self.is_unsharded or self._all_gathers is not None:
             return
         self._note_writes()
         inputs = {param: param.all_gather_inputs() for param in self.params}
-        self._all_gathers = self._new_all_gathers(inputs)
         outputs = cache(lambda: {param: param.allocate(specs) for param, (_, specs) in inputs.items()})
-        for all_gather in self._all_gathers:
-            all_gather.launch(outputs)
+        found: dict[torch.dtype, list[tuple[CommSpec, Tensor, FSDPParam, int]]] = {}  # extensions send several dtypes
+        for param, (shards, specs) in inputs.items():
+            for number, (shard, spec) in enumerate(zip(shards, specs, strict=True)):
+                found.setdefault(spec.all_gather.dtype, []).append((spec, shard, param, number))
+        buckets = [self._bucket(self._all_gather_bucket, [spec for spec, *_ in sent]) for sent in found.values()]
+        self._all_gathers, self._is_lost = [], True
+        for (bucket, contract), sent in zip(buckets, found.values(), strict=True):
+            agree(contract)
+            shards = [shard for _, shard, *_ in sent]
+            allocate = partial(lambda sent: [outputs()[param][number] for *_, param, number in sent], sent)
+            self._all_gathers.append(launch_all_gather(shards, bucket, allocate))
+        self._is_lost = False
 
     def _note_writes(self) -> None:
         """Let backwards raise that need parameters as they were before the program wrote to their shards."""
@@ -127,44 +109,33 @@ class FSDPParamGroup:
     def _versions(self) -> list[list[int]]:
         return [param.storage.versions for param in self.params]
 
-    def _new_all_gathers(self, inputs: dict[FSDPParam, tuple[list[Tensor], list[CommSpec]]]) -> list[_AllGather]:
-        """Return one all-gather per dtype that is sent; only all-gather extensions send several."""
-        found: dict[torch.dtype, list[tuple[_Member, Tensor, CommSpec]]] = {}
-        for param, (shards, specs) in inputs.items():
-            for number, (shard, spec) in enumerate(zip(shards, specs, strict=True)):
-                found.setdefault(spec.all_gather.dtype, []).append(((param, number), shard, spec))
-        return [
-            _AllGather(
-                *self._bucket(self._all_gather_bucket, [spec for *_, spec in each]),
-                [member for member, *_ in each],
-                [shard for _, shard, _ in each],
-            )
-            for each in found.values()
-        ]
-
     def _all_gather_bucket(self, specs: Sequence[CommSpec]) -> AllGatherBucket:
         return all_gather_bucket(specs[0].all_gather, [spec.param for spec in specs], self.params[0].placement.device)
+
+    def _wait(self) -> None:
+        while self._all_gathers:
+            self._is_lost = True
+            self._all_gathers.pop(0).wait()
+            self._is_lost = False
 
     @without_grad
     def wait_unshard(self) -> None:
         """Finish the all-gathers and register the unsharded parameters."""
-        for all_gather in self._all_gathers:
-            all_gather.wait()
-        if self._all_gathers:
+        if self._all_gathers is not None:
+            self._wait()
             for param in self.params:
                 param.to_unsharded()
-            self._all_gathers = []
+            self._all_gathers = None
 
     @without_grad
     def drop_unshard(self) -> None:
         """Wait for the all-gathers under way and free their results, or leave them to one that is lost."""
-        is_lost = any(all_gather.is_lost for all_gather in self._all_gathers)
-        for all_gather in self._all_gathers:
-            all_gather.wait()
-        if self._all_gathers:
+        if self._all_gathers is not None:
+            is_lost = self._is_lost
+            self._wait()
             for param in self.params:
                 param.drop_unsharded(is_lost)
-            self._all_gathers = []
+            self._all_gathers = None
 
     @without_grad
     def keep_changes(self) -> None:
