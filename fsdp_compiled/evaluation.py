@@ -66,13 +66,9 @@ def _unsharded(model: nn.Module, max_bytes: int | None) -> Iterator[None]:
             got = f"one in {where} of {state.unit.config.name}"
             raise unexpected("unsharded", "a model between two steps", got, error=RuntimeError)
     kept = _that_fit(states, max_bytes)
-    before, has_hooks = [state.unit.config for state in kept], len(kept) < len(states)
-    kept_config = {
-        "reshard_after_forward": False,
-        "reshards_by_default": False,
-        "trains": False,
-        "has_hooks": has_hooks,
-    }
+    before = [state.unit.config for state in kept]
+    kept_config = dict.fromkeys(("reshard_after_forward", "reshards_by_default", "trains"), False)
+    kept_config["has_hooks"] = len(kept) < len(states)
     try:
         for state in kept:
             state.unit.configure(**kept_config)
@@ -80,7 +76,11 @@ def _unsharded(model: nn.Module, max_bytes: int | None) -> Iterator[None]:
         versions = _versions(kept)
         with _refuse_steps(kept), torch.no_grad():
             yield
-        _check_unwritten(versions, _versions(kept))
+        for param, version in _versions(kept).items():
+            if version != versions.get(param, version):
+                where, expected = f"{param.name} in unsharded()", "parameters that stay as they are"
+                got, do = "a change of the unsharded one, which is lost", "change it outside the block"
+                raise unexpected(where, expected, got, do, RuntimeError)
     finally:
         for state, config in zip(kept, before, strict=True):
             state.reshard()
@@ -110,15 +110,6 @@ def _unshard(states: Sequence[FSDPState]) -> None:
             following.launch_unshard()
         state.wait_unshard()
         state.unit.hold(True)  # what traces reads them too, and no unit that shares some frees them
-
-
-def _check_unwritten(before: dict[FSDPParam, int], after: dict[FSDPParam, int]) -> None:
-    """Raise RuntimeError if an unsharded parameter was written to."""
-    for param, version in after.items():
-        if version != before.get(param, version):
-            where, expected = f"{param.name} in unsharded()", "parameters that stay as they are"
-            got, do = "a change of the unsharded one, which is lost", "change it outside the block"
-            raise unexpected(where, expected, got, do, RuntimeError)
 
 
 def _versions(states: Sequence[FSDPState]) -> dict[FSDPParam, int]:

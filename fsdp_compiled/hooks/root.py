@@ -79,10 +79,6 @@ class FSDPStateContext:
         """Whether the next backward's end is the end of the step's."""
         return self.is_last_backward and not self.finalizes_manually
 
-    def follow_settings(self, other: FSDPStateContext) -> None:
-        """Take what the user has set on the model of ``other``."""
-        self.is_last_backward, self.finalizes_manually = other.is_last_backward, other.finalizes_manually
-
     def begin_call(self) -> None:
         """Begin a call of the outermost module; all-gather what was resharded within ``unsharded()`` before it."""
         for group in (group for state in self.all_states for group in state.groups):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..collectives.earlier import expect_sums, tell_sums
 from ..expect import unexpected
-from ..sharding.dtensor import local_of
+from ..sharding.dtensor import dtensor_like, local_of
 from ..sharding.spec import CommSpec
 from .placement import ParamPlacement
 from .storage import ShardStorage, without_memory
@@ -126,11 +126,6 @@ class Gradients:
         self._is_partial = False  # whether graphs reduce gradients over the shards only
         self.spec_text = ""  # by which they do
 
-    @property
-    def is_usual(self) -> bool:
-        """Whether graphs reduce them completely, into the leaf by which they read the parameter."""
-        return self.unsharded_leaf is None and self.shard_leaf is None
-
     def with_sum(self, grad: Tensor) -> Tensor:
         """Return an unsharded gradient with the sum of those before it, which is forgotten."""
         return grad if self._is_frozen else self.unsharded.take_with(grad)
@@ -183,9 +178,9 @@ class Gradients:
             return
         local, sharded = self._storage.unpadded(padded).to(self.leaf.device), self._sharded
         if sharded._backward_hooks:
-            local = after_user_hooks(sharded, self.name, self._storage.new_dtensor(local))
+            local = after_user_hooks(sharded, self.name, dtensor_like(sharded, local))
         if sharded.grad is None:
-            self._set(self._storage.new_dtensor(local))
+            self._set(dtensor_like(sharded, local))
         else:
             local_of(sharded.grad).add_(local)
         for hook in (getattr(sharded, "_post_accumulate_grad_hooks", None) or {}).values():

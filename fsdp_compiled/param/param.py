@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ..collectives import take_shard
 from ..errors import FSDPError
 from ..expect import unexpected
-from ..sharding.dtensor import local_of, outer_parallelism, set_local, sharded_spec
+from ..sharding.dtensor import dtensor_like, local_of, outer_parallelism, set_local, sharded_spec
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from .extension import POST, PRE, check_extension, inner_tensors, is_extended, take_extended
@@ -91,7 +91,8 @@ class FSDPParam:
                 self.extension.input_spec_text = replace(spec, param=replace(spec.param, shape=None)).encode()
         self.gradients.follow(self.spec, self.spec_text, self.unit.config)
         text = self.spec_text if self.extension is None and self.outer is None else None
-        free = (None, None), (text if self.gradients.is_usual else None, text)
+        is_usual = self.gradients.unsharded_leaf is None and self.gradients.shard_leaf is None  # the leaf takes them
+        free = (None, None), (text if is_usual else None, text)
         self._specs: tuple[_Specs, _Specs] = free, free  # as they are, and where hooks do not hold the parameter
         self.follow_hold()
 
@@ -218,7 +219,7 @@ class FSDPParam:
         vars(local).update(deepcopy({m: f for m, f in vars(storage.local).items() if m in (PRE, POST)}, memo))
         sharded = memo.get(id(self.sharded_param))  # of an optimizer that was copied before the model
         if sharded is None:
-            sharded = nn.Parameter(storage.new_dtensor(local))
+            sharded = nn.Parameter(dtensor_like(self.sharded_param, local))
         set_local(sharded, local)
         sharded.grad, sharded.requires_grad = None, self.sharded_param.requires_grad
         copied.sharded_param = memo[id(self.sharded_param)] = sharded

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from ..collectives import backend, padded_shard, take_shard
-from ..sharding.dtensor import OuterParallelism, count_as_one, dtensor_like, local_of, set_local, storage_of
+from ..sharding.dtensor import OuterParallelism, count_as_one, local_of, set_local, storage_of
 from ..sharding.layout import ShardLayout
 from ..sharding.spec import CommSpec
 from .extension import AllGatherExtension, InnerTensors, is_extended, is_wrapper
@@ -35,10 +34,6 @@ class ShardStorage:
     def unpadded(self, padded: Tensor) -> Tensor:
         """Return the part of a padded shard, or of its gradient, that is not padding."""
         return padded if self.layout.is_even else unpadded(padded, self.layout, self.local.shape[self.layout.dim])
-
-    def new_dtensor(self, local: Tensor) -> DTensor:
-        """Return a DTensor as the sharded parameter is, over another local tensor, such as a gradient."""
-        return dtensor_like(self.sharded, local)
 
     @property
     def counted(self) -> Tensor:
