@@ -1,8 +1,4 @@
-"""Units that the user keeps unsharded over calls of a compiled model, as pipelines do over micro-batches.
-
-Graphs of these calls read what is registered and have no communication for them: as around an eager unit, hooks
-all-gather and reduce, here around the call of the outermost one.
-"""
+"""Units that the user keeps unsharded over calls of a compiled model, whose graphs have no communication for them."""
 
 from __future__ import annotations
 

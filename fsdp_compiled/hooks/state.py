@@ -1,7 +1,4 @@
-"""One unit's hooks, which decide when an uncompiled unit is all-gathered, resharded and reduced.
-
-While Dynamo traces, hooks only cast: the reads of parameters bring the all-gathers into the graph.
-"""
+"""One unit's hooks, which decide when an uncompiled unit is all-gathered, resharded and reduced."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The phase of a step: of each unit, and of the model that the units make up. Only this file writes it.
-
-A unit's record is what its parameters see as :class:`Unit`.
-"""
+"""The phase of a step: of each unit, and of the model that the units make up. Only this file writes it."""
 
 from __future__ import annotations
 

@@ -47,10 +47,7 @@ def is_wrapper(tensor: Tensor) -> bool:
 
 
 def take_extended(unsharded: Tensor, layout: ShardLayout, rank: int) -> Tensor:
-    """Return the padded shard that ``take_shard`` would, by the operations that FSDP2 asks of such a subclass.
-
-    They are ``chunk``, ``new_zeros``, ``narrow`` and ``copy_``.
-    """
+    """Return the padded shard as ``take_shard`` does, by the operations that FSDP2 asks of such a subclass."""
     parts = unsharded.chunk(layout.world, layout.dim)
     padded = unsharded.new_zeros(layout.shard_shape)
     if rank < len(parts):

@@ -1,7 +1,4 @@
-"""One unit as its parameters see it: the user's configuration, and what the hooks tell of the step.
-
-Both change through methods of :class:`Unit`, which let the parameters derive anew what depends on them.
-"""
+"""One unit as its parameters see it: the user's configuration, and what the hooks tell of the step."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class Follower(Protocol):
 
 @dataclass(eq=False)
 class Unit:
-    """One unit, as its parameters see it."""
+    """One unit; what changes it lets its parameters derive anew what depends on that."""
 
     config: UnitConfig  # the user's; read it here, since it is replaced
     hooked: bool = False  # eager hooks hold the unit unsharded, for the module call or backward under way

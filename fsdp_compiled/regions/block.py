@@ -208,11 +208,6 @@ def _hooks_of(block: nn.Module) -> str:
 
 @known_internals("guard a block for which the trace of an equal one is reused")
 def _guard(context: Any) -> None:
-    """Guard the caller's ``self``, after its region, as the block of a reused trace is guarded.
-
-    Torch compares a block with the one that it traced, but installs no guards for it: what changes in it later, such
-    as its training mode, would go unnoticed.
-    """
     dynamo.guard_as_reused(context, _body.__code__)
 
 

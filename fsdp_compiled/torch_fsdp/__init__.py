@@ -1,4 +1,1 @@
-"""What other libraries recognise PyTorch's FSDP2 by: its function, its policies, its records on modules, its names.
-
-It must not know what sharding does.
-"""
+"""What other libraries recognise PyTorch's FSDP2 by: its function, policies, names and records on modules."""

@@ -2,8 +2,7 @@
 
 Libraries import it at the top of a module or when they shard a model. Nothing else needs a replacement: our modules
 are instances of PyTorch's ``FSDPModule``, its policies are taken as they are, and its
-``register_fsdp_forward_method``, ``share_comm_ctx`` and ``fully_shard.state`` work on our modules. What sharding a
-model puts into torch is listed in ``installed.py``.
+``register_fsdp_forward_method``, ``share_comm_ctx`` and ``fully_shard.state`` work on our modules.
 """
 
 from __future__ import annotations

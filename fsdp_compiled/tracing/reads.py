@@ -93,10 +93,7 @@ def _written(name: str, got: str) -> Exception:
 
 @known_internals(_WHAT)
 def check_below(context: Any) -> None:
-    """Raise RuntimeError where :func:`begin` breaks the graph, for all modules of the caller's ``self``.
-
-    Dynamo may not trace their reads.
-    """
+    """Raise where :func:`begin` breaks the graph, for all modules of a region: Dynamo may not trace their reads."""
     for module in dynamo.local_value(context, "self").modules():
         if "_fsdp_params" in module.__dict__ and (replaced := _replaced(context, module)) is not None:
             raise replaced

@@ -54,12 +54,7 @@ class UnitOfModule(Protocol):
 class ShardedModule:
     """Mixin of every module that owns sharded parameters; it comes before the module's class.
 
-    A read of ``module.weight`` gives
-
-    * while Dynamo traces and no eager hook has all-gathered the unit: the all-gather, as a node of the graph;
-    * in an eager call of this module whose unit no hook has all-gathered, as in an uncompiled piece of a compiled
-      unit: the all-gather, at once;
-    * else what is registered: the DTensor, or the unsharded parameter between the eager hooks.
+    ``param/README.md`` draws what a read of ``module.weight`` gives, traced and eager.
     """
 
     _fsdp_order = MixinOrder.READS
