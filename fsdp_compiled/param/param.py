@@ -59,8 +59,8 @@ class FSDPParam:
         self.unit.followers.append(self)
         self.register(self.sharded_param)
 
-    def _link(self, storage: ShardStorage) -> None:
-        """Take the sharded parameter of ``storage``, and make the leaf that graphs read."""
+    def _link(self, storage: ShardStorage, earlier: Gradients | None = None) -> None:
+        """Take the sharded parameter of ``storage``, and sums of ``earlier``; make the leaf that graphs read."""
         self.storage, padded = storage, storage.padded
         self.sharded_param = storage.sharded  # a DTensor
         self.placement = self.placement.following(self.sharded_param)
@@ -79,6 +79,8 @@ class FSDPParam:
         self.gradients = Gradients(self.leaf, self.storage, self.placement, self.unit)
         self.unsharded = Unsharded(self.placement.device, self.outer, self.extension)
         self.follow_config(respec=True)
+        if earlier is not None:
+            self.gradients.take_unreduced(earlier)
 
     def follow_config(self, respec: bool) -> None:
         """Derive what depends on the unit's configuration; with ``respec`` also what depends on the name."""
@@ -179,10 +181,8 @@ class FSDPParam:
             set_local(current, self.storage.local)  # not an alias, whose writes autograd would count by themselves
             self.placement.following(current).give_grad_dtype(current)
         else:
-            earlier = self.gradients
             padded = self.storage.adopt_memory(current, self.placement)
-            self._link(ShardStorage(current, padded, self.storage.layout, self.storage.inner))
-            self.gradients.take_unreduced(earlier)
+            self._link(ShardStorage(current, padded, self.storage.layout, self.storage.inner), self.gradients)
         self.register(current)  # everywhere: load_state_dict(assign=True) may have parted shared places
         return not is_same
 
@@ -202,9 +202,7 @@ class FSDPParam:
         sets_grad_dtype = self.placement != self.placement.following(self.sharded_param)
         has_changed = is_extended_now or (sets_grad_dtype and self.state is ShardedState.SHARDED)
         if has_changed:
-            earlier = self.gradients
-            self._link(self.storage)
-            self.gradients.take_unreduced(earlier)
+            self._link(self.storage, self.gradients)
         return is_replaced or has_changed
 
     def start_copy(self, memo: dict[int, Any]) -> None:

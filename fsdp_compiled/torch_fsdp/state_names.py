@@ -10,10 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
-from ..tracing.dynamo import skipped
-
 
 class _Group:
     """Stands for a unit's groups of parameters where a tool wants to end each one's backward."""
@@ -37,13 +33,13 @@ class TorchNames:
     _mp_policy: Any
     _lazy_init: Any
 
-    @skipped
-    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return self.pre_forward.hook(module, args, kwargs)
+    @property
+    def _pre_forward(self) -> Any:
+        return self.pre_forward.hook
 
-    @skipped
-    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self.post_forward.hook(module, args, output)
+    @property
+    def _post_forward(self) -> Any:
+        return self.post_forward.hook
 
     @property
     def _fsdp_param_group(self) -> _Group:
