@@ -112,7 +112,6 @@ def _changed(change: Callable[[Tensor], Tensor | None], value: Any, around: tupl
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in ``value``, in the order in which :func:`map_tensors` meets them."""
     found: list[Tensor] = []
-
     map_tensors(found.append, value)
     return found
 

@@ -271,15 +271,6 @@ class ModuleTree:
             self._registered = Registered(self._params)
 
 
-def names_below(modules: Sequence[nn.Module]) -> dict[nn.Module, str]:
-    """Return the name of each module below ``modules``, which begins with a number if these are several."""
-    names: dict[nn.Module, str] = {}
-    for index, root in enumerate(modules):
-        for name, module in root.named_modules(prefix=str(index) if len(modules) > 1 else ""):
-            names.setdefault(module, name)
-    return names
-
-
 def check_all_sharded(roots: Sequence[nn.Module], ignored: Iterable[Mapping[nn.Module, set[str]]]) -> None:
     """Raise ValueError if a trainable parameter below ``roots`` belongs to no unit and is not ``ignored``."""
     left = {(module, name) for each in ignored for module, names in each.items() for name in names}

@@ -24,7 +24,7 @@ from .forward import PostForward, PreForward
 from .group import FSDPParamGroup, group_params
 from .held import begin_by_gradients, run_call
 from .optimizers import watch_optimizers
-from .root import FSDPStateContext, ModuleTree, check_all_sharded, check_materialized, names_below
+from .root import FSDPStateContext, ModuleTree, check_all_sharded, check_materialized
 from .step import TrainingState, UnitInStep, UnitState, is_in_backward
 
 
@@ -116,7 +116,10 @@ class FSDPState(TorchNames):
 
     def adopt_units_below(self) -> None:
         """Give the units below their full names, if this is not their outermost one yet."""
-        names = names_below(self.modules)
+        names: dict[nn.Module, str] = {}  # beginning with a number if the unit is of several modules
+        for index, root in enumerate(self.modules):
+            for name, module in root.named_modules(prefix=str(index) if len(self.modules) > 1 else ""):
+                names.setdefault(module, name)
         new = [each for each in states_below(self.modules) if each is not self and each.outermost is not self]
         for module in (module for below in new for module in below.modules):
             rebase(module, drop=TracedCall)

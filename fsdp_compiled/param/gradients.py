@@ -121,10 +121,8 @@ class Gradients:
         elif self.is_differentiable:
             tell_unit(leaf, unit)
         tell_sums(leaf, self)
-        self._config: UnitConfig | None = None  # that they follow
         self.name = ""  # full name
-        self._is_partial = False  # whether graphs reduce gradients over the shards only
-        self.spec_text = ""  # by which they do
+        self.spec_text = ""  # by which graphs reduce them, over the shards only if need be
 
     def with_sum(self, grad: Tensor) -> Tensor:
         """Return an unsharded gradient with the sum of those before it, which is forgotten."""
@@ -146,16 +144,15 @@ class Gradients:
 
     def follow(self, spec: CommSpec, text: str, config: UnitConfig) -> None:
         """Make the leaves that ``config`` asks for; ``text`` is that of ``spec``."""
-        if config is not self._config:
-            self.name, self._config = spec.param.name, config
-            reduces = config.reduce_grads and not config.reduces_in_hooks
-            unsharded = self.is_differentiable and not reduces
-            stops_early = not config.all_reduce_grads and spec.reduction.replicas.world > 1
-            self._is_partial = self.is_differentiable and reduces and stops_early
-            own = self.leaf if self._is_of_another_dtype and not unsharded else None
-            self.unsharded_leaf = self._keeping_leaf() if unsharded else None
-            self.shard_leaf = self.partial.prepare(self._device) if self._is_partial else own
-        self.spec_text = spec.text_over_shards_only if self._is_partial else text
+        self.name = spec.param.name
+        reduces = config.reduce_grads and not config.reduces_in_hooks
+        unsharded = self.is_differentiable and not reduces
+        stops_early = not config.all_reduce_grads and spec.reduction.replicas.world > 1
+        is_partial = self.is_differentiable and reduces and stops_early
+        own = self.leaf if self._is_of_another_dtype and not unsharded else None
+        self.unsharded_leaf = self._keeping_leaf() if unsharded else None
+        self.shard_leaf = self.partial.prepare(self._device) if is_partial else own
+        self.spec_text = spec.text_over_shards_only if is_partial else text
 
     def _keeping_leaf(self) -> nn.Parameter:
         """Return the leaf that stands for the sum of unsharded gradients."""
