@@ -47,8 +47,6 @@ def states_of(model: nn.Module) -> list[FSDPState]:
 class FSDPState(TorchNames):
     """The state of one unit: the modules of one ``fully_shard`` call."""
 
-    pre_forward: PreForward
-    post_forward: PostForward
     run = staticmethod(run_call)  # a call of the outermost unit, see TracedCall
     begin_by_gradients = begin_by_gradients
 

@@ -34,9 +34,6 @@ class FSDPParam:
     ``name`` is full, relative to the outermost sharded module known so far. ``first``, the original, is not kept.
     """
 
-    local_spec: str | None
-    local_spec_without_grad: str | None
-
     def __init__(
         self, places: Sequence[Place], placement: ParamPlacement, unit: Unit, name: str, first: nn.Parameter
     ) -> None:

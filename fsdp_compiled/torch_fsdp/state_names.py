@@ -28,46 +28,41 @@ class _Group:
 class TorchNames:
     """Mixin of ``FSDPState``, which gives the hooks and ``_lazy_init``, the context."""
 
-    pre_forward: Any
-    post_forward: Any
-    _mp_policy: Any
-    _lazy_init: Any
-
     @property
-    def _pre_forward(self) -> Any:
+    def _pre_forward(self: Any) -> Any:
         return self.pre_forward.hook
 
     @property
-    def _post_forward(self) -> Any:
+    def _post_forward(self: Any) -> Any:
         return self.post_forward.hook
 
     @property
-    def _fsdp_param_group(self) -> _Group:
+    def _fsdp_param_group(self: Any) -> _Group:
         return _Group(self)
 
     @property
-    def _fsdp_param_groups(self) -> tuple[_Group]:
+    def _fsdp_param_groups(self: Any) -> tuple[_Group]:
         return (_Group(self),)
 
     @property
-    def _state_ctx(self) -> Any:
+    def _state_ctx(self: Any) -> Any:
         return self._lazy_init()
 
-    def _root_post_backward_final_callback(self) -> None:
+    def _root_post_backward_final_callback(self: Any) -> None:
         context = self._lazy_init()
         if context.finished_by_groups is None or context.finished_by_groups is not context.step.at_end:
             context.finish_backward()
 
     @property
-    def _comm_ctx(self) -> Any:
+    def _comm_ctx(self: Any) -> Any:
         return self._lazy_init().comm
 
     @_comm_ctx.setter
-    def _comm_ctx(self, comm: Any) -> None:
+    def _comm_ctx(self: Any, comm: Any) -> None:
         self._lazy_init().comm = comm
 
     @property
-    def _pre_forward_hook_handle(self) -> Any:
+    def _pre_forward_hook_handle(self: Any) -> Any:
         raise NotImplementedError(
             "torch.distributed._tools.fsdp2_mem_tracker.FSDPMemTracker replaces the hooks of FSDP2 by its own, which "
             "is not implemented for units of fsdp_compiled; for a compiled model's memory use "
