@@ -39,8 +39,8 @@ def copied_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         _finish(memo[id(state)], memo)
     for state in states:
         if state.is_root and (context := state._context) is not None and not context.ends_with_backward:
-            settings = {name: getattr(context, name) for name in ("is_last_backward", "finalizes_manually")}
-            vars(memo[id(state)]._lazy_init()).update(settings)
+            own = memo[id(state)]._lazy_init()
+            own.is_last_backward, own.finalizes_manually = context.is_last_backward, context.finalizes_manually
     return copied
 
 

@@ -77,6 +77,7 @@ class FSDPParamGroup:
             return
         self._note_writes()
         inputs = {param: param.all_gather_inputs() for param in self.params}
+        # Of all at once, also of a parameter whose extension sends nothing.
         outputs = cache(lambda: {param: param.allocate(specs) for param, (_, specs) in inputs.items()})
         found: dict[torch.dtype, list[tuple[CommSpec, Tensor, FSDPParam, int]]] = {}  # extensions send several dtypes
         for param, (shards, specs) in inputs.items():
