@@ -2,10 +2,10 @@
 
 from .all_gather import all_gather_bucket as all_gather_bucket
 from .all_gather import launch_all_gather as launch_all_gather
-from .communicators import AllGather as AllGather
-from .communicators import Comm as Comm
+from .backend import AllGather as AllGather
+from .backend import Comm as Comm
+from .backend import ReduceScatter as ReduceScatter
 from .communicators import Hook as Hook
-from .communicators import ReduceScatter as ReduceScatter
 from .communicators import register as register
 from .operators import define_kind as define_kind
 from .operators import reduce_grad as reduce_grad

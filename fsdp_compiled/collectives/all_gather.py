@@ -19,7 +19,8 @@ from ..passes.kinds import Kind, Request
 from ..sharding.dtensor import process_group
 from ..sharding.spec import AllGatherBucket, AllGatherSpec, CommSpec, ParamSpec
 from . import backend, copies, reference, streams
-from .communicators import AllGather, registered
+from .backend import AllGather
+from .communicators import registered
 from .streams import Pending
 
 ALL_GATHERS = "all-gathers"  # the side stream

@@ -22,7 +22,9 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 from torch.distributed import AllreduceOptions, AllToAllOptions, ReduceScatterOptions
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
-from torch.distributed.fsdp._fully_shard import _fsdp_api
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather as AllGather
+from torch.distributed.fsdp._fully_shard._fsdp_api import Comm as Comm
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
 
 from ..agreement import peers, tripwire
 from ..errors import FSDPError, RankFailureError
@@ -33,8 +35,7 @@ _ATTENTION = timedelta(seconds=2)  # how often a rank that waits asks whether ot
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _KNOWN = (*_FLOATS, torch.int64, torch.int32, torch.int8, torch.uint8)
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
-TORCH_ALL_GATHER: type = _fsdp_api.AllGather
-TORCH_REDUCE_SCATTER: type = _fsdp_api.ReduceScatter
+RedOp = dist.ReduceOp | dist.ReduceOp.RedOpType
 preserve_version = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 
@@ -72,7 +73,7 @@ def all_gather_coalesced(outputs: Sequence[Tensor], inputs: Sequence[Tensor], gr
     return start(list(map(_known, outputs)), list(map(_known, inputs)), AllgatherOptions())
 
 
-def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> dist.Work:
+def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: RedOp) -> dist.Work:
     """Start a reduce-scatter of 1-D ``input``; of gloo's process group on the CPU, an :class:`_Exchange`."""
     is_summed = type(group) is dist.ProcessGroup and output.device.type == "cpu" and op in REDUCE_OPS.values()
     if is_summed and backend_of(group, output.device).name() == "gloo":
@@ -83,7 +84,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: dist.ProcessGroup, op: 
     return start(_real(output), _real(input), options)
 
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> dist.Work:
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: RedOp) -> dist.Work:
     """Start an all-reduce of ``tensor`` in place."""
     options = AllreduceOptions()
     options.reduceOp = op  # type: ignore[assignment]
@@ -104,7 +105,7 @@ class _Exchange(dist.Work):
     gloo's own is an all-reduce: it sends twice as much and, measured with 2 and 4 ranks, takes about twice as long.
     """
 
-    def __init__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+    def __init__(self, output: Tensor, input: Tensor, group: dist.ProcessGroup, op: RedOp) -> None:
         super().__init__()
         self._output, self._op, received = output, op, torch.empty_like(input)
         self._parts: Tensor | None = received.view(group.size(), -1)

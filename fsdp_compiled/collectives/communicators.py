@@ -1,14 +1,14 @@
-"""What may stand in place of the collectives: the interfaces, ready-made communicators, how operators find objects.
+"""What may stand in place of the collectives: ready-made communicators, and how operators find objects.
 
-The ready-made ones have buffers that are not PyTorch's: the process group's own, and symmetric memory. Both need
-GPUs; each says so where a device or a process group cannot do it. A graph holds only strings and numbers, so an
-object that the user gave is found by the name that ``register`` returned. The names count the objects of this
-process, so that ranks that run one program agree on them.
+A communicator gets 1-D tensors; the output is in order of rank. It returns the work to wait for, or None if the
+output is complete, or in order on the current stream. The ready-made ones have buffers that are not PyTorch's: the
+process group's own, and symmetric memory. Both need GPUs; each says so where a device or a process group cannot do
+it. A graph holds only strings and numbers, so an object that the user gave is found by the name that ``register``
+returned. The names count the objects of this process, so that ranks that run one program agree on them.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from math import prod
 from typing import Any
@@ -20,50 +20,8 @@ from torch import Tensor
 
 from ..errors import FSDPError
 from . import backend
+from .backend import AllGather, Comm, RedOp, ReduceScatter
 from .streams import has_streams
-
-RedOp = dist.ReduceOp.RedOpType
-
-
-class Comm(ABC):
-    """A collective that allocates its own output."""
-
-    @abstractmethod
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor of ``size`` for the collective's output."""
-
-
-class AllGather(Comm):
-    """An all-gather; give one to ``FSDPModule.set_custom_all_gather``."""
-
-    @abstractmethod
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        """Gather 1-D ``input_tensor`` of every rank into ``output_tensor``, in order of rank.
-
-        Returns:
-            The work to wait for, or None if the output is complete (or in order on the current stream).
-        """
-
-
-class ReduceScatter(Comm):
-    """A reduce-scatter; give one to ``FSDPModule.set_custom_reduce_scatter``."""
-
-    @abstractmethod
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: RedOp, async_op: bool = False
-    ) -> dist.Work | None:
-        """Reduce 1-D ``input_tensor`` over the ranks and leave this rank's part in ``output_tensor``.
-
-        Returns:
-            The work to wait for, or None if the output is complete (or in order on the current stream).
-        """
-
-
-# What implements FSDP2's interfaces has these methods, and serves here as well.
-AllGather.register(backend.TORCH_ALL_GATHER)
-ReduceScatter.register(backend.TORCH_REDUCE_SCATTER)
 
 
 class Hook:
@@ -125,7 +83,7 @@ class ProcessGroupMemory(Comm):
                 f"NCCL does on GPUs that support it, got {self._backend.name()!r}; leave buffers to PyTorch"
             )
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._backend.allocate_tensor(prod(size), dtype=dtype, device=device).view(*size)
 
 
@@ -167,10 +125,10 @@ class SymmetricAllGather(AllGather):
         if self._memory.get_backend(device) != name:  # which also refuses one that a build has as its default alone
             self._memory.set_backend(name)
         self._name = name
-        self._buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+        self._buffers: dict[Hashable, Tensor] = {}
         self._met: set[tuple[str, int]] = set()  # groups, and the buffers in which their ranks have met
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         key = (prod(size), dtype, device)
         if key not in self._buffers:
             self._buffers[key] = self._memory.empty(prod(size), dtype=dtype, device=device)

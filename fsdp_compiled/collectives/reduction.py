@@ -20,7 +20,8 @@ from ..passes.kinds import Kind, Request
 from ..sharding.dtensor import process_group
 from ..sharding.spec import CommSpec, ReductionBucket, ReductionSpec
 from . import backend, copies, earlier, reference, streams
-from .communicators import Hook, ReduceScatter, registered
+from .backend import ReduceScatter
+from .communicators import Hook, registered
 from .streams import Pending
 
 _STREAMS = {"reduce_scatter": "reduce-scatters", "all_reduce": "all-reduces", "copy_to_host": "to host"}
