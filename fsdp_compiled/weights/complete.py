@@ -89,7 +89,7 @@ def stream_parameters(
     rounds = [_round(batch, params, dtype) for batch in batches]
     for root in dict.fromkeys(state.outermost for state in states):
         root.note("stream_parameters")
-    stream = _Stream(rounds, dtype, device).run(reads)
+    stream = _Stream(dtype, device).run(rounds, reads)
     next(stream)  # launches the first bucket; from here on other ranks learn if this one stops
     return stream  # type: ignore[return-value]
 
@@ -97,13 +97,15 @@ def stream_parameters(
 Members = Sequence[tuple[int, FSDPParam]]  # of a bucket, with the ids of the sources
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Round:
-    """Items that travel together: one all-gather for each group and dtype."""
+    """Items that travel together, by one all-gather for each group and dtype, and what is under way."""
 
     items: Sequence[Item]
     gathers: Sequence[tuple[AllGatherBucket, Members]]
     groups: Sequence[Group]  # in which its tensors need other ranks
+    flags: list[tuple[Group, Pending[Sequence[Tensor]]]] = field(default_factory=list)
+    tensors: list[tuple[AllGatherBucket, Members, Pending[Sequence[Tensor]]]] = field(default_factory=list)
 
 
 def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dtype | None) -> _Round:
@@ -127,24 +129,13 @@ def _round(items: Sequence[Item], params: dict[int, FSDPParam], dtype: torch.dty
 
 
 @dataclass(eq=False)
-class _Launched:
-    """The collectives of a round under way."""
-
-    round: _Round
-    flags: list[tuple[Group, Pending[Sequence[Tensor]]]] = field(default_factory=list)
-    tensors: list[tuple[AllGatherBucket, Members, Pending[Sequence[Tensor]]]] = field(default_factory=list)
-
-
-@dataclass(eq=False)
 class _Stream:
-    rounds: Sequence[_Round]
     dtype: torch.dtype | None
     device: torch.device  # of compute
     told: set[Group] = field(default_factory=set)  # in which all know that a rank has stopped
 
-    def run(self, reads: bool) -> Iterator[tuple[str, Tensor] | None]:
-        """Yield None once the first round is under way, then the tensors."""
-        left = list(self.rounds)  # that are not launched
+    def run(self, left: list[_Round], reads: bool) -> Iterator[tuple[str, Tensor] | None]:
+        """Yield None once the first round is under way, then the tensors; ``left`` are those not launched yet."""
         ahead = self._launch(left.pop(0)) if left else None
         try:
             yield None
@@ -161,26 +152,25 @@ class _Stream:
             raise
 
     @without_grad
-    def _launch(self, this: _Round, stopped: bool = False) -> _Launched:
+    def _launch(self, this: _Round, stopped: bool = False) -> _Round:
         """Start the round's all-gathers, but for those among ranks that know that one has stopped."""
-        launched = _Launched(this)
         for group in this.groups:
             if group not in self.told:
                 bucket = _flag_bucket(group)
                 agree(contract_of(bucket))
                 flag = torch.full((1,), int(stopped), dtype=torch.int32, device=self.device)
-                launched.flags.append((group, launch_all_gather([flag], bucket)))
+                this.flags.append((group, launch_all_gather([flag], bucket)))
         for bucket, members in this.gathers:
             if bucket.spec.group not in self.told:
                 agree(contract_of(bucket))
                 shards = [param.storage.padded for _, param in members]
-                launched.tensors.append((bucket, members, launch_all_gather(shards, bucket)))
-        return launched
+                this.tensors.append((bucket, members, launch_all_gather(shards, bucket)))
+        return this
 
     @without_grad
-    def _wait(self, launched: _Launched) -> list[tuple[str, Tensor]]:
+    def _wait(self, launched: _Round) -> list[tuple[str, Tensor]]:
         """Return the round's complete tensors, the last one first; RankMismatchError if a rank has stopped."""
-        items, stopped = launched.round.items, self._stopped(launched)
+        items, stopped = launched.items, self._stopped(launched)
         complete = self._gathered(launched)
         if stopped:
             expected, got = f"all ranks to read on from {items[0].name}", f"ranks {stopped} stopped before it"
@@ -193,7 +183,7 @@ class _Stream:
             found.append((item.name, tensor.to(cast_dtype(tensor, self.dtype))))
         return found[::-1]
 
-    def _gathered(self, launched: _Launched) -> dict[tuple[int, torch.dtype], Tensor]:
+    def _gathered(self, launched: _Round) -> dict[tuple[int, torch.dtype], Tensor]:
         """Return the complete sources, but for those over groups that know that a rank has stopped."""
         complete: dict[tuple[int, torch.dtype], Tensor] = {}
         for bucket, members, pending in launched.tensors:
@@ -203,7 +193,7 @@ class _Stream:
                 if outer is not None and not self._knows(outer):
                     tensor = outer.dtensor(tensor).full_tensor()
                 complete[key, bucket.spec.dtype] = tensor
-        for item in launched.round.items:
+        for item in launched.items:
             for source in item.sources:
                 dtype = item.travels_in(source, self.dtype)
                 if (id(source), dtype) not in complete:
@@ -224,7 +214,7 @@ class _Stream:
         """Tell whether the ranks that it needs to be complete know that one of them has stopped."""
         return not self.told.isdisjoint(groups_of(tensor))
 
-    def _stopped(self, launched: _Launched) -> list[int]:
+    def _stopped(self, launched: _Round) -> list[int]:
         """Return the ranks that have stopped, as far as the round's groups know, and note these groups."""
         ranks = set[int]()
         for group, pending in launched.flags:
@@ -236,16 +226,16 @@ class _Stream:
         return sorted(ranks)
 
     @without_grad
-    def _stop(self, ahead: _Launched | None, left: Sequence[_Round]) -> None:
+    def _stop(self, ahead: _Round | None, left: Sequence[_Round]) -> None:
         """Take part in the current round, and tell the ranks of each group in the next one that they wait for."""
         if ahead is not None:
             self._stopped(ahead)
             self._gathered(ahead)
         for this in left:
             if not self.told.issuperset(this.groups):
-                launched = self._launch(this, stopped=True)
-                self._stopped(launched)  # notes the groups: this rank's own flag is among theirs
-                self._gathered(launched)
+                self._launch(this, stopped=True)
+                self._stopped(this)  # notes the groups: this rank's own flag is among theirs
+                self._gathered(this)
 
 
 def _flag_bucket(group: Group) -> AllGatherBucket:
