@@ -23,22 +23,13 @@ from torch import Tensor
 from triton.runtime import driver
 
 from ..sharding.layout import ShardLayout, packed_layout, shard_layout
+from ..sharding.spec import word
 
 BLOCK = 4096  # elements that one program copies at most
 _COLUMNS = 7  # of the table of blocks
 _WIDEST_BYTES = 16  # that one thread reads or writes at a time
 _TABLES = 4096  # address tables kept; a training step repeats its addresses
 
-_DTYPES = {
-    torch.float64: tl.float64,
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.int64: tl.int64,
-    torch.int32: tl.int32,
-    torch.int16: tl.int16,
-    torch.uint8: tl.uint8,
-}
 _BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # what moves where nothing is computed
 
 
@@ -185,7 +176,7 @@ def _launches(
         table = torch.tensor(listed, dtype=torch.int64, device="cpu").view(-1, _COLUMNS).to(device)
         bits = _BITS[dtype.itemsize] if dtype == packed and divisor == 1.0 else None
         constants = {
-            "TENSOR": _DTYPES[bits or dtype],
+            "TENSOR": getattr(tl, word(bits or dtype)),
             "IS_PACKING": is_packing,
             "DIVISOR": divisor,
             "IS_POWER_OF_2": frexp(divisor)[0] == 0.5,

@@ -164,7 +164,7 @@ def reduce_grad(grad: Tensor, spec: str) -> Tensor:
     return _numbered(torch.ops.fsdp_compiled.reduce_grad.default, grad, spec)
 
 
-def keep_grad(grad: Tensor, leaf: Tensor, spec: str) -> Tensor:
+def keep_grad(grad: Tensor, leaf: Tensor | None, spec: str) -> Tensor:
     """Add an unsharded gradient to the sum of those that are not reduced yet, as soon as it is there.
 
     Were it returned, all gradients of a graph would be in memory at the end of backward, and the sums as well.
@@ -265,16 +265,16 @@ def _save_all_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[T
 
 def _unshard_all_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Any, ...]:
     """Return the gradients of (shards, leaves, targets, specs)."""
-    found, leaves = list[Tensor | None](grads), iter(ctx.leaves)
+    found, leaves, to_reduce = list[Tensor | None](grads), iter(ctx.leaves), list[int]()
     for index, (grad, target, text) in enumerate(zip(grads, ctx.targets, ctx.specs, strict=True)):
         leaf = next(leaves) if target != _SHARD else None
-        if grad is not None and leaf is not None and target == _UNSHARDED:
+        if grad is not None and target == _UNSHARDED:
             found[index] = keep_grad(grad, leaf, text)
-    pairs = enumerate(zip(grads, ctx.targets, strict=True))
-    if to_reduce := [index for index, (grad, target) in pairs if grad is not None and target != _UNSHARDED]:
-        texts = [ctx.specs[index] for index in to_reduce]
-        reduce_all = torch.ops.fsdp_compiled.reduce_all.default
-        reduced = _numbered(reduce_all, [grads[index] for index in to_reduce], texts)
+        elif grad is not None:
+            to_reduce.append(index)
+    if to_reduce:
+        given, texts = [grads[index] for index in to_reduce], [ctx.specs[index] for index in to_reduce]
+        reduced = _numbered(torch.ops.fsdp_compiled.reduce_all.default, given, texts)
         for index, result in zip(to_reduce, reduced, strict=True):
             found[index] = result
     of_shards = [each if target == _SHARD else None for each, target in zip(found, ctx.targets, strict=True)]
