@@ -41,8 +41,7 @@ class Measured:
     all_reduce: Curve
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
-        _check_curves(self)
+        _check_fields(self)
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Link:
     measured: tuple[Measured, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "latency_us", "hop_us")
+        _check_fields(self, "latency_us", "hop_us")
         _check_fraction(self)
         expect("Link.measured", self.measured, tuple, "a tuple of Measured")
 
@@ -163,13 +162,12 @@ class Cluster:
     new_mib_us: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self, "kernel_us")
+        _check_fields(self, "kernel_us")
         expect_bool("Cluster.on_host", self.on_host)
         for name in ("intra", "inter"):
             expect(f"Cluster.{name}", getattr(self, name), Link, "a Link")
         _check_fraction(self)
         _check_shares(self)
-        _check_curves(self)
 
     def link(self, group: str, world: int) -> Link:
         """Return the slowest link, see :meth:`link_of`, of a process group and those along the same mesh dimension.
@@ -310,19 +308,31 @@ class Times(NamedTuple):
     unpack_us: float = 0.0  # of compute, after the first wait
 
 
-def _check_numbers(record: Link | Cluster | Measured, *may_be_0: str) -> None:
-    """Raise unless every number is positive and finite; those named, and those that are 0 by default, may be 0."""
+def _check_fields(record: Link | Cluster | Measured, *may_be_0: str) -> None:
+    """Raise unless every number is positive and finite, and every curve has sizes that increase, and values.
+
+    Numbers that are named, and those that are 0 by default, may be 0; a curve that is empty by default may be empty.
+    """
     for field in fields(record):
-        if field.type not in ("int", "float"):
-            continue
         name, value = f"{type(record).__name__}.{field.name}", getattr(record, field.name)
-        is_0_allowed = field.name in may_be_0 or field.default == 0
-        least = "0 or more" if is_0_allowed else "more than 0"
-        if field.type == "int":
-            expect(name, value, int, f"an integer, {least}")
-        expect(name, value, int | float, least)
-        if not (0 <= value < inf) or (value == 0 and not is_0_allowed):
-            raise unexpected(name, least, value)
+        if field.type == "Curve":
+            _check_curve(name, value, field.default == ())
+        elif field.type in ("int", "float"):
+            is_0_allowed = field.name in may_be_0 or field.default == 0
+            least = "0 or more" if is_0_allowed else "more than 0"
+            if field.type == "int":
+                expect(name, value, int, f"an integer, {least}")
+            expect(name, value, int | float, least)
+            if not (0 <= value < inf) or (value == 0 and not is_0_allowed):
+                raise unexpected(name, least, value)
+
+
+def _check_curve(name: str, curve: Any, may_be_empty: bool) -> None:
+    expected = "pairs of a size and a rate, all more than 0, with increasing sizes"
+    expect(name, curve, tuple, expected)
+    is_right = all(map(_are_two_numbers, curve)) and (may_be_empty or len(curve) > 0)
+    if not is_right or (sizes := [size for size, _ in curve]) != sorted(set(sizes)):
+        raise unexpected(name, expected, repr(curve))
 
 
 def _check_fraction(record: Link | Cluster) -> None:
@@ -341,20 +351,6 @@ def _check_shares(cluster: Cluster) -> None:
     if shares is not None and not (_are_two_numbers(shares) and max(shares) <= 1):
         expected = "None or two numbers, more than 0 and at most 1"
         raise unexpected("Cluster.attention_efficiency", expected, repr(shares))
-
-
-def _check_curves(record: Measured | Cluster) -> None:
-    """Raise unless every curve has sizes that increase, and values; one that is empty by default may be empty."""
-    for field in fields(record):
-        if field.type != "Curve":
-            continue
-        name, curve = f"{type(record).__name__}.{field.name}", getattr(record, field.name)
-        expected = "pairs of a size and a rate, all more than 0, with increasing sizes"
-        expect(name, curve, tuple, expected)
-        is_right = all(map(_are_two_numbers, curve))
-        sizes = [point[0] for point in curve] if is_right else []
-        if not is_right or sizes != sorted(set(sizes)) or not (curve or field.default == ()):
-            raise unexpected(name, expected, repr(curve))
 
 
 def _are_two_numbers(given: Any) -> bool:

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -31,16 +31,9 @@ _INFINIBAND_USABLE, _ETHERNET_USABLE = 46 / 50, 0.65
 _PCIE_USABLE = 0.8  # of its line rate. *Source:* not measured; as of NVLink
 
 
-@dataclass
-class _Shared:
-    """What the ranks of a default process group have told each other, by type of device."""
-
-    first: dict[str, int] = field(default_factory=dict)  # the rank that tells
-    clusters: dict[str, Cluster] = field(default_factory=dict)
-
-
-# By default group, which owns the record: a group that is created anew starts with a new one.
-_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+# By default group, which owns it, so that a new one starts with nothing, and by type of device: the rank that tells
+# the others its cluster, and that cluster once it is known.
+_shared: WeakKeyDictionary[dist.ProcessGroup, dict[str, tuple[int, Cluster | None]]] = WeakKeyDictionary()
 
 
 def detect(device: torch.device) -> Cluster:
@@ -52,13 +45,15 @@ def detect(device: torch.device) -> Cluster:
     """
     group = dist.group.WORLD
     shared = None if group is None else _shared.get(group)
-    if group is None or shared is None or device.type not in shared.first:
+    if group is None or shared is None or device.type not in shared:
         return _found(device)
-    if device.type not in shared.clusters:
-        store, key = store_of(group), _key(device, shared.first[device.type])
+    first, cluster = shared[device.type]
+    if cluster is None:
+        store = store_of(group)
         assert store is not None  # or nothing would be shared
-        shared.clusters[device.type] = parse(store.get(key).decode(), "what the first rank has found")
-    return shared.clusters[device.type]
+        cluster = parse(store.get(_key(device, first)).decode(), "what the first rank has found")
+        shared[device.type] = first, cluster
+    return cluster
 
 
 def share(device: torch.device, mesh: DeviceMesh) -> None:
@@ -67,13 +62,12 @@ def share(device: torch.device, mesh: DeviceMesh) -> None:
     store = None if group is None else store_of(group)
     if group is None or store is None:
         return
-    shared, first = _shared.setdefault(group, _Shared()), first_rank(mesh)
-    if shared.first.get(device.type) == first:
+    shared, first = _shared.setdefault(group, {}), first_rank(mesh)
+    if device.type in shared and shared[device.type][0] == first:
         return
     if dist.get_rank() == first:
         store.set(_key(device, first), as_text(detect(device)))
-    shared.first[device.type] = first
-    shared.clusters.pop(device.type, None)
+    shared[device.type] = first, None
 
 
 def _key(device: torch.device, first: int) -> str:
