@@ -56,11 +56,6 @@ def _traced(fake: Callable[..., Any], *args: Any, **number: int) -> Any:
     return fake(*args, **number)
 
 
-def _differentiate(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Give an operator its autograd formula."""
-    torch.library.register_autograd(f"{nodes.NAMESPACE}::{name}", backward, setup_context=setup_context, lib=_library)
-
-
 def define_kind(kind: Kind) -> None:
     """Let graphs hold collectives of ``kind``: define its operators. The process keeps them for good."""
     _define_stages(kind)
@@ -309,6 +304,7 @@ _define(nodes.REDUCE_ALL_SCHEMA, _for_each(partial(_opaque, REDUCTION)), _for_ea
 _define(nodes.KEEP_GRAD_SCHEMA, _keep_grad, _keep_grad_fake)
 _define(nodes.TAKE_SHARD_SCHEMA, _take_shard, _take_shard_fake)
 _define(nodes.WITH_GRADIENT_SCHEMA, lambda value, *_: value.clone(), lambda value, *_: torch.empty_like(value))
-_differentiate("unshard", _unshard_backward, _save_for_backward)
-_differentiate("unshard_all", _unshard_all_backward, _save_all_for_backward)
-_differentiate("with_gradient", _WithGradient.backward, _save_for_backward)
+_differentiate = partial(torch.library.register_autograd, lib=_library)
+_differentiate("fsdp_compiled::unshard", _unshard_backward, setup_context=_save_for_backward)
+_differentiate("fsdp_compiled::unshard_all", _unshard_all_backward, setup_context=_save_all_for_backward)
+_differentiate("fsdp_compiled::with_gradient", _WithGradient.backward, setup_context=_save_for_backward)
