@@ -41,16 +41,24 @@ def name_of(run: Pass) -> str:
 
 @dataclass(frozen=True)
 class Pipeline(custom_graph_pass.CustomGraphPass):
-    """Passes that run in order on a graph that holds our operators, and leave every other graph alone."""
+    """Passes that run in order on a graph that holds our operators, and leave every other graph alone.
+
+    Where a slot held a single pass of the user's, that runs afterwards: on torch 2.11 the slot can hold no more.
+    """
 
     passes: tuple[Pass, ...]  # frozen records, so that ``repr`` is their configuration
     core: str = ""  # a hash of what the operators in the graphs compute: the caches do not look into operators
     slot: log.Slot = ""  # by which progress is told
     policy: SchedulePolicy = DEFAULT  # of the passes; a user's own are verified whatever it says
+    user: Callable[[fx.Graph], None] | None = None  # the pass that the slot held
 
     def __call__(self, graph: fx.Graph) -> None:
-        if not nodes.has_ours(graph):
-            return
+        if nodes.has_ours(graph):
+            self._run(graph)
+        if self.user is not None:
+            self.user(graph)
+
+    def _run(self, graph: fx.Graph) -> None:
         with log.during(self.slot, graph):
             for run in self.passes:
                 began, is_ours = time.perf_counter(), _is_ours(run)
@@ -66,12 +74,14 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
     def uuid(self) -> str | None:
         """Return what a compiled graph depends on besides its input: sources, the passes' fields, the machines.
 
-        None, which turns compile caches off, where a user's pass has None as its uuid, or no source or fields to be
-        found.
+        None, which turns compile caches off, where a user's pass has None as its uuid, or none in the slot, or no
+        source or fields to be found.
         """
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         machine = cost.detect(accelerator or torch.device("cpu"))
         runs = [repr(run) if _is_ours(run) else _content_of(run) for run in self.passes]
+        if self.user is not None:
+            runs.append(getattr(self.user, "uuid", lambda: None)() or None)
         if None in runs:
             return None
         library = f"{source_hash(Path(__file__).parent)}:{self.core}"
@@ -130,23 +140,6 @@ def with_users(pipelines: Mapping[str, Pipeline], runs: Sequence[Pass]) -> dict[
     return found
 
 
-@dataclass(frozen=True)
-class Chain(custom_graph_pass.CustomGraphPass):
-    """Our pipeline and then the user's pass, where a slot held a single one: on torch 2.11 it can hold no more."""
-
-    pipeline: Pipeline
-    user: Callable[[fx.Graph], None]
-
-    def __call__(self, graph: fx.Graph) -> None:
-        self.pipeline(graph)
-        self.user(graph)
-
-    def uuid(self) -> Any:
-        """Return both uuids, or None (which turns compile caches off) where either is None."""
-        uuids = self.pipeline.uuid(), getattr(self.user, "uuid", lambda: None)()
-        return uuids if all(uuids) else None
-
-
 @cache
 def source_hash(folder: Path) -> str:
     """Return a hash of the Python files in ``folder`` and below."""
@@ -188,8 +181,6 @@ def uninstall(slot: str) -> None:
 
 def _without_ours(value: Any) -> Any:
     if isinstance(value, Pipeline):
-        return None
-    if isinstance(value, Chain):
         return value.user
     if isinstance(value, (list, tuple)) and any(isinstance(entry, Pipeline) for entry in value):
         return type(value)(entry for entry in value if not isinstance(entry, Pipeline))
@@ -197,8 +188,4 @@ def _without_ours(value: Any) -> Any:
 
 
 def _joined(pipeline: Pipeline, user: Any) -> Any:
-    if user is None:
-        return pipeline
-    if isinstance(user, (list, tuple)):
-        return type(user)((pipeline, *user))
-    return Chain(pipeline, user)
+    return type(user)((pipeline, *user)) if isinstance(user, (list, tuple)) else replace(pipeline, user=user)

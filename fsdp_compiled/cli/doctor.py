@@ -162,8 +162,7 @@ def judge_threads(threads: int, cpus: int, omp_threads: str | None, ranks: int |
 
 def judge_slot(slot: str, value: Any, is_installed: bool = True) -> Finding:
     """Judge ``value``, which one of Inductor's custom-pass slots holds once ours are installed."""
-    entries = (value.pipeline, value.user) if isinstance(value, inductor.Chain) else value
-    ours, *users = entries if isinstance(entries, (list, tuple)) else (entries,)
+    ours, *users = filter(None, value if isinstance(value, (list, tuple)) else (value, value.user))
     names = list(map(inductor.name_of, users))
     uncached = [name for name, user in zip(names, users, strict=True) if not getattr(user, "uuid", lambda: None)()]
     text = ", ".join(map(inductor.name_of, ours.passes))

@@ -13,7 +13,7 @@ from torch._functorch import config as functorch_config
 from torch._inductor import config, custom_graph_pass
 
 from fsdp_compiled import SchedulePolicy, fully_shard, passes
-from fsdp_compiled.passes.inductor import Chain, Pipeline, install, installed, uninstall
+from fsdp_compiled.passes.inductor import Pipeline, install, installed, uninstall
 
 SLOTS = ("joint_custom_pre_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass")
 SLOT = SLOTS[1]
@@ -80,16 +80,16 @@ def test_a_users_pass_still_runs():
     assert user.runs == 1
 
 
-def test_a_chain_for_torch_2_11():
+def test_a_users_single_pass_runs_after_ours():
     ran = []
-    pipeline = Pipeline((lambda graph: ran.append("ours"),))
-    chain, cached = Chain(pipeline, UserPass()), Pipeline(())
-    assert Chain(cached, UserPass()).uuid() == (cached.uuid(), "user")
-    assert not Chain(cached, lambda graph: None).uuid()
-    assert pipeline.uuid() is None and chain.uuid() is None  # what a function does is in no key
-    chain(torch.fx.Graph())
+    ours = (lambda graph: ran.append("ours"),)
+    pipeline = Pipeline(ours, user=UserPass())
+    assert "['user']" in Pipeline((), user=UserPass()).uuid()
+    assert not Pipeline((), user=lambda graph: None).uuid()
+    assert Pipeline(ours).uuid() is None and pipeline.uuid() is None  # what a function does is in no key
+    pipeline(torch.fx.Graph())
     assert ran == []  # no operator of ours in the graph
-    assert chain.user.runs == 1
+    assert pipeline.user.runs == 1
 
 
 def test_the_uuid_covers_passes_and_their_fields():
