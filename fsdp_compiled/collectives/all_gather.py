@@ -156,8 +156,8 @@ def _bucket_of(requests: Sequence[Request], cluster: Cluster) -> AllGatherBucket
 
 
 def _times(requests: Sequence[Request], cluster: Cluster) -> Times:
-    bucket, (lane,), sizes = _bucket_of(requests, cluster), requests[0].lanes, [each.bytes for each in requests]
-    return cluster.all_gather_times(sizes, lane, bucket, overlaps=not cluster.on_host)
+    (lane,), sizes = requests[0].lanes, [each.bytes for each in requests]
+    return cluster.all_gather_times(sizes, lane, _bucket_of(requests, cluster))
 
 
 def _results(like: Tensor, bucket: AllGatherBucket) -> list[Tensor]:

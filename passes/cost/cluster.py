@@ -206,7 +206,6 @@ class Cluster:
         return self.lane_of(self.link(group.name, group.world), group.world)
 
     def lane_of(self, link: Link, world: int) -> Lane:
-        """Return the lane of a link, for collectives of ``world`` ranks."""
         blocked = link.compute_blocked_fraction
         blocked = self.compute_blocked_fraction if blocked is None else blocked
         return Lane(link, world, "inside a node" if link is self.intra else "between nodes", blocked)
@@ -260,14 +259,11 @@ class Cluster:
         """Return the time to move ``size_bytes`` to the host, or from there."""
         return 1e6 * size_bytes / (self.efficiency * self.host_bytes_per_s)
 
-    def all_gather_times(self, sizes: Sequence[int], lane: Lane, bucket: AllGatherBucket, overlaps: bool) -> Times:
-        """Return the times of one all-gather of parameters of these bytes, unsharded.
-
-        ``bucket`` tells how it is done; ``overlaps``: copies run on a side stream of a GPU.
-        """
+    def all_gather_times(self, sizes: Sequence[int], lane: Lane, bucket: AllGatherBucket) -> Times:
+        """Return the times of one all-gather of parameters of these bytes, unsharded; on GPUs copies overlap."""
         size, world = sum(sizes), lane.world
         us, pack_us, unpack_us = lane.link.collective_us(size, world), 0.0, 0.0
-        if bucket.spec.device and overlaps:
+        if bucket.spec.device and not self.on_host:
             us += self.host_us(size // world)
         if bucket.into_place:
             us += (len(sizes) - 1) * self.piece_us
@@ -275,7 +271,7 @@ class Cluster:
             unpack_us = self.packing_us(size)
         if not bucket.inputs_persist or (not bucket.into_place and len(sizes) > 1 and world > 1):
             pack_us = self.packing_us(size // world)
-        if not overlaps:
+        if self.on_host:
             return Times((us,), pack_us, unpack_us)
         if bucket.inputs_persist:
             return Times((us + pack_us + unpack_us,))
