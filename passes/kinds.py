@@ -92,10 +92,8 @@ def register(kind: Kind) -> None:
 
 
 def operators() -> list[tuple[str, Kind]]:
-    """Return the names of all operators, each with its kind."""
     return list(_kinds.items())
 
 
 def kind_of(operator: str) -> Kind | None:
-    """Return the kind that an operator of this name belongs to."""
     return _kinds.get(operator)

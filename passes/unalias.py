@@ -61,7 +61,6 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """End that."""
     if isinstance(getattr(config, _SLOT), Protect):
         setattr(config, _SLOT, None)
 
@@ -209,7 +208,6 @@ class Protect(_SchedulerPass):  # type: ignore[misc, valid-type]
         return scheduled
 
     def uuid(self) -> str:
-        """Return a hash of the passes' sources."""
         return source_hash(Path(__file__).parent)
 
 

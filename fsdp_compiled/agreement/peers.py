@@ -49,7 +49,6 @@ _peers: WeakKeyDictionary[dist.ProcessGroup, Peers | None] = WeakKeyDictionary()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a collective of the group may take."""
     # Checked on torch 2.11.0, 2.13.0 and 2.15.0.
     options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
     return next((each._timeout for each in options if each is not None), dist.default_pg_timeout)

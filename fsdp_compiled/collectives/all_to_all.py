@@ -76,6 +76,5 @@ class _Side:
             self.splits[move.peer] += numel
 
     def views(self, packed: Tensor) -> list[Tensor]:
-        """Return the parts in a buffer."""
         pieces = packed.split(self._numels) if self.moves else ()
         return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]

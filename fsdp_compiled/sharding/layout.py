@@ -49,12 +49,10 @@ class ShardLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of one padded chunk."""
         return prod(self.shard_shape)
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the unsharded tensor."""
         return prod(self.shape)
 
     @cached_property
@@ -115,7 +113,6 @@ class PackedLayout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """First element of each shard."""
         return tuple(accumulate(map(add, self.numels[:-1], self.gaps), initial=0))
 
     @cached_property

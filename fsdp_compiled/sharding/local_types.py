@@ -33,7 +33,6 @@ class LocalTypes:
     partition: Any  # the annotated partition, if any
 
     def annotate(self, unsharded: Tensor) -> None:
-        """Give the unsharded parameter the types that the original had."""
         _package().assert_type(unsharded, self.annotation, partition_spec=self.partition)
 
 

@@ -120,11 +120,9 @@ class AllToAllBucket:
     owners: tuple[int, ...]
 
     def sent(self, rank: int) -> list[Move]:
-        """Return what a rank of the group sends."""
         return sorted(self._of_shard(rank) if self.spec.to_owners else self._of_owner(rank))
 
     def received(self, rank: int) -> list[Move]:
-        """Return what a rank of the group receives."""
         return sorted(self._of_owner(rank) if self.spec.to_owners else self._of_shard(rank))
 
     def _of_shard(self, rank: int) -> Iterator[Move]:

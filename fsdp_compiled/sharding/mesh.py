@@ -95,7 +95,6 @@ class DataParallelMeshInfo:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
         if self.mesh.device_type == "cpu":
             return torch.device("cpu")
         module = torch.get_device_module(self.mesh.device_type)

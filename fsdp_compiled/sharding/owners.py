@@ -40,7 +40,6 @@ def owners_of(costs: Sequence[float], world: int, homes: Sequence[Sequence[int]]
 
 
 def loads_of(costs: Sequence[float], owners: Sequence[int], world: int) -> list[float]:
-    """Return what each rank has to do."""
     loads = [0.0] * world
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost

@@ -116,7 +116,6 @@ def call_of(node: fx.Node) -> Call:
 
 
 def is_backward(attention: fx.Node) -> bool:
-    """Tell whether an attention is the backward of one."""
     return "backward" in str(call_of(attention).target)
 
 
@@ -173,7 +172,6 @@ def work_of(node: fx.Node) -> Work:
 
 
 def node_bytes(node: fx.Node) -> int:
-    """Return the bytes of a node's results."""
     return sum(map(tensor_bytes, tensors_of(node)))
 
 

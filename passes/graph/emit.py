@@ -112,7 +112,6 @@ def replace_by(old: Sequence[fx.Node], results: Sequence[fx.Node]) -> None:
 
 
 def put_in_order(order: Sequence[fx.Node]) -> None:
-    """Move all nodes of a graph into this order."""
     for before, node in pairwise(order):
         if before.next is not node:
             before.append(node)

@@ -65,7 +65,6 @@ def is_communication(node: fx.Node) -> bool:
 
 
 def has_ours(graph: fx.Graph) -> bool:
-    """Tell whether ``graph`` holds any operator of this library."""
     return any(map(operator_of, graph.nodes))
 
 
@@ -165,7 +164,6 @@ def set_contract(launch: fx.Node, contract: Contract) -> None:
 
 
 def contract_at(launch: fx.Node) -> Contract | None:
-    """Return what ranks agree on before ``launch``."""
     return Contract.unpack(str(launch.args[2])) if len(launch.args) > 2 else None
 
 
