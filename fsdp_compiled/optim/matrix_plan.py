@@ -10,7 +10,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -39,19 +38,6 @@ class Holders:
     @cached_property
     def shards(self) -> int:
         return 1 if self.mesh is None or self.shard_dim is None else self.mesh.size(self.shard_dim)
-
-    @cached_property
-    def replicas(self) -> int:
-        return 1 if self.mesh is None else self.mesh.size() // self.shards
-
-    @cached_property
-    def shard_group(self) -> dist.ProcessGroup | None:
-        return None if self.mesh is None or self.shards == 1 else self.mesh.get_group(self.shard_dim)
-
-    @property
-    def may_share(self) -> bool:
-        """Whether ranks of all replicas may share the owners: a rank's shard then follows from its number."""
-        return self.mesh is not None and self.replicas > 1 and self.shard_dim in (None, self.mesh.ndim - 1)
 
 
 class Param(NamedTuple):
@@ -161,25 +147,23 @@ def _described(param: Param) -> str:
 
 def _exchange(holders: Holders, items: Sequence[MatrixWork], rule: MatrixRule, device: torch.device) -> AllToAllSpec:
     """Return how matrices travel to owners: within a shard group, or among all replicas where that is faster."""
-    alone = holders.shard_group
-    group = Group() if alone is None else Group(alone.group_name, holders.shards)
-    inside = AllToAllSpec(group, rule.dtype, holders.shards, to_owners=True)
-    if not holders.may_share or not items or not _saves_by_sharing(holders, items, device):
-        return inside
-    assert holders.mesh is not None
-    return replace(inside, group=Group(group_of_all(holders.mesh).group_name, holders.mesh.size()))
+    mesh, shards, group = holders.mesh, holders.shards, Group()
+    # Replicas may share where a rank's shard follows from its number.
+    may_share = mesh is not None and mesh.size() > shards and holders.shard_dim in (None, mesh.ndim - 1)
+    if mesh is not None and may_share and items and _saves_by_sharing(mesh, shards, items, device):
+        group = Group(group_of_all(mesh).group_name, mesh.size())
+    elif mesh is not None and shards > 1:
+        group = Group(mesh.get_group(holders.shard_dim).group_name, shards)
+    return AllToAllSpec(group, rule.dtype, shards, to_owners=True)
 
 
-def _saves_by_sharing(holders: Holders, items: Sequence[MatrixWork], device: torch.device) -> bool:
+def _saves_by_sharing(mesh: DeviceMesh, shards: int, items: Sequence[MatrixWork], device: torch.device) -> bool:
     """Tell whether replicas that share the owners, and send each other all updates, are faster."""
-    assert holders.mesh is not None
-    cost.share(device, holders.mesh)
-    cluster, ranks = cost.detect(device), holders.mesh.mesh.flatten().tolist()
+    cost.share(device, mesh)
+    cluster, ranks = cost.detect(device), mesh.mesh.flatten().tolist()
     costs_us = newton_schulz_us([item.matrix.shape for item in items], cluster)
     elements = sum(item.matrix.numel for item in items)
-    alike_us, shared_us = (
-        owners_us(costs_us, elements, ranks, holders.shards, shares, cluster) for shares in (False, True)
-    )
+    alike_us, shared_us = (owners_us(costs_us, elements, ranks, shards, shares, cluster) for shares in (False, True))
     return shared_us < alike_us
 
 
