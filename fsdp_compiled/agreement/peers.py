@@ -217,27 +217,22 @@ def failure(awaited: Iterable[int] | None = None) -> str:
 
 
 def _process() -> str:
-    """Return this process's machine, number and start; "" where the system does not tell."""
-    machine = _machine()
-    return " ".join((*machine, str(os.getpid()), _state(os.getpid())[1])) if machine else ""
+    """Return the machine's boot and namespace of processes, and this process's number and start; "" if unknown."""
+    with suppress(OSError):  # the system does not tell
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()} {_state(os.getpid())[1]}"
+    return ""
 
 
 def _has_ended(process: str) -> bool:
-    *machine, number, start = process.split() or ("", "")
-    if not machine or machine != _machine():
+    theirs, ours = process.split(), _process().split()
+    if not theirs or theirs[:2] != ours[:2]:  # of another machine
         return False
     try:
-        state, started = _state(int(number))
+        state, started = _state(int(theirs[2]))
     except OSError:
         return True
-    return state in "XZ" or started != start
-
-
-def _machine() -> list[str]:
-    """Return the machine's boot and its namespace of processes; nothing where the system does not tell."""
-    with suppress(OSError):
-        return [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
-    return []
+    return state in "XZ" or started != theirs[3]
 
 
 def _state(number: int) -> tuple[str, str]:
