@@ -263,26 +263,21 @@ def _on_host(named: tuple[str, Tensor]) -> tuple[str, Tensor]:
 @contextmanager
 def _ended_by_rank_0() -> Iterator[None]:
     """Wait at the end for rank 0, whose files others may read at once; RankFailureError if it has failed."""
+    own = None
     try:
         yield
     except RankFailureError:  # a rank is gone, and the others would wait for it
         raise
     except Exception as error:
-        heard = _hear_rank_0(f"{type(error).__name__}: {error}")
-        if heard and isinstance(error, RankMismatchError):  # rank 0 stopped in the middle
-            raise RankFailureError(heard) from error
-        raise
-    if heard := _hear_rank_0(""):
-        raise RankFailureError(heard)
-
-
-def _hear_rank_0(text: str) -> str:
-    """Send the text of rank 0's error, "" for none, to the others; return there what to raise, "" for nothing."""
-    texts = [text]
+        own = error
+    texts = [f"{type(own).__name__}: {own}" if own is not None else ""]
     if dist.is_initialized():
         dist.broadcast_object_list(texts, src=0)
-    heard = dist.is_initialized() and dist.get_rank() > 0 and texts[0]
-    return f"save_pretrained: rank 0, which writes the files, raised {heard}" if heard else ""
+        # Where rank 0 stopped in the middle, others know of it by the stream.
+        if texts[0] and dist.get_rank() > 0 and isinstance(own, RankMismatchError | None):
+            raise RankFailureError(f"save_pretrained: rank 0, which writes the files, raised {texts[0]}") from own
+    if own is not None:
+        raise own
 
 
 def _finish(folder: Path, files: list[list[str]], total_bytes: int) -> None:
