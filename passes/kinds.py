@@ -82,18 +82,10 @@ class Kind:
         return self.read(text, value) if self.read is not None else self.bucket.decode(text)
 
 
-_kinds: WeakValueDictionary[str, Kind] = WeakValueDictionary()  # by operator: a graph holds the names of these only
+by_operator: WeakValueDictionary[str, Kind] = WeakValueDictionary()  # as a graph holds the names of operators only
 
 
 def register(kind: Kind) -> None:
     """Let graphs hold operators of ``kind``: the opaque one, and a launch and a wait for each stage."""
     for name in (kind.opaque, *(f"{verb}_{stage}" for stage in kind.launch for verb in ("launch", "wait"))):
-        _kinds[name] = kind
-
-
-def operators() -> list[tuple[str, Kind]]:
-    return list(_kinds.items())
-
-
-def kind_of(operator: str) -> Kind | None:
-    return _kinds.get(operator)
+        by_operator[name] = kind

@@ -78,7 +78,7 @@ def is_pinned(graph: fx.Graph) -> bool:
 
 def opaque_nodes_of(graph: fx.Graph) -> list[fx.Node]:
     """Return the nodes that ask for a collective of one tensor, in order."""
-    return calls_of(graph, *(name for name, kind in kinds.operators() if kind.opaque == name))
+    return calls_of(graph, *(name for name, kind in kinds.by_operator.items() if kind.opaque == name))
 
 
 def asked_of(node: fx.Node) -> Bucket:
@@ -113,11 +113,11 @@ def params_of(asked: Mapping[fx.Node, Bucket]) -> list[ParamSpec]:
 
 
 def launches_of(graph: fx.Graph) -> list[fx.Node]:
-    return calls_of(graph, *(name for name, _ in kinds.operators() if name.startswith("launch_")))
+    return calls_of(graph, *(name for name in kinds.by_operator if name.startswith("launch_")))
 
 
 def waits_of(graph: fx.Graph) -> list[fx.Node]:
-    return calls_of(graph, *(name for name, _ in kinds.operators() if name.startswith("wait_")))
+    return calls_of(graph, *(name for name in kinds.by_operator if name.startswith("wait_")))
 
 
 def is_launch(node: fx.Node) -> bool:
@@ -134,9 +134,7 @@ def stage_of(node: fx.Node) -> str:
 
 def kind_of(node: fx.Node) -> Kind:
     """Return the kind of an opaque node, a launch or a wait."""
-    kind = kinds.kind_of(operator_of(node))
-    assert kind is not None
-    return kind
+    return kinds.by_operator[operator_of(node)]
 
 
 def bucket_of(node: fx.Node) -> Bucket:

@@ -88,7 +88,7 @@ def _waits(code):
 
 def _returned(stage, text):
     """What the recipes return on the CPU, where a stage is the only one of its bucket."""
-    kind = kinds.kind_of(f"launch_{stage}")
+    kind = kinds.by_operator[f"launch_{stage}"]
     bucket = kind.bucket.decode(text)
     shapes = [each.shard_shape if kind.is_ahead else each.shape for each in bucket.layouts]
     inputs = [torch.zeros(shape, dtype=param.dtype) for shape, param in zip(shapes, bucket.params, strict=True)]
