@@ -90,22 +90,17 @@ class Pipeline(custom_graph_pass.CustomGraphPass):
 
 
 def _content_of(run: Pass) -> Any:
-    """Return a user's pass's uuid, or its source and its fields; None if one of these is not to be found."""
+    """Return a user's pass's uuid, or its fields and its classes' files; None if one of these is not to be found."""
     if hasattr(run, "uuid"):
         return run.uuid()
     try:
-        shown, fields, sources = repr(run), pickle.dumps(run), _sources_of(type(run))
-    except Exception:  # whatever its class raises where it cannot be shown or pickled
+        classes = (each for each in type(run).__mro__ if each is type(run) or each.__module__ != "builtins")
+        files = dict.fromkeys(str(inspect.getsourcefile(each)) for each in classes)
+        shown, fields, sources = repr(run), pickle.dumps(run), [Path(file).read_text() for file in files]
+    except Exception:  # whatever its class raises where it cannot be shown or pickled, or has no source
         return None
     # An address stands for an object of unknown content, or for a function in any file.
     return None if re.search(r" at 0x[0-9a-f]+", shown) else (shown, fields, sources)
-
-
-def _sources_of(cls: type) -> list[str]:
-    """Return the text of each file that a class and those that it inherits from come from; OSError, TypeError."""
-    classes = (each for each in cls.__mro__ if each is cls or each.__module__ != "builtins")
-    files = dict.fromkeys(str(inspect.getsourcefile(each)) for each in classes)
-    return [Path(file).read_text() for file in files]
 
 
 def _is_ours(run: Pass) -> bool:
