@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -39,7 +39,7 @@ _RUN = 8 * KIB**2  # bytes of small collectives in a row
 _COPIES = tuple(4 * KIB * 4**n for n in range(8))  # bytes copied: to 64 MiB
 _WIDTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # of square matrices
 _LENGTHS = (4, 16, 64, 256, 1024, 4096)  # of attention's sequences
-_LONGEST_S = 0.1  # larger products, and longer attention, are left out
+_LONGEST_S = 0.1  # what would take longer, at the rate of the size before, is left out
 _COLD = 128  # MiB, more than what caches hold
 _PIECES = 16  # buffers of the all-gather that tells what a further one costs
 _LAYER_WIDTH = 16  # of matrices whose products take no time
@@ -58,25 +58,22 @@ def calibrate(out: Path) -> Cluster:
     """
     with _process_group() as device:
         base, bench = detect(device), _Bench(device)
-        widths = list(bench.products(torch.float32)), list(bench.products(torch.bfloat16))
-        products_32bit, products_16bit = (tuple((2.0 * n**3, 2.0 * n**3 / s) for n, s in each) for each in widths)
-        forward_16bit, backward_16bit = bench.attention(torch.bfloat16)
-        forward_32bit, backward_32bit = bench.attention(torch.float32)
-        copies = tuple((2.0 * size, 2.0 * size / bench.copy(size)) for size in _COPIES)
+        products_32bit, products_16bit = map(bench.products, (torch.float32, torch.bfloat16))
+        copies = bench.curve({size: 2.0 * size for size in _COPIES}, bench.copy)
         found = replace(
             base,
             name=f"{base.name}, calibrated",
             flops_32bit=max(rate for _, rate in products_32bit) / base.efficiency,
             flops_16bit=max(rate for _, rate in products_16bit) / base.efficiency,
             memory_bytes_per_s=copies[-1][1] / base.memory_efficiency,
-            kernel_us=1e6 * bench.seconds_of_product(8, torch.float32),
+            kernel_us=1e6 * bench.seconds_of_one(bench.product(torch.float32, 8)),
             host_bytes_per_s=bench.host_bytes_per_s() / base.efficiency,
             products_32bit=products_32bit,
             products_16bit=products_16bit,
-            attention_16bit=forward_16bit,
-            attention_16bit_backward=backward_16bit,
-            attention_32bit=forward_32bit,
-            attention_32bit_backward=backward_32bit,
+            attention_16bit=bench.attention(torch.bfloat16, is_backward=False),
+            attention_16bit_backward=bench.attention(torch.bfloat16, is_backward=True),
+            attention_32bit=bench.attention(torch.float32, is_backward=False),
+            attention_32bit_backward=bench.attention(torch.float32, is_backward=True),
             copies=copies,
             memory_bytes=_memory_bytes(device),
             new_mib_us=bench.new_mib_us() if base.on_host else 0.0,
@@ -118,14 +115,15 @@ class _Bench:
 
         The lower one, since a scheduler takes a core away for milliseconds at a time, which is no property of a link.
         """
-        self._synchronize(run())  # warms up
         taken = []
-        for _ in range(times):
+        for _ in range(1 + times):
             dist.barrier()
             start = time.perf_counter()
-            self._synchronize(run())
+            run()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
             taken.append(time.perf_counter() - start)
-        quartile = statistics.quantiles(taken, n=4, method="inclusive")[0]
+        quartile = statistics.quantiles(taken[1:], n=4, method="inclusive")[0]  # the first run warms up
         total = torch.tensor([quartile], device=self.device, dtype=torch.float64)
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
@@ -140,17 +138,22 @@ class _Bench:
 
         return self.seconds(runs) / times
 
-    def products(self, dtype: torch.dtype) -> Iterator[tuple[int, float]]:
-        """Yield widths of square matrices and the time of their product."""
-        for width in _WIDTHS:
-            seconds = self.seconds_of_product(width, dtype)
-            yield width, seconds
-            if seconds > _LONGEST_S / 4:
-                return  # the next takes up to eight times as long
+    def curve(self, amounts: Mapping[int, float], run_of: Callable[[int], Callable[[], Any]]) -> Curve:
+        """Return work per second by the amount of work, given that of each size; what takes long is left out."""
+        found = list[tuple[float, float]]()
+        for size, amount in amounts.items():
+            if found and amount / found[-1][1] > _LONGEST_S:
+                break
+            found.append((amount, amount / self.seconds_of_one(run_of(size))))
+        return tuple(found)
 
-    def seconds_of_product(self, width: int, dtype: torch.dtype) -> float:
+    def products(self, dtype: torch.dtype) -> Curve:
+        """Return FLOP/s by FLOPs of products of square matrices."""
+        return self.curve({width: 2.0 * width**3 for width in _WIDTHS}, partial(self.product, dtype))
+
+    def product(self, dtype: torch.dtype, width: int) -> Callable[[], Tensor]:
         given = self._cold([width, width], dtype)
-        return self.seconds_of_one(lambda: torch.mm(next(given), next(given)))
+        return lambda: torch.mm(next(given), next(given))
 
     def _cold(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
         """Return tensors in turn, so many that none is in a cache when its turn comes, as in a training step."""
@@ -159,21 +162,17 @@ class _Bench:
         some = torch.randn(min(numel, KIB**2), device=self.device).to(dtype)  # all of them take long
         return itertools.cycle(some.repeat(-(-numel // some.numel()))[:numel].view(count, *shape))
 
-    def attention(self, dtype: torch.dtype) -> tuple[Curve, Curve]:
-        """Return FLOP/s by FLOPs of causal attention, and of its backward, which has 2.5 times as many."""
-        heads, features = 8, 64
-        forward, backward = list[tuple[float, float]](), list[tuple[float, float]]()
-        for length in _LENGTHS:
+    def attention(self, dtype: torch.dtype, is_backward: bool) -> Curve:
+        """Return FLOP/s by FLOPs of causal attention, or of its backward, which has 2.5 times as many."""
+        heads, features, flops_of_pair = 8, 64, 5.0 if is_backward else 2.0
+
+        def run_of(length: int) -> Callable[[], Any]:
             query = torch.randn(1, heads, length, features, device=self.device).to(dtype).requires_grad_()
-            run = partial(scaled_dot_product_attention, query, query, query, is_causal=True)
-            flops, out = 2.0 * heads * length**2 * features, run()
-            forward_s = self.seconds_of_one(run)
-            backward_s = self.seconds_of_one(partial(torch.autograd.grad, out, query, out, retain_graph=True))
-            forward.append((flops, flops / forward_s))
-            backward.append((2.5 * flops, 2.5 * flops / backward_s))
-            if backward_s > _LONGEST_S / 16:
-                break  # the next takes sixteen times as long
-        return tuple(forward), tuple(backward)
+            forward = partial(scaled_dot_product_attention, query, query, query, is_causal=True)
+            out = forward()
+            return partial(torch.autograd.grad, out, query, out, retain_graph=True) if is_backward else forward
+
+        return self.curve({length: flops_of_pair * heads * length**2 * features for length in _LENGTHS}, run_of)
 
     def new_mib_us(self) -> float:
         """Return what a MiB costs that the system gives and takes back."""
@@ -186,10 +185,10 @@ class _Bench:
 
         return 1e6 * max(0.0, self.seconds(use_new) - self.seconds(there.zero_)) / mib
 
-    def copy(self, size: int) -> float:
-        """Return the time to copy ``size`` bytes within device memory."""
+    def copy(self, size: int) -> Callable[[], Tensor]:
+        """Return what copies ``size`` bytes within device memory."""
         given = self._cold([size // 4])
-        return self.seconds_of_one(lambda: next(given).copy_(next(given)))
+        return lambda: next(given).copy_(next(given))
 
     def host_bytes_per_s(self) -> float:
         """Return how fast bytes go from pinned memory of the host to the device; on the CPU, within its memory."""
@@ -197,14 +196,12 @@ class _Bench:
         host = torch.ones(size // 4, device="cpu", pin_memory=self.device.type != "cpu")
         return size / self.seconds(partial(torch.empty_like(host, device=self.device).copy_, host))
 
-    def _synchronize(self, _: Any = None) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
 
 def _with_links(cluster: Cluster, bench: _Bench) -> Cluster:
     """Return the cluster with what groups inside nodes, and groups between them, have measured."""
-    local, nodes = ranks_per_node(_first_ranks())
+    first = [0] * dist.get_world_size()  # of each rank's node
+    dist.all_gather_object(first, dist.get_rank() - int(os.environ.get("LOCAL_RANK", "0")))
+    local, nodes = ranks_per_node(first)
     world = local * nodes
     intra, inter = cluster.intra, cluster.inter
     if local > 1:
@@ -220,13 +217,6 @@ def _with_links(cluster: Cluster, bench: _Bench) -> Cluster:
         else:
             cluster = replace(cluster, piece_us=across.piece_us())
     return replace(cluster, intra=intra, inter=inter, ranks_per_node=local)
-
-
-def _first_ranks() -> list[int]:
-    """Return, for each rank, the first one of its node."""
-    found = [0] * dist.get_world_size()
-    dist.all_gather_object(found, dist.get_rank() - int(os.environ.get("LOCAL_RANK", "0")))
-    return found
 
 
 def ranks_per_node(first: Sequence[int]) -> tuple[int, int]:
@@ -313,21 +303,16 @@ class _Groups:
         left = torch.randn(256, 256, device=self.bench.device)
         times = 1 + int(2 * alone / self.bench.seconds_of_one(partial(torch.mm, left, left)))
 
-        def compute() -> None:
-            for _ in range(times):
-                torch.mm(left, left)
-
-        def both() -> None:
+        def compute(gathers: bool) -> None:
             for _ in range(count):
-                work = gather()
-                compute()
-                work.wait()
+                work = gather() if gathers else None
+                for _ in range(times):
+                    torch.mm(left, left)
+                if work is not None:
+                    work.wait()
 
-        def without() -> None:
-            for _ in range(count):
-                compute()
-
-        return alone, max(0.0, self.bench.seconds(both, 15) - self.bench.seconds(without, 15)) / count
+        both_s, without_s = (self.bench.seconds(partial(compute, gathers), 15) for gathers in (True, False))
+        return alone, max(0.0, both_s - without_s) / count
 
     def piece_us(self) -> float:
         """Return what each further buffer adds to an all-gather."""
@@ -389,10 +374,9 @@ def _memory_bytes(device: torch.device) -> int:
 
 def _machine(device: torch.device) -> dict[str, Any]:
     """Return what a reader wants to know of the machine; nothing reads it back."""
-    module = torch.get_device_module(device)
-    is_cpu = device.type == "cpu"
+    name = None if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)
     return {
-        "device": platform.processor() or platform.machine() if is_cpu else module.get_device_name(device),
+        "device": name or platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "threads of a rank": torch.get_num_threads(),
         "ranks": dist.get_world_size(),
