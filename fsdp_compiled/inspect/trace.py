@@ -10,11 +10,10 @@ import gzip
 import json
 import re
 import zlib
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from functools import cached_property
-from itertools import accumulate
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,8 +69,7 @@ class Trace:
         if not spans["cpu_op"]:
             raise unexpected(f"{path}", "events of operators", "none", "profile with ProfilerActivity.CPU")
         self.has_kernels = bool(self._kernels)
-        self._launched = self._by_launch(spans["cpu_op"])
-        self._told = list(self._outermost())
+        self._told = self._outermost()
 
     @cached_property
     def steps(self) -> int:
@@ -109,18 +107,19 @@ class Trace:
         """Return the collectives of these kinds in order of launch."""
         waits, launches = defaultdict[tuple[str, str], list[float]](list), list[tuple[str, str]]()
         for span, us in self._told:
-            if (found := _RANGE.match(span.name)) and found[1] in kinds:
-                if found[2]:
-                    waits[found[1], found[3]].append(us)
+            if (match := _RANGE.match(span.name)) and match[1] in kinds:
+                if match[2]:
+                    waits[match[1], match[3]].append(us)
                 else:
-                    launches.append((found[1], found[3]))
-        wire = [span for span in (self._kernels or self._host) if _TRANSFER.match(span.name)]
-        if len(wire) == len(launches):
-            pairs = zip(launches, wire, strict=True)
-            if self.has_kernels:
-                return [Transfer(kind, self._exposed_us(span), span.us) for (kind, _), span in pairs]
-            return [Transfer(kind, sum(waits[kind, units][:1]), span.us) for (kind, units), span in pairs]
-        return [Transfer(kind, sum(waits[kind, units][:1]), None) for kind, units in launches]
+                    launches.append((match[1], match[3]))
+        wire: list[Span | None] = [span for span in (self._kernels or self._host) if _TRANSFER.match(span.name)]
+        found = list[Transfer]()
+        for launch, seen in zip(launches, wire if len(wire) == len(launches) else repeat(None), strict=False):
+            waited_us = waits[launch].pop(0) if waits[launch] else 0.0
+            if seen and self.has_kernels:
+                waited_us = self._exposed_us(seen)
+            found.append(Transfer(launch[0], waited_us, seen and seen.us))
+        return found
 
     def _exposed_us(self, wire: Span) -> float:
         """Return how much of a transfer no kernel of compute covers."""
@@ -130,44 +129,31 @@ class Trace:
                 free_us, now_us = free_us + max(0.0, kernel.start_us - now_us), kernel.end_us
         return free_us + max(0.0, wire.end_us - now_us)
 
-    def _by_launch(self, operators: Sequence[Span]) -> dict[Any, tuple[list[float], list[float]]]:
-        """Return for each thread of the host when it launched kernels, and the sum of their times up to each."""
-        launching, found = {span.id: span for span in operators}, defaultdict[Any, list[tuple[float, float]]](list)
-        for kernel in self._kernels:
-            if (operator := launching.get(kernel.id)) and not _TRANSFER.match(kernel.name):
-                found[operator.thread].append((operator.start_us, kernel.us))
-        pairs = {thread: sorted(each) for thread, each in found.items()}
-        return {t: ([at for at, _ in each], [0.0, *accumulate(us for _, us in each)]) for t, each in pairs.items()}
+    def _outermost(self) -> list[tuple[Span, float]]:
+        """Return what is told apart and does not lie in something else that is, but ranges of ours, which may.
 
-    def _spent_us(self, span: Span) -> float:
-        """Return how long something on the host took; with an accelerator, the kernels that it launched."""
-        if not self.has_kernels:
-            return span.us
-        starts, sums = self._launched.get(span.thread, ([], [0.0]))
-        return sums[bisect_left(starts, span.end_us)] - sums[bisect_left(starts, span.start_us)]
-
-    def _outermost(self) -> Iterator[tuple[Span, float]]:
-        """Yield what is told apart and does not lie in something else that is, but ranges of ours, which may.
-
-        What a range takes within another does not count for that one.
+        With each, how long it took: on the host, or the kernels that it launched. What a range takes within another
+        does not count for that one.
         """
-        around, found = defaultdict[Any, list[int]](list), list[tuple[Span, float]]()
+        launched_us = defaultdict[Any, float](float)  # by the operator's number
+        for kernel in self._kernels:
+            if kernel.id is not None and not _TRANSFER.match(kernel.name):
+                launched_us[kernel.id] += kernel.us
+        around, spans, spent_us = defaultdict[Any, list[int]](list), list[Span](), list[float]()
         for span in self._host:
-            is_range = _RANGE.match(span.name) is not None
-            if not is_range and _OPTIMIZER not in span.name and _work_of(span.name) is None:
-                continue
             outer = around[span.thread]
-            while outer and found[outer[-1]][0].end_us <= span.start_us:
+            while outer and spans[outer[-1]].end_us <= span.start_us:
                 outer.pop()
-            if outer and not is_range:
-                continue
-            spent_us = self._spent_us(span)
+            is_alone = not outer and (_OPTIMIZER in span.name or _work_of(span.name) is not None)
+            if is_alone or _RANGE.match(span.name):
+                if outer and not self.has_kernels:
+                    spent_us[outer[-1]] -= span.us
+                outer.append(len(spans))
+                spans.append(span)
+                spent_us.append(0.0 if self.has_kernels else span.us)
             if outer:
-                around_it, us = found[outer[-1]]
-                found[outer[-1]] = around_it, us - spent_us
-            outer.append(len(found))
-            found.append((span, spent_us))
-        return iter(found)
+                spent_us[outer[-1]] += launched_us.pop(span.id, 0.0)
+        return list(zip(spans, spent_us, strict=True))
 
 
 def _spans(path: str | Path, content: bytes) -> dict[str, list[Span]]:

@@ -38,7 +38,7 @@ def _save(events, path):
     return path
 
 
-def _step(at):
+def _step(at, waited_us=70):
     """Return the events of a step of 1000 us on the CPU."""
     yield _event(f"ProfilerStep#{at}", at, 1000, "user_annotation")
     yield _event("FSDP::all_gather (a, b)", at + 10, 30, "user_annotation")
@@ -49,7 +49,7 @@ def _step(at):
     yield _event("graph_0_cpp_fused_add_1", at + 300, 9)
     yield _event("FSDP::reduce_scatter (a, b)", at + 400, 50, "user_annotation", tid=3)
     yield _event("FSDP::gradient_copy_in (a, b)", at + 410, 10, "user_annotation", tid=3)
-    yield _event("FSDP::reduce_scatter_wait (a, b)", at + 500, 70, "user_annotation", tid=3)
+    yield _event("FSDP::reduce_scatter_wait (a, b)", at + 500, waited_us, "user_annotation", tid=3)
     yield _event("gloo:all_reduce", at + 450, 120, "user_annotation", tid=2)
     yield _event("gloo:barrier", at + 580, 10, "user_annotation", tid=2)
     yield _event("Optimizer.step#AdamW.step", at + 700, 200, "user_annotation")
@@ -84,6 +84,11 @@ def test_a_trace_of_a_cpu(tmp_path):
     differences = [line.difference_us for line in compared.lines]
     assert differences == sorted(differences, reverse=True)
     assert differences[0] == 70  # the wait that was expected to be hidden
+
+
+def test_what_compute_waits_for_is_the_mean_of_all_steps(tmp_path):
+    compared = MADE.compare(_save([*_step(0), *_step(2000, waited_us=30)], tmp_path / "trace.json"))
+    assert _measured(compared)["waits for collectives", "backward #0 reduce_scatter"] == 50
 
 
 def test_a_trace_of_a_gpu(tmp_path):
