@@ -19,17 +19,11 @@ TRANSFERS = "transfers"  # which may be hidden: no part of a step
 
 @dataclass(frozen=True)
 class Compared:
-    """Times of one step, in microseconds: estimated, measured, None for what is only in one of them.
+    """Times of one step, in microseconds: estimated, measured, None for what is only in one of them."""
 
-    Args:
-        part: as in :attr:`CapturedModel.step_parts_us`, or "transfers": how long collectives take, waited for or not.
-        name: of kernels that are alike, or of a collective.
-        count: how many there are, in the one of capture and trace that has more.
-    """
-
-    part: str
-    name: str
-    count: int
+    part: str  # as in CapturedModel.step_parts_us, or "transfers": how long collectives take, waited for or not
+    name: str  # of kernels that are alike, or of a collective
+    count: int  # how many there are, in the one of capture and trace that has more
     estimate_us: float | None
     measured_us: float | None
 

@@ -38,7 +38,7 @@ from torch.utils import _triton
 
 from ..expect import unexpected
 from ..passes.cost import CLUSTERS, Cluster
-from ..passes.cost.compute import node_us, work_of
+from ..passes.cost.compute import Work, node_us, work_of
 from ..passes.graph import nodes
 from .records import Kernel
 
@@ -218,11 +218,9 @@ class _Program:
             self.launches[V.graph].append(self._kernel(name, size, origin))
 
     def _kernel(self, name: str, size_bytes: int, origin: fx.Node | None = None) -> Kernel:
-        memory_us = self.cluster.memory_us(size_bytes)
-        us = memory_us if origin is None else node_us(origin, self.cluster)
-        return Kernel(
-            name, size_bytes, max(us, self.cluster.kernel_us), work_of(origin) if origin else "fused kernels"
-        )
+        us = node_us(origin, self.cluster) if origin else self.cluster.memory_us(size_bytes)
+        work: Work = work_of(origin) if origin else "fused kernels"
+        return Kernel(name, size_bytes, max(us, self.cluster.kernel_us), work)
 
     def kernels(self) -> tuple[Kernel, ...]:
         """Return what the outermost graph launches, which is the first that launched anything."""
@@ -334,14 +332,15 @@ def _replace_attention_backward(node: fx.Node) -> None:
     given: Any = node.args
     grad, query, key, value, out, sums, dropout, causal = given
     mask, scale = node.kwargs.get("attn_mask"), {"scale": node.kwargs.get("scale")}
+    is_flash = _is_flash(query, mask)
     with node.graph.inserting_before(node):
-        if _is_flash(query, mask):
-            state = [_new(node.graph, aten.empty.memory_format, [2], dtype=torch.uint64, device=GPU)] * 2
+        dtype = torch.uint64 if is_flash else torch.int64
+        state = [_new(node.graph, aten.empty.memory_format, [2], dtype=dtype, device=GPU)] * 2
+        if is_flash:
             lengths = (None, None, _length(query), _length(key))
             operator = aten._scaled_dot_product_flash_attention_backward.default
             args = (grad, query, key, value, out, sums, *lengths, dropout, causal, *state)
         else:
-            state = [_new(node.graph, aten.empty.memory_format, [2], dtype=torch.int64, device=GPU)] * 2
             operator = aten._scaled_dot_product_efficient_attention_backward.default
             needed = [True, True, True, False]
             args = (grad, query, key, value, mask, out, sums, *state, dropout, needed, causal)

@@ -13,17 +13,11 @@ from ..sharding.spec import Group
 
 
 class Updated(NamedTuple):
-    """What an optimizer updates.
+    """What an optimizer updates."""
 
-    Args:
-        parameters: how many there are.
-        elements: of all, unsharded.
-        matrices: shape of each matrix, those of a stack apart, in the units below the outermost one.
-    """
-
-    parameters: int
-    elements: int
-    matrices: tuple[tuple[int, int], ...] = ()
+    parameters: int  # how many there are
+    elements: int  # of all, unsharded
+    matrices: tuple[tuple[int, int], ...] = ()  # shapes in units below the outermost one, those of a stack apart
 
     @property
     def matrix_elements(self) -> int:
@@ -31,19 +25,12 @@ class Updated(NamedTuple):
 
 
 class Optimizer(NamedTuple):
-    """What an optimizer keeps and does, as multiples of the parameters that it updates.
+    """What an optimizer keeps and does, as multiples of the parameters that it updates."""
 
-    Args:
-        state: tensors like each parameter that it keeps.
-        temporaries: tensors that its step needs for a while, where it updates all parameters at a time.
-        traffic: how often its step reads or writes a tensor like each parameter.
-        of_matrices: state and traffic where it updates matrices by owners; zeros: as others.
-    """
-
-    state: int
-    temporaries: int
-    traffic: float
-    of_matrices: tuple[int, float] = (0, 0.0)
+    state: int  # tensors like each parameter that it keeps
+    temporaries: int  # tensors that its step needs for a while, where it updates all parameters at a time
+    traffic: float  # how often its step reads or writes a tensor like each parameter
+    of_matrices: tuple[int, float] = (0, 0.0)  # state and traffic where owners update matrices; zeros: as others
 
     def _share(self, updated: Updated) -> float:
         """Return which part of the elements it updates by owners."""

@@ -24,17 +24,7 @@ from ..passes.planning.tasks import Load, Plan, Timed, bytes_in_flight, simulate
 from ..passes.schedule_policy import SchedulePolicy
 from .fusion import is_alone
 from .lifetimes import GraphMemory
-from .records import (
-    CapturedGraph,
-    Collective,
-    ComputeSpan,
-    Copies,
-    GraphKind,
-    Kernel,
-    MemoryStep,
-    Region,
-    Verdict,
-)
+from .records import CapturedGraph, Collective, ComputeSpan, Copies, GraphKind, Kernel, MemoryStep, Region, Verdict
 
 _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as hidden
 

@@ -84,23 +84,14 @@ _WRAPPED: Mapping[Checkpointing, Callable[[nn.Module], nn.Module]] = {
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A model with one kind of checkpointing, as captured on ``traced.shards`` ranks.
+    """A model with one kind of checkpointing, as captured on ``traced.shards`` ranks."""
 
-    Args:
-        tokens: of a sequence.
-        flops: of a sequence, forward and backward.
-        traced: what was captured, with the graphs as read.
-        again: parameters that backward all-gathers.
-        reduced_bytes: of all gradients that backward leaves on one of these ranks.
-        buffer_bytes: of the model's buffers, as many for any batch.
-    """
-
-    tokens: int
-    flops: float
-    traced: Traced
-    again: frozenset[str]
-    reduced_bytes: int
-    buffer_bytes: int
+    tokens: int  # of a sequence
+    flops: float  # of a sequence, forward and backward
+    traced: Traced  # what was captured, with the graphs as read
+    again: frozenset[str]  # parameters that backward all-gathers
+    reduced_bytes: int  # of all gradients that backward leaves on one of these ranks
+    buffer_bytes: int  # of the model's buffers, as many for any batch
 
     def plans(self, layout: Layout, reshards: bool) -> list[Plan]:
         """Return the schedule of each graph, decided as it would be there."""
