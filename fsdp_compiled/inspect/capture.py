@@ -113,12 +113,15 @@ def trace(
     expect("loss", loss, Callable | None, "a function or None")  # type: ignore[arg-type]
     gpu = gpu_of(device)
     states = states_of(model)
-    policy = _policy_for(gpu, schedule, states)
+    if gpu is not None:
+        if any(param.placement.offload is not None for state in states for param in state.params):
+            raise NotImplementedError("device: shards of CPUOffloadPolicy; capture it without device or offload")
+        schedule = replace(schedule, cluster=schedule.cluster or gpu.name)
     if "_fsdp_state" in model.__dict__ and states[0].is_root:
         set_default_regions(model)
     updated = _updated(model, states)
     held = _held(model, states, tensors_in((args, kwargs)), optimizer, updated)
-    recorder = _Recorder(policy, passes, code, gpu)
+    recorder = _Recorder(schedule, passes, code, gpu)
     _run_once(model, recorder, loss or _sum, *args, **kwargs)
     params = [param for state in states for param in state.params]
     sharded: list[Any] = [param.sharded_param for param in params]  # DTensors
@@ -130,8 +133,8 @@ def trace(
         parameters=sum(param.numel() for param in model.parameters()),
         world=max((each.device_mesh.size() for each in sharded), default=1),
         torch_version=torch.__version__,
-        cluster=policy.cluster_for(states[0].device),
-        schedule=policy,
+        cluster=schedule.cluster_for(states[0].device),
+        schedule=schedule,
         graph_breaks=tuple(counters["graph_break"] - breaks),
         graphs=tuple(recorder.graphs),
         trained=updated.parameters,
@@ -149,15 +152,6 @@ def _updated(model: nn.Module, states: Sequence[FSDPState]) -> Updated:
     shapes = [param.shape for param in trained if param in inner and param.dim() in (2, 3)]
     matrices = [(shape[-2], shape[-1]) for shape in shapes for _ in range(shape[0] if len(shape) == 3 else 1)]
     return Updated(len(trained), sum(param.numel() for param in trained), tuple(matrices))
-
-
-def _policy_for(gpu: Gpu | None, policy: SchedulePolicy, states: Sequence[FSDPState]) -> SchedulePolicy:
-    """Return the policy, with the cluster of a GPU whose program is asked for, if it names none itself."""
-    if gpu is None:
-        return policy
-    if any(param.placement.offload is not None for state in states for param in state.params):
-        raise NotImplementedError("device: shards of CPUOffloadPolicy; capture it without device or offload")
-    return replace(policy, cluster=policy.cluster or gpu.name)
 
 
 def _run_once(
@@ -256,12 +250,11 @@ class _Recorder:
     def __init__(self, policy: SchedulePolicy, own: Sequence[Pass], code: bool, gpu: Gpu | None) -> None:
         self.graphs = list[CapturedGraph]()
         self.scheduled = list[tuple[GraphKind, Scheduled]]()
-        self.config = options(policy, own)
+        self.config = options(policy, own) | {"force_disable_caches": True}  # on a hit no pass would run
+        self.config |= OPTIONS if gpu else {}
         self._policy, self._code, self._gpu = policy, code, gpu
         self.computes = code and gpu is None
         self._scheduled: fx.Graph | None = None
-        self.config |= {"force_disable_caches": True}  # on a hit no pass would run
-        self.config |= OPTIONS if gpu else {}
         slot = "post_grad_custom_pre_pass"
         pipeline = slots(policy, more=own)[slot]
         self._passes = tuple(map(name_of, pipeline.passes))

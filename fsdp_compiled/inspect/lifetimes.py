@@ -351,10 +351,7 @@ def _values_of(node: fx.Node) -> list[list[torch.Tensor]]:
 
 def _dtype_of(key: Hashable) -> torch.dtype | None:
     """Return the dtype of the tensor that a key stands for, if it is one."""
-    if not isinstance(key, tuple):
-        return None  # what a region needs meanwhile
-    node, index = key
-    tensors = _values_of(node)[index]
+    tensors = _values_of(key[0])[key[1]] if isinstance(key, tuple) else []  # none of what a region needs meanwhile
     return tensors[0].dtype if tensors else None
 
 

@@ -161,6 +161,7 @@ def _collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...
         if group is None or group.world == 1:
             continue
         (wait,) = launch.users
+        stream: Copies = "side stream" if nodes.kind_of(launch).is_ahead and not scheduled.on_host else "compute"
         made = Collective(
             kind=name,
             params=tuple(param.name for param in bucket.params),
@@ -175,17 +176,11 @@ def _collectives(scheduled: Scheduled, final: fx.Graph) -> tuple[Collective, ...
             exposed_us=timed.exposed_us,
             start_us=timed.start_us,
             end_us=timed.end_us,
-            copies=_copies(launch, stage, scheduled.on_host),
+            copies=stream if not stage and not getattr(bucket, "into_place", False) else "none",
             verdict=_verdict(scheduled, task, stage, timed),
         )
         found.append(made)
     return tuple(sorted(found, key=lambda collective: collective.launch))
-
-
-def _copies(launch: fx.Node, stage: int, on_host: bool) -> Copies:
-    if stage or getattr(nodes.bucket_of(launch), "into_place", False):
-        return "none"
-    return "side stream" if nodes.kind_of(launch).is_ahead and not on_host else "compute"
 
 
 def _first_use(wait: fx.Node, place: dict[fx.Node, int]) -> int:

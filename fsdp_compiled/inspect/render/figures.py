@@ -169,8 +169,12 @@ def headline(capture: CapturedModel) -> str:
     takes = "take" if " and " in what else "takes"
     step_us, exposed_us, share = _sums(capture)
     waits = f"of which compute waits {duration(exposed_us)} ({share}) for collectives"
-    little = exposed_us <= LITTLE * step_us
-    trial = f"nothing: {share} of the step is too little to gain" if little else _costliest(capture).trial
+    trial = f"nothing: {share} of the step is too little to gain"
+    if exposed_us > LITTLE * step_us:
+        costs_us = defaultdict[Verdict, float](float)
+        for collective in (each for graph in capture.graphs for each in graph.collectives):
+            costs_us[collective.verdict] += collective.exposed_us
+        trial = max(costs_us, key=costs_us.__getitem__).trial
     return f"{what} {takes} {duration(step_us)} by estimate, {waits}. To try: {trial}."
 
 
@@ -179,13 +183,6 @@ def _sums(capture: CapturedModel) -> tuple[float, float, str]:
     step_us = sum(graph.total_us for graph in capture.graphs)
     exposed_us = sum(graph.exposed_us for graph in capture.graphs)
     return step_us, exposed_us, f"{exposed_us / (step_us or 1.0):.1%}"
-
-
-def _costliest(capture: CapturedModel) -> Verdict:
-    costs_us = defaultdict[Verdict, float](float)
-    for collective in (each for graph in capture.graphs for each in graph.collectives):
-        costs_us[collective.verdict] += collective.exposed_us
-    return max(costs_us, key=costs_us.__getitem__)
 
 
 def side_by_side(captures: Sequence[CapturedModel]) -> tuple[list[str], list[dict[str, str]]]:
