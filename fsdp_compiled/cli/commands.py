@@ -184,16 +184,9 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> int:
     builder = find(args.target, 1)
+    given = {name: value for name, value in vars(args).items() if name not in ("command", "target", "save")}
     with _one_line_about("plan: ", "build: ", "memory_bytes: ", "optimizer: "):
-        found = plan(
-            builder,
-            cluster=args.cluster,
-            ranks=args.ranks,
-            tokens_per_step=args.tokens_per_step,
-            optimizer=args.optimizer,
-            memory_bytes=args.memory,
-            progress=_say,
-        )
+        found = plan(builder, **given, progress=_say)
     print(found)
     if args.save:
         _say(f"saved {found.save(args.save)}")
@@ -276,7 +269,7 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     about = "of all ranks together, such as 4000000, 512K or 4M (4M)"
     add("--tokens-per-step", type=_tokens, metavar="N", default=4_000_000, help=about)
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="whose state and step count (adamw)")
-    add("--memory", type=_or(byte_size), metavar="BYTES", help="of each rank (the cluster's)")
+    add("--memory", dest="memory_bytes", type=_or(byte_size), metavar="BYTES", help="of each rank (the cluster's)")
     add("--save", type=_new_file(".html"), metavar="FILE", help="also save the plan as .html")
 
 
