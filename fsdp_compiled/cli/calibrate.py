@@ -236,8 +236,8 @@ class _Groups:
         self.group = next(g for g, each in zip(made, ranks, strict=True) if dist.get_rank() in each)
 
     def measured(self) -> Measured:
-        curves = (self._curve(self.all_gather), self._curve(self.reduce_scatter), self._curve(self.all_reduce))
-        return Measured(self.world, self.in_node, *curves)
+        kinds = (self.all_gather, self.reduce_scatter, self.all_reduce)
+        return Measured(self.world, self.in_node, *map(self._curve, kinds))
 
     def _curve(self, collective: Callable[[int], Callable[[], dist.Work]]) -> Curve:
         """Return the rate by size of collectives that follow each other, two of them under way, as in a step.

@@ -20,7 +20,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -79,23 +78,15 @@ class Event(NamedTuple):
 
 
 class GraphMemory:
-    """What a graph allocates and frees, node by node. A key stands for memory, and a node has those that it lies in.
-
-    Args:
-        kind: of the graph.
-        graph: with launches and waits.
-        forward: of a backward: what left it the values that it begins with.
-        copies: whether collectives work on copies of their buffers.
-        given: of a region: placeholders whose memory is freed when the region has read it, with their bytes.
-    """
+    """What a graph allocates and frees, node by node. A key stands for memory; a node has those that it lies in."""
 
     def __init__(
         self,
         kind: str,
-        graph: fx.Graph,
-        forward: GraphMemory | None = None,
-        copies: bool = False,
-        given: Mapping[fx.Node, int] = MappingProxyType({}),
+        graph: fx.Graph,  # with launches and waits
+        forward: GraphMemory | None = None,  # of a backward: what left it the values that it begins with
+        copies: bool = False,  # whether collectives work on copies of their buffers
+        given: Mapping[fx.Node, int] | None = None,  # of a region: placeholders that it frees when read, with bytes
     ) -> None:
         self.kind, self.graph, self._copies = kind, graph, copies
         self.memory = dict[Hashable, Allocation]()
@@ -113,7 +104,7 @@ class GraphMemory:
         products = [node for node in graph.nodes if is_alone(node) and not nodes.is_ours(node)]
         last = (self._level[products[-1]], elements(products[-1])) if products else (0, -1)
         self._logits: tuple[int, int] = forward._logits if forward else last  # level and elements
-        self._read_placeholders(forward, given)
+        self._read_placeholders(forward, given or {})
         for node in graph.nodes:
             if node.op == "call_function":
                 inputs = (key for each in node.all_input_nodes for key in self._keys[each])
@@ -213,11 +204,12 @@ class GraphMemory:
         peak, pool = max(levels), defaultdict[tuple[int, torch.dtype | None], list[tuple[int, Hashable]]](list)
         for index, node in enumerate(order):
             unknown = ("packed buffers", "unsharded parameters")
-            keys = (key for key in freed[node] if self.memory[key].part not in unknown and key not in self._protected)
-            left = [(index, key) for key in keys]
-            early = [each for each in left if not is_alone(node) and self._is_read_once(each[1], node)]
-            for each in early:
-                pool[size_of[each[1]], _dtype_of(each[1])].append(each)
+            left = [key for key in freed[node] if self.memory[key].part not in unknown and key not in self._protected]
+            kernel = self._kernel_of.get(node, node)
+            # What one value alone of a kernel reads can be written over by it.
+            early = [key for key in left if not is_alone(node) and self._readers[key].count(kernel) < 2]
+            for key in early:
+                pool[size_of[key], _dtype_of(key)].append((index, key))
             for key in self._allocated[node] if node not in self._lists and not nodes.is_ours(node) else ():
                 fitting = pool[size_of[key], _dtype_of(key)]
                 at, old = fitting.pop() if fitting else (index, None)
@@ -226,13 +218,9 @@ class GraphMemory:
                     freed[order[at]].remove(old)
                     freed[node].append(old)
                     reused.add(old)
-            for each in [each for each in left if each not in early]:
-                pool[size_of[each[1]], _dtype_of(each[1])].append(each)
+            for key in (key for key in left if key not in early):
+                pool[size_of[key], _dtype_of(key)].append((index, key))
         return reused
-
-    def _is_read_once(self, key: Hashable, node: fx.Node) -> bool:
-        """Tell whether one value alone of a kernel reads ``key``, and can be written over it."""
-        return self._readers[key].count(self._kernel_of.get(node, node)) < 2
 
     def _read_placeholders(self, forward: GraphMemory | None, given: Mapping[fx.Node, int]) -> None:
         """Find what a graph begins with; parameters and what else outlives the step are counted apart."""

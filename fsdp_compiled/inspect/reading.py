@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import chain, pairwise, takewhile
+from itertools import chain, groupby, pairwise, takewhile
 
 from torch import fx
 
@@ -30,11 +30,9 @@ _NEGLIGIBLE = 0.01  # of a collective's time: what is exposed for less counts as
 
 
 class Scheduled:
-    """A graph as :class:`Schedule` left it: its plan, when operations and compute run, and the bytes in flight.
+    """A graph as :class:`Schedule` left it, before Inductor's own passes: its plan, when operations and compute run.
 
-    Args:
-        graph: with launches and waits, and before Inductor's own passes.
-        policy: by which it was scheduled; its cluster, or the one that the graph computes on, gives the times.
+    The cluster of the policy, or the one that the graph computes on, gives the times.
     """
 
     def __init__(self, graph: fx.Graph, policy: SchedulePolicy) -> None:
@@ -61,12 +59,12 @@ class Scheduled:
         """Yield what runs between two actions, apart where a region is called."""
         firsts = [position for position, _, _ in self.timeline.compute]
         for (first, now_us, _), end in zip(self.timeline.compute, [*firsts[1:], len(self.compute)], strict=False):
-            inside = [node for together in self.compute[first:end] for node in together]
-            calls = [at for at, node in enumerate(inside) if nodes.region_of(node) is not None]
-            for at, until in pairwise(sorted({0, len(inside), *calls, *(call + 1 for call in calls)})):
-                start_us, now_us = now_us, now_us + sum(self.us[node] for node in inside[at:until])
-                block = _block_of(inside[at]) if at in calls else ""
-                yield ComputeSpan(inside[at].name, until - at, start_us, now_us, block)
+            inside = chain(*self.compute[first:end])
+            for call, run in groupby(inside, key=lambda node: None if nodes.region_of(node) is None else node):
+                together = list(run)
+                start_us, now_us = now_us, now_us + sum(map(self.us.__getitem__, together))
+                block = "" if call is None else _block_of(call)
+                yield ComputeSpan(together[0].name, len(together), start_us, now_us, block)
 
     def memory(self) -> Iterator[MemoryStep]:
         """Yield the curve of bytes in flight; each position counts from when the compute before it is done."""
