@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import _recursive_post_grad_passes, compile_fx, compile_fx_inner
 from torch._inductor.virtualized import V
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as checkpoint_wrapper
 
 from ..api import options
 from ..expect import expect, shown, unexpected

@@ -9,13 +9,13 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from ..api import compile, fully_shard
 from ..expect import model_and_inputs, shown, unexpected
 from ..hooks.forward import map_tensors, tensors_in
 from ..hooks.state import states_below
-from ..inspect.capture import Traced, trace
+from ..inspect.capture import Traced, checkpoint_wrapper, trace
 from ..inspect.lifetimes import Part
 from ..inspect.memory import reduced_bytes
 from ..inspect.optimizer_cost import OPTIMIZERS
@@ -55,30 +55,10 @@ def save_some() -> Any:
     return create_selective_checkpoint_contexts(policy)
 
 
-class Checkpointed(nn.Module):
-    """A block whose activations backward computes again, but those that a context function saves."""
-
-    def __init__(self, block: nn.Module, **how: Any) -> None:
-        super().__init__()
-        self.block, self.how = block, how
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the block's own attribute, which models read: ``layer.attention_type``."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "block" or name.startswith("__"):
-                raise
-            return getattr(self.block, name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return checkpoint(self.block, *args, use_reentrant=False, **self.how, **kwargs)
-
-
 _WRAPPED: Mapping[Checkpointing, Callable[[nn.Module], nn.Module]] = {
     "none": lambda block: block,
-    "selective": lambda block: Checkpointed(block, context_fn=save_some),
-    "blocks": Checkpointed,
+    "selective": lambda block: checkpoint_wrapper(block, context_fn=save_some),
+    "blocks": checkpoint_wrapper,
 }
 
 
