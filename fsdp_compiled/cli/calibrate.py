@@ -88,20 +88,18 @@ def calibrate(out: Path) -> Cluster:
 @contextmanager
 def _process_group() -> Iterator[torch.device]:
     """Yield this rank's device, within a default process group."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = torch.device("cpu" if accelerator is None else accelerator.type)
-    if accelerator is not None:
+    device = torch.device("cpu")
+    if accelerator := torch.accelerator.current_accelerator(check_available=True):
         device = torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
         torch.accelerator.set_device_index(device)
-    if dist.is_initialized():
-        yield device
-        return
-    given: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(minutes=3), **given)
+    if is_first := not dist.is_initialized():
+        given: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(dist.get_default_backend_for_device(device), timeout=timedelta(minutes=3), **given)
     try:
         yield device
     finally:
-        dist.destroy_process_group()
+        if is_first:
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

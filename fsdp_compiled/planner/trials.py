@@ -116,10 +116,9 @@ class Trial:
         padding = self._padding(layout)
         scales = dict.fromkeys(_PARTS, padding) | dict.fromkeys(_OF_SHARDS, padding * fewer)
         scales |= dict.fromkeys(_OF_BATCH, batch / BATCH)
-        scaled = self._levels * torch.tensor([*scales.values()], dtype=torch.float64, device="cpu")
+        changes = self._changes if reshards else self._changes.index_fill(0, self._while_kept, 0.0)
+        scaled = changes.cumsum(0) * torch.tensor([*scales.values()], dtype=torch.float64, device="cpu")
         scaled[:, _PARTS.index("batch and buffers")] += (1 - batch / BATCH) * self.buffer_bytes
-        if not reshards:
-            scaled[:, _PARTS.index("unsharded parameters")] = padding * self._kept_levels
         if accumulates:  # the sum of the batches before, which the optimizer's two events count already
             scaled[:-2, _PARTS.index("gradients")] += self.reduced_bytes * fewer
         at = int(scaled.sum(1).argmax())
@@ -127,27 +126,22 @@ class Trial:
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     @cached_property
-    def _levels(self) -> Tensor:
-        """Bytes that are alive after each event, by part: ``[events, parts]``."""
+    def _changes(self) -> Tensor:
+        """Bytes that each event allocates or, below zero, frees, by part: ``[events, parts]``."""
         changes = torch.zeros(len(self.traced.events), len(_PARTS), dtype=torch.float64, device="cpu")
         for index, event in enumerate(self.traced.events):
             changes[index, _PARTS.index(event.what.part)] = event.sign * event.what.bytes
-        return changes.cumsum(0)
+        return changes
 
     @cached_property
-    def _kept_levels(self) -> Tensor:
-        """Bytes of unsharded parameters after each event if forward left to backward those that it needs."""
-        each = [
-            (at, event) for at, event in enumerate(self.traced.events) if event.what.part == "unsharded parameters"
-        ]
-        last = {event.what.name: index for index, event in each if event.graph == "backward" and event.sign < 0}
-        first = {event.what.name: index for index, event in reversed(each) if event.sign > 0}
-        changes = torch.zeros(len(self.traced.events), dtype=torch.float64, device="cpu")
-        for index, event in each:
-            name = event.what.name
-            if name not in last or index in (first[name], last[name]):
-                changes[index] = event.sign * event.what.bytes
-        return changes.cumsum(0)
+    def _while_kept(self) -> Tensor:
+        """Events that do not happen if forward leaves to backward the unsharded parameters that it needs."""
+        events = enumerate(self.traced.events)
+        each = [(at, event.what.name, event) for at, event in events if event.what.part == "unsharded parameters"]
+        last = {name: at for at, name, event in each if event.graph == "backward" and event.sign < 0}
+        first = {name: at for at, name, event in reversed(each) if event.sign > 0}
+        between = [at for at, name, _ in each if name in last and at not in (first[name], last[name])]
+        return torch.tensor(between, dtype=torch.int64, device="cpu")
 
     def _padding(self, layout: Layout) -> float:
         """Return how many times as much unsharded parameters take there, with the padding."""
