@@ -229,9 +229,8 @@ class _Groups:
     """Groups of equal size that hold all ranks together and communicate all at once; this rank's measures."""
 
     def __init__(self, bench: _Bench, ranks: Sequence[Sequence[int]], in_node: int) -> None:
-        made = [dist.new_group(list(each)) for each in ranks]
         self.bench, self.in_node, self.world = bench, in_node, len(ranks[0])
-        self.group = next(g for g, each in zip(made, ranks, strict=True) if dist.get_rank() in each)
+        self.group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks])
 
     def measured(self) -> Measured:
         kinds = (self.all_gather, self.reduce_scatter, self.all_reduce)
