@@ -184,7 +184,8 @@ class CapturedGraph:
     @property
     def total_us(self) -> float:
         """Estimated end of the timeline."""
-        return max((each.end_us for each in (*self.compute, *self.collectives)), default=0.0)
+        ends = [span.end_us for span in self.compute] + [collective.end_us for collective in self.collectives]
+        return max(ends, default=0.0)
 
 
 @dataclass(frozen=True)

@@ -265,8 +265,7 @@ def end_body(context: Any) -> None:
 def guard_as_reused(context: Any, code: CodeType) -> None:
     """Guard the caller's ``self``, after its call of the region ``code``, as the block whose trace was reused.
 
-    Torch installs no guards for it: what changes in it later, such as its training mode, would go unnoticed. Later
-    blocks are compared with new traces of ``code`` in all that these have read.
+    Torch installs none for it, so that another training mode, for example, would go unnoticed.
     """
     output, call = _tracer(context).output, of_trace(_Call, context)
     caches = output.tracing_context.hop_dispatch_set_cache
