@@ -48,12 +48,18 @@ class Compared:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step's estimated and measured times. ``print`` shows a table of its parts, and of the worst estimates."""
+    """A step's estimated and measured times. ``print`` shows a table of its parts, and of the worst estimates.
 
-    steps: int  # that the trace holds, of which the times are the mean
+    Args:
+        steps: that the trace holds, of which the times are the mean.
+        parts: by part; "host" is, of the measured time, what the trace does not show as anything else.
+        lines: kernel by kernel and collective by collective, the worst estimate first.
+    """
+
+    steps: int
     step: Compared
-    parts: tuple[Compared, ...]  # "host" is, of the measured time, what the trace does not show as anything else
-    lines: tuple[Compared, ...]  # kernel by kernel and collective by collective, the worst estimate first
+    parts: tuple[Compared, ...]
+    lines: tuple[Compared, ...]
 
     def __str__(self) -> str:
         head = f"one step, the mean of {counted(self.steps, 'step')} of a run"

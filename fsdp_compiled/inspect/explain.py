@@ -26,24 +26,40 @@ NOTABLE_PADDING = 0.01  # of a unit's size
 
 @dataclass(frozen=True)
 class UnitExplanation:
-    """One unit, that is one ``fully_shard`` call."""
+    """One unit, that is one ``fully_shard`` call.
 
-    name: str  # path of its first module below the explained model; the class name for the model itself
-    params: tuple[str, ...]  # full names of its parameters
-    frozen: tuple[str, ...]  # of those, the ones that do not require grad: all-gathered, never reduced
-    # Of those, the ones that ``keep_unsharded_bytes`` keeps from forward to backward in one full graph. Among
-    # parameters of equal size that do not all fit, the graph may choose others.
+    Args:
+        name: path of its first module below the explained model; the class name for the model itself.
+        params: full names of its parameters.
+        frozen: of those, the ones that do not require grad: all-gathered, never reduced.
+        kept: of those, the ones that ``keep_unsharded_bytes`` keeps from forward to backward in one full graph.
+            Among parameters of equal size that do not all fit, the graph may choose others.
+        total_bytes: of the unsharded parameters, in their original dtypes.
+        rank_bytes: of the shards on one rank, in their original dtypes; equal on every rank, padding included.
+        all_gather_bytes: of the all-gather outputs of one forward, padding included.
+        all_gather_dtypes: dtypes of the all-gathers; an uncompiled forward launches one for each.
+        reduce_dtypes: dtypes of the reductions; empty if nothing requires grad.
+        shard_world: ranks over which each parameter is sharded.
+        replicate_world: ranks that hold the same shard.
+        reshards: whether forward frees the unsharded parameters, so that backward all-gathers them again.
+        why: the reason for ``reshards``.
+        notes: whatever else is special about the unit, each a sentence.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    frozen: tuple[str, ...]
     kept: tuple[str, ...]
-    total_bytes: int  # of the unsharded parameters, in their original dtypes
-    rank_bytes: int  # of the shards on one rank, in their original dtypes; equal on every rank, padding included
-    all_gather_bytes: int  # of the all-gather outputs of one forward, padding included
-    all_gather_dtypes: tuple[torch.dtype, ...]  # an uncompiled forward launches one all-gather for each
-    reduce_dtypes: tuple[torch.dtype, ...]  # of the reductions; empty if nothing requires grad
-    shard_world: int  # ranks over which each parameter is sharded
-    replicate_world: int  # ranks that hold the same shard
-    reshards: bool  # whether forward frees the unsharded parameters, so that backward all-gathers them again
-    why: str  # the reason for ``reshards``
-    notes: tuple[str, ...]  # whatever else is special about the unit, each a sentence
+    total_bytes: int
+    rank_bytes: int
+    all_gather_bytes: int
+    all_gather_dtypes: tuple[torch.dtype, ...]
+    reduce_dtypes: tuple[torch.dtype, ...]
+    shard_world: int
+    replicate_world: int
+    reshards: bool
+    why: str
+    notes: tuple[str, ...]
 
     @property
     def after_forward(self) -> str:
@@ -55,12 +71,19 @@ class UnitExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The units of a model. ``print`` shows a table with the reasons below it."""
+    """The units of a model. ``print`` shows a table with the reasons below it.
 
-    model: str  # the class name
-    units: tuple[UnitExplanation, ...]  # the outermost first
-    outside: tuple[str, ...]  # names of parameters that belong to no unit; every rank holds them unsharded
-    schedule: SchedulePolicy  # of compiled graphs
+    Args:
+        model: the class name.
+        units: the outermost first.
+        outside: names of parameters that belong to no unit; every rank holds them unsharded.
+        schedule: of compiled graphs.
+    """
+
+    model: str
+    units: tuple[UnitExplanation, ...]
+    outside: tuple[str, ...]
+    schedule: SchedulePolicy
 
     @property
     def total_bytes(self) -> int:
@@ -73,12 +96,13 @@ class Explanation:
         return sum(unit.rank_bytes for unit in self.units)
 
     def __str__(self) -> str:
+        schedule = self.schedule
         params = figures.counted(sum(len(unit.params) for unit in self.units), "parameter")
         size, per_rank = figures.size(self.total_bytes), figures.size(self.rank_bytes)
         count = figures.counted(len(self.units), "unit")
         head = f"{self.model}: {count}, {params} of {size}, of which each rank holds {per_rank}"
-        decisions = figures.in_line(figures.schedule(self.schedule))
-        graph = f"one full graph is scheduled with {decisions}: {_buckets(self.schedule.bucket)}"
+        decisions = figures.in_line(figures.schedule(schedule))
+        graph = f"one full graph is scheduled with {decisions}: {_buckets(schedule.bucket)}"
         return joined(wrapped(head), _units(self.units), _reasons(self), wrapped(graph))
 
 
@@ -142,6 +166,13 @@ def _mesh_info(params: Sequence[FSDPParam]) -> DataParallelMeshInfo:
     return next((info for info in infos if not isinstance(info, ScalarMeshInfo)), infos[0])
 
 
+def _where(other: DataParallelMeshInfo) -> str:
+    """Say how parameters on another mesh than their unit's are sharded."""
+    if isinstance(other, ScalarMeshInfo):
+        return "scalar, on every rank"
+    return f"on another mesh, sharded over {other.shard_mesh_size} ranks"
+
+
 def _why(state: FSDPState) -> str:
     if not state.params:
         return "no parameters of its own: other units hold all of them"
@@ -166,9 +197,7 @@ def _notes(state: FSDPState, unit: str, frozen: Sequence[FSDPParam], kept: Seque
         yield f"different dtypes, meshes or sharing: {len(state.groups)} all-gathers in an uncompiled forward"
     for other in dict.fromkeys(param.placement.mesh_info for param in params if param.placement.mesh_info != info):
         there = [param for param in params if param.placement.mesh_info == other]
-        is_scalar = isinstance(other, ScalarMeshInfo)
-        where = f"on another mesh, sharded over {other.shard_mesh_size} ranks"
-        yield f"{'scalar, on every rank' if is_scalar else where}: {_within(there, unit)}"
+        yield f"{_where(other)}: {_within(there, unit)}"
     if info.shard_mesh_size == 1:
         yield "sharded over one rank: its all-gather sends nothing"
     if info.replicas.world > 1 and len(frozen) < len(params):

@@ -34,12 +34,19 @@ class MemoryLevel:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The estimated memory of one step: forward, backward, optimizer. No gradients are left from a step before."""
+    """The estimated memory of one step: forward, backward, optimizer. No gradients are left from a step before.
 
-    optimizer: str  # whose state is counted
-    curve: tuple[MemoryLevel, ...]  # live bytes over the step
-    alive: tuple[Allocation, ...]  # at the peak, the largest first
-    reduced_bytes: int  # of all gradients that backward leaves
+    Args:
+        optimizer: whose state is counted.
+        curve: live bytes over the step.
+        alive: at the peak, the largest first.
+        reduced_bytes: of all gradients that backward leaves.
+    """
+
+    optimizer: str
+    curve: tuple[MemoryLevel, ...]
+    alive: tuple[Allocation, ...]
+    reduced_bytes: int
 
     @property
     def peak(self) -> MemoryLevel:

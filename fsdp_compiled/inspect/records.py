@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import fx
@@ -61,23 +61,36 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of a graph. Positions count the nodes of :attr:`CapturedGraph.module`'s graph from 0."""
+    """One collective of a graph. Positions count the nodes of :attr:`CapturedGraph.module`'s graph from 0.
 
-    kind: str  # such as "all_gather", "reduce_scatter" or "all_reduce"
-    params: tuple[str, ...]  # full names of the parameters in its bucket
-    dtype: torch.dtype  # of the data that it transfers
-    bytes: int  # of the unsharded side: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor
-    group: str  # name of the process group
-    world: int  # ranks in that group
-    launch: int  # position of the node that launches it
-    wait: int  # of the one that waits for it
-    first_use: int  # of the first that computes with the result; the output node's where none does
-    estimate_us: float  # how long the link is busy with it: on the graph's timeline from start_us to end_us
-    exposed_us: float  # how long compute waits for it
+    Args:
+        kind: such as "all_gather", "reduce_scatter" or "all_reduce".
+        params: full names of the parameters in its bucket.
+        dtype: of the data that it transfers.
+        bytes: of the unsharded side: an all-gather's output, a reduce-scatter's input, an all-reduce's tensor.
+        group: name of the process group.
+        world: ranks in that group.
+        launch, wait: positions of the nodes that launch it and wait for it.
+        first_use: position of the first node that computes with the result; the output node's where none does.
+        estimate_us: how long the link is busy with it: on the graph's timeline from ``start_us`` to ``end_us``.
+        exposed_us: how long compute waits for it.
+        copies: the stream that packs and unpacks its buffers; "none" where each parameter is all-gathered into its
+            own memory. Shards that the graph itself computes are always packed on the compute stream.
+    """
+
+    kind: str
+    params: tuple[str, ...]
+    dtype: torch.dtype
+    bytes: int
+    group: str
+    world: int
+    launch: int
+    wait: int
+    first_use: int
+    estimate_us: float
+    exposed_us: float
     start_us: float
     end_us: float
-    # The stream that packs and unpacks its buffers; "none" where each parameter is all-gathered into its own memory.
-    # Shards that the graph itself computes are always packed on the compute stream.
     copies: Copies
     verdict: Verdict
 
@@ -106,31 +119,43 @@ class MemoryStep:
 
 @dataclass(frozen=True)
 class Region:
-    """A block that a graph compiles once and calls several times."""
+    """A block that a graph compiles once and calls several times.
 
-    name: str  # of its own graph, ``module``
+    Args:
+        name: of its own graph, ``module``.
+        calls: the blocks that it is called for, in order: the path that the parameters of each call have in common,
+            or the call's node where it reads none that the graph all-gathers.
+        estimate_us: compute of one call.
+    """
+
+    name: str
     module: fx.GraphModule
-    # The blocks that it is called for, in order: the path that the parameters of each call have in common, or the
-    # call's node where it reads none that the graph all-gathers.
     calls: tuple[str, ...]
-    estimate_us: float  # compute of one call
+    estimate_us: float
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One kernel that a graph launches: of a GPU's program, where that was generated, else as the rules expect it.
 
-    Its name is what the wrapper of a GPU's program calls it; else an operator and the shapes of its operands, or the
-    node whose result a fused kernel writes. It takes at least the shortest time of any kernel.
+    Args:
+        name: as the wrapper of a GPU's program calls it; else an operator and the shapes of its operands, or the node
+            whose result a fused kernel writes.
+        bytes: read and written.
+        estimate_us: by the cluster's memory bandwidth, and for matrix products and attention by their FLOPs; at least
+            the shortest time of any kernel.
+        registers: of a thread, in the first of the configurations that a GPU would try; None for torch's kernels.
+        spills: registers' worth of memory that a thread spills into.
+        shared_bytes: memory that the threads of a block share.
     """
 
     name: str
-    bytes: int  # read and written
-    estimate_us: float  # by the cluster's memory bandwidth, and for matrix products and attention by their FLOPs
+    bytes: int
+    estimate_us: float
     work: Work = "fused kernels"
-    registers: int | None = None  # of a thread, in the first configuration that a GPU would try; None: torch's kernel
-    spills: int | None = None  # registers' worth of memory that a thread spills into
-    shared_bytes: int | None = None  # memory that the threads of a block share
+    registers: int | None = None
+    spills: int | None = None
+    shared_bytes: int | None = None
 
     @property
     def is_generated(self) -> bool:
@@ -140,21 +165,35 @@ class Kernel:
 
 @dataclass(frozen=True)
 class CapturedGraph:
-    """One graph that Inductor compiled."""
+    """One graph that Inductor compiled.
+
+    Args:
+        module: the graph after our passes.
+        before: the graph as traced, with one operator per parameter read; None where it was not kept.
+        collectives: in order of launch.
+        compute: the compute lane of the timeline.
+        memory: unsharded bytes in flight over the timeline, a step function.
+        peak_unsharded_bytes: the largest value of ``memory``; ``bound_bytes`` is the limit on it.
+        kept_bytes: of parameters that the user keeps unsharded until backward; not part of the peak.
+        code: what Inductor generated.
+        regions: in order of first call; the timeline counts each call as compute.
+        passes: names of the passes that made ``module`` of ``before``, a user's among them.
+        kernels: of compute, in order of launch, those of regions at every call; collectives and their copies are not
+            among them.
+    """
 
     kind: GraphKind
-    module: fx.GraphModule  # the graph after our passes
-    collectives: tuple[Collective, ...]  # in order of launch
-    compute: tuple[ComputeSpan, ...]  # the compute lane of the timeline
-    memory: tuple[MemoryStep, ...]  # unsharded bytes in flight over the timeline, a step function
-    peak_unsharded_bytes: int  # the largest value of ``memory``
-    bound_bytes: int  # the limit on it
-    kept_bytes: int  # of parameters that the user keeps unsharded until backward; not part of the peak
-    before: fx.GraphModule | None = None  # as traced, an operator for each parameter read; None where it was not kept
-    code: str = ""  # what Inductor generated
-    regions: tuple[Region, ...] = ()  # in order of first call; the timeline counts each call as compute
-    passes: tuple[str, ...] = ()  # names of the passes that made ``module`` of ``before``, a user's among them
-    # Of compute, in order of launch, those of regions at every call; without collectives and their copies.
+    module: fx.GraphModule
+    collectives: tuple[Collective, ...]
+    compute: tuple[ComputeSpan, ...]
+    memory: tuple[MemoryStep, ...]
+    peak_unsharded_bytes: int
+    bound_bytes: int
+    kept_bytes: int
+    before: fx.GraphModule | None = None
+    code: str = ""
+    regions: tuple[Region, ...] = ()
+    passes: tuple[str, ...] = ()
     kernels: tuple[Kernel, ...] = ()
 
     @property
@@ -190,20 +229,33 @@ class CapturedGraph:
 
 @dataclass(frozen=True)
 class CapturedModel:
-    """The graphs that were compiled for a model, and the conditions they were compiled under."""
+    """The graphs that were compiled for a model, and the conditions they were compiled under.
 
-    model: str  # the class name
-    parameters: int  # number of elements of all parameters, unsharded
-    world: int  # ranks that hold the model together, those of tensor parallelism and replicas too
+    Args:
+        model: the class name.
+        parameters: number of elements of all parameters, unsharded.
+        world: ranks that hold the model together, those of tensor parallelism and replicas too.
+        cluster: that times are estimated for.
+        schedule: the user's policy.
+        graph_breaks: a reason for each.
+        graphs: in order of compilation.
+        memory: estimated, of one training step; None where only a graph of it is known.
+        optimizer_us: estimated time of the optimizer's step, by the memory that it reads and writes, and of clipping
+            gradients if asked.
+        trained: number of parameters that require grad.
+    """
+
+    model: str
+    parameters: int
+    world: int
     torch_version: str
-    cluster: Cluster  # that times are estimated for
-    schedule: SchedulePolicy  # the user's
-    graph_breaks: tuple[str, ...]  # a reason for each
-    graphs: tuple[CapturedGraph, ...]  # in order of compilation
-    memory: StepMemory | None = None  # estimated, of one training step; None where only a graph of it is known
-    # Of the optimizer's step, estimated by the memory that it reads and writes, and of clipping gradients if asked.
+    cluster: Cluster
+    schedule: SchedulePolicy
+    graph_breaks: tuple[str, ...]
+    graphs: tuple[CapturedGraph, ...]
+    memory: StepMemory | None = None
     optimizer_us: float = 0.0
-    trained: int = 0  # number of parameters that require grad
+    trained: int = 0
 
     @property
     def step_us(self) -> float:
@@ -225,11 +277,13 @@ class CapturedModel:
         total, waits, compute = (
             sum(getattr(graph, f"{name}_us") for graph in self.graphs) for name in ("total", "exposed", "compute")
         )
-        work = {work: sum(graph.work_us(work) for graph in self.graphs) for work in get_args(Work)}
-        others = work.pop("other collectives")
-        work["fused kernels"] = compute - work["matrix products"] - work["attention"] - others
+        products = sum(graph.work_us("matrix products") for graph in self.graphs)
+        attention = sum(graph.work_us("attention") for graph in self.graphs)
+        others = sum(graph.work_us("other collectives") for graph in self.graphs)
         return {
-            **work,
+            "matrix products": products,
+            "attention": attention,
+            "fused kernels": compute - products - attention - others,
             **({"other collectives": others} if others else {}),
             "waits for collectives": waits,
             "copies of buffers": max(0.0, total - waits - compute),

@@ -47,19 +47,31 @@ class Layout:
 
 @dataclass(frozen=True)
 class Option:
-    """How to train on ``ranks`` ranks, by estimate."""
+    """How to train on ``ranks`` ranks, by estimate.
 
-    ranks: int  # all of them
-    layout: Layout  # how they share the model
+    Args:
+        ranks: all of them.
+        layout: how they share the model.
+        checkpointing: see :data:`CHECKPOINTING`.
+        reshard_after_forward: as of ``fully_shard``, for the blocks.
+        batch: sequences of a rank at a time.
+        accumulation: such batches in a step.
+        tokens: of all ranks in a step.
+        parts_us: what a step takes: compute, waits for collectives, copies of their buffers, the optimizer, the host.
+        parts_bytes: of a rank's memory at its peak.
+        flops: that a rank's step needs, without what is computed again.
+    """
+
+    ranks: int
+    layout: Layout
     checkpointing: Checkpointing
-    reshard_after_forward: bool  # as of ``fully_shard``, for the blocks
-    batch: int  # sequences of a rank at a time
-    accumulation: int  # such batches in a step
-    tokens: int  # of all ranks in a step
-    # What a step takes: compute, waits for collectives, copies of their buffers, the optimizer, the host.
+    reshard_after_forward: bool
+    batch: int
+    accumulation: int
+    tokens: int
     parts_us: Mapping[str, float]
-    parts_bytes: Mapping[Part, int]  # of a rank's memory at its peak
-    flops: float  # that a rank's step needs, without what is computed again
+    parts_bytes: Mapping[Part, int]
+    flops: float
 
     @property
     def step_us(self) -> float:
@@ -104,15 +116,25 @@ class Option:
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What was tried on each number of ranks. ``print`` shows a table, advice and the code to write."""
+    """What was tried on each number of ranks. ``print`` shows a table, advice and the code to write.
 
-    model: str  # its class name
-    parameters: int  # number of elements of all of them
-    cluster: Cluster  # that it is estimated for
-    memory_bytes: int  # of each rank
-    tokens_per_sequence: int  # of the inputs
-    tokens_per_step: int  # that were asked for
-    options: Mapping[int, tuple[Option, ...]]  # by number of ranks, the fastest first, whether they fit or not
+    Args:
+        model: its class name.
+        parameters: number of elements of all of them.
+        cluster: that it is estimated for.
+        memory_bytes: of each rank.
+        tokens_per_sequence: of the inputs.
+        tokens_per_step: that were asked for.
+        options: by number of ranks, the fastest first, whether they fit or not.
+    """
+
+    model: str
+    parameters: int
+    cluster: Cluster
+    memory_bytes: int
+    tokens_per_sequence: int
+    tokens_per_step: int
+    options: Mapping[int, tuple[Option, ...]]
 
     def _tried(self, ranks: int) -> tuple[Option, ...]:
         """Return what was tried on so many ranks. ValueError: nothing was."""
