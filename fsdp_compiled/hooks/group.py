@@ -114,10 +114,11 @@ class FSDPParamGroup:
         return all_gather_bucket(specs[0].all_gather, [spec.param for spec in specs], self.params[0].placement.device)
 
     def _wait(self) -> None:
+        is_lost = self._is_lost
         while self._all_gathers:
             self._is_lost = True
             self._all_gathers.pop(0).wait()
-            self._is_lost = False
+            self._is_lost = is_lost
 
     @without_grad
     def wait_unshard(self) -> None:
@@ -132,10 +133,9 @@ class FSDPParamGroup:
     def drop_unshard(self) -> None:
         """Wait for the all-gathers under way and free their results, or leave them to one that is lost."""
         if self._all_gathers is not None:
-            is_lost = self._is_lost
             self._wait()
             for param in self.params:
-                param.drop_unsharded(is_lost)
+                param.drop_unsharded(self._is_lost)
             self._all_gathers = None
 
     @without_grad

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import nn
 
 from fsdp_compiled import MixedPrecisionPolicy, fully_shard
-from fsdp_compiled.collectives import Pending
+from fsdp_compiled.collectives import Pending, launch_all_gather
 from fsdp_compiled.hooks.group import FSDPParamGroup
+from fsdp_compiled.param.param import FSDPParam
 from fsdp_compiled.param.placement import ShardedState
 
+GROUP = "fsdp_compiled.hooks.group"
 pytestmark = pytest.mark.usefixtures("fake_group")
 
 
@@ -83,6 +85,27 @@ def test_an_all_gather_whose_wait_was_cut_off_keeps_its_memory():
         group.wait_unshard()
     group.reshard()
     assert all(storage.nbytes() for storage in storages)
+
+
+def test_one_of_several_all_gathers_stays_lost_until_all_are_dropped():
+    module = nn.Linear(4, 8, bias=False)
+    fully_shard(module)
+    local = module.weight._local_tensor
+    local.fsdp_pre_all_gather = lambda mesh: ((local.detach(), local.detach().bfloat16()), None)
+    local.fsdp_post_all_gather = lambda outputs, *_, out=None: None if out is not None else (outputs[0], outputs)
+    (group,) = module._get_fsdp_state().groups
+    group.params[0].adopt_replacement()
+    group.launch_unshard()
+    group.wait_unshard()
+    group.reshard()
+    given = [launch_all_gather, Mock(side_effect=KeyboardInterrupt)]  # the second dtype's is cut off
+    with pytest.raises(KeyboardInterrupt), patch(f"{GROUP}.launch_all_gather", lambda *args: given.pop(0)(*args)):
+        group.launch_unshard()
+    with pytest.raises(KeyboardInterrupt), patch.object(FSDPParam, "drop_unsharded", side_effect=KeyboardInterrupt):
+        group.reshard()
+    with patch.object(FSDPParam, "drop_unsharded", autospec=True) as dropped:
+        group.reshard()
+    dropped.assert_called_once_with(group.params[0], True)
 
 
 def backward(group: FSDPParamGroup) -> None:
