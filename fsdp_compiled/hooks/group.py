@@ -85,6 +85,8 @@ class FSDPParamGroup:
                 found.setdefault(spec.all_gather.dtype, []).append((spec, shard, param, number))
         buckets = [self._bucket(self._all_gather_bucket, [spec for spec, *_ in sent]) for sent in found.values()]
         self._all_gathers, self._is_lost = [], True
+        if not buckets:
+            outputs()
         for (bucket, contract), sent in zip(buckets, found.values(), strict=True):
             agree(contract)
             shards = [shard for _, shard, *_ in sent]

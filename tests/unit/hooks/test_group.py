@@ -87,14 +87,29 @@ def test_an_all_gather_whose_wait_was_cut_off_keeps_its_memory():
     assert all(storage.nbytes() for storage in storages)
 
 
-def test_one_of_several_all_gathers_stays_lost_until_all_are_dropped():
+def extended(sent, join) -> FSDPParamGroup:
     module = nn.Linear(4, 8, bias=False)
     fully_shard(module)
     local = module.weight._local_tensor
-    local.fsdp_pre_all_gather = lambda mesh: ((local.detach(), local.detach().bfloat16()), None)
-    local.fsdp_post_all_gather = lambda outputs, *_, out=None: None if out is not None else (outputs[0], outputs)
+    local.fsdp_pre_all_gather = lambda mesh: (sent(local.detach()), None)
+    local.fsdp_post_all_gather = lambda outputs, *_, out=None: None if out is not None else join(outputs)
     (group,) = module._get_fsdp_state().groups
     group.params[0].adopt_replacement()
+    return group
+
+
+def test_a_parameter_whose_extension_sends_nothing():
+    made = torch.ones(8, 4)
+    group = extended(lambda shard: (), lambda outputs: (made, ()))
+    for _ in range(2):
+        group.launch_unshard()
+        group.wait_unshard()
+        assert group.is_unsharded and group.params[0].unsharded.param.data_ptr() == made.data_ptr()
+        group.reshard()
+
+
+def test_one_of_several_all_gathers_stays_lost_until_all_are_dropped():
+    group = extended(lambda shard: (shard, shard.bfloat16()), lambda outputs: (outputs[0], outputs))
     group.launch_unshard()
     group.wait_unshard()
     group.reshard()
