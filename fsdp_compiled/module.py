@@ -221,11 +221,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
             state.unit.configure(separate_reduce_group=enable)
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
-        """All-gather this unit's parameters by ``comm``, in graphs too; it returns work to wait for, None if done."""
+        """All-gather by ``comm``, in graphs too: 1-D tensors, in order of rank; it returns work, or None if done."""
         custom_comms.use(unit_state(self), AllGather, comm)
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
-        """Reduce this unit's gradients over shards by ``comm``, in graphs too; see ``set_custom_all_gather``."""
+        """Reduce over shards by ``comm``, in graphs too: 1-D tensors to each rank's part; it returns work or None."""
         custom_comms.use(unit_state(self), ReduceScatter, comm)
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: torch.Stream | None = None) -> None:
