@@ -35,7 +35,7 @@ from ..policy import SchedulePolicy
 
 KIB = 2**10
 _SIZES = tuple(64 * KIB * 2**n for n in range(11))  # of collectives, bytes of the unsharded buffer: to 64 MiB
-_RUN = 8 * KIB**2  # bytes of small collectives in a row
+_RUN = 8 * KIB**2  # bytes of small collectives that follow each other
 _COPIES = tuple(4 * KIB * 4**n for n in range(8))  # bytes copied: to 64 MiB
 _WIDTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # of square matrices
 _LENGTHS = (4, 16, 64, 256, 1024, 4096)  # of attention's sequences
@@ -237,7 +237,7 @@ class _Groups:
         return Measured(self.world, self.in_node, *map(self._curve, kinds))
 
     def _curve(self, collective: Callable[[int], Callable[[], dist.Work]]) -> Curve:
-        """Return the rate by size of collectives that follow each other, two of them under way, as in a step.
+        """Return the rate by size of collectives that follow each other, two of them started, as in a step.
 
         After a pause, many networks let some bytes through faster than their rate (the burst of Linux's ``tc-tbf``),
         so that a small collective alone is faster than it is in a step.

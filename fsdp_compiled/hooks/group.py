@@ -46,7 +46,7 @@ class FSDPParamGroup:
 
     params: Sequence[FSDPParam]  # at least one
     unit: Unit
-    # Those of its all-gathers under way that are still to be waited for; None if none is under way.
+    # Those of its all-gathers that are still to be waited for; None before the launch and after the last wait.
     _all_gathers: list[Pending[Sequence[Tensor]]] | None = field(default=None, repr=False)
     _is_lost: bool = False  # an exception has cut off the launch of one, or a wait
     _sent: list[list[int]] = field(default_factory=list, repr=False)  # versions of the shards, at the launch

@@ -99,7 +99,7 @@ Members = Sequence[tuple[int, FSDPParam]]  # of a bucket, with the ids of the so
 
 @dataclass(eq=False)
 class _Round:
-    """Items that travel together, by one all-gather for each group and dtype, and what is under way."""
+    """Items that travel together, by one all-gather for each group and dtype, and what has been launched."""
 
     items: Sequence[Item]
     gathers: Sequence[tuple[AllGatherBucket, Members]]
@@ -135,7 +135,7 @@ class _Stream:
     told: set[Group] = field(default_factory=set)  # in which all know that a rank has stopped
 
     def run(self, left: list[_Round], reads: bool) -> Iterator[tuple[str, Tensor] | None]:
-        """Yield None once the first round is under way, then the tensors; ``left`` are those not launched yet."""
+        """Yield None once the first round is launched, then the tensors; ``left`` are those not launched yet."""
         ahead = self._launch(left.pop(0)) if left else None
         try:
             yield None
