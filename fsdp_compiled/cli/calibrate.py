@@ -12,6 +12,7 @@ import os
 import platform
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ from ..policy import SchedulePolicy
 KIB = 2**10
 _SIZES = tuple(64 * KIB * 2**n for n in range(11))  # of collectives, bytes of the unsharded buffer: to 64 MiB
 _RUN = 8 * KIB**2  # bytes of small collectives that follow each other
+_TURNS, _TURN_S = 3, 0.2  # of each size, and how long a turn takes: cores are faster at one time than at another
 _COPIES = tuple(4 * KIB * 4**n for n in range(8))  # bytes copied: to 64 MiB
 _WIDTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # of square matrices
 _LENGTHS = (4, 16, 64, 256, 1024, 4096)  # of attention's sequences
@@ -109,19 +111,27 @@ class _Bench:
     device: torch.device
 
     def seconds(self, run: Callable[[], Any], times: int = 5) -> float:
-        """Return the lower quartile of the times of several runs, and over the ranks the mean of it.
+        """Return the time that a run typically takes."""
+        return self.typical(self.taken(run, 1 + times)[1:])  # the first run warms up
 
-        The lower one, since a scheduler takes a core away for milliseconds at a time, which is no property of a link.
-        """
-        taken = []
-        for _ in range(1 + times):
+    def taken(self, run: Callable[[], Any], times: int) -> list[float]:
+        """Return this rank's times of several runs that all ranks begin together."""
+        found = []
+        for _ in range(times):
             dist.barrier()
             start = time.perf_counter()
             run()
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()
-            taken.append(time.perf_counter() - start)
-        quartile = statistics.quantiles(taken[1:], n=4, method="inclusive")[0]  # the first run warms up
+            found.append(time.perf_counter() - start)
+        return found
+
+    def typical(self, taken: Sequence[float]) -> float:
+        """Return the lower quartile, and over the ranks the mean of it.
+
+        The lower one, since a scheduler takes a core away for milliseconds at a time, which is no property of a link.
+        """
+        quartile = statistics.quantiles(taken, n=4, method="inclusive")[0] if len(taken) > 1 else taken[0]
         total = torch.tensor([quartile], device=self.device, dtype=torch.float64)
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
@@ -233,28 +243,23 @@ class _Groups:
         self.group, _ = dist.new_subgroups_by_enumeration([list(each) for each in ranks])
 
     def measured(self) -> Measured:
-        kinds = (self.all_gather, self.reduce_scatter, self.all_reduce)
-        return Measured(self.world, self.in_node, *map(self._curve, kinds))
-
-    def _curve(self, collective: Callable[[int], Callable[[], dist.Work]]) -> Curve:
-        """Return the rate by size of collectives that follow each other, two of them started, as in a step.
+        """Return the rates by size of collectives that follow each other, two of them started, as in a step.
 
         After a pause, many networks let some bytes through faster than their rate (the burst of Linux's ``tc-tbf``),
         so that a small collective alone is faster than it is in a step.
         """
-        curve = list[tuple[float, float]]()
-        for size in _SIZES:
-            start, count = collective(size), max(1, _RUN // size)
-
-            def run(start: Callable[[], dist.Work] = start, count: int = count) -> None:
-                last = start()
-                for _ in range(count - 1):
-                    work, last = last, start()
-                    work.wait()
-                last.wait()
-
-            curve.append((float(size), size * count / self.bench.seconds(run)))
-        return tuple(curve)
+        kinds = (self.all_gather, self.reduce_scatter, self.all_reduce)
+        taken = defaultdict[Any, list[float]](list)
+        for _, kind, size in itertools.product(range(_TURNS), kinds, _SIZES):
+            run = partial(_follow, kind(size), max(1, _RUN // size))
+            _, first = self.bench.taken(run, 2)  # the first run warms up
+            more = min(40, int(_TURN_S / self.bench.typical([first])))
+            taken[kind, size] += [first, *self.bench.taken(run, more)]
+        curves = (
+            tuple((float(size), max(size, _RUN) / self.bench.typical(taken[kind, size])) for size in _SIZES)
+            for kind in kinds
+        )
+        return Measured(self.world, self.in_node, *curves)
 
     def _seconds(self, start: Callable[[], dist.Work], times: int = 5) -> float:
         return self.bench.seconds(lambda: start().wait(), times)
@@ -317,6 +322,15 @@ class _Groups:
         coalesced = partial(backend.all_gather_coalesced, unsharded, shard, self.group)
         more = self._seconds(coalesced, 20) - self._seconds(self.all_gather(16 * KIB * _PIECES), 20)
         return max(0.0, 1e6 * more / (_PIECES - 1))
+
+
+def _follow(start: Callable[[], dist.Work], count: int) -> None:
+    """Run collectives that follow each other, two of them started."""
+    last = start()
+    for _ in range(count - 1):
+        work, last = last, start()
+        work.wait()
+    last.wait()
 
 
 class _Layers(nn.Module):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import time
 from contextlib import contextmanager
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.support.ranks import on_ranks, same_on_ranks
 from tests.support.variants import thorough
 
 FEW = {"_SIZES": (2**16, 2**18), "_COPIES": (2**12, 2**16), "_WIDTHS": (16, 32, 64), "_PIECES": 2}
-FEW |= {"_LENGTHS": (4, 8), "_COLD": 1, "_LAYERS": 2}
+FEW |= {"_LENGTHS": (4, 8), "_COLD": 1, "_LAYERS": 2, "_TURNS": 1, "_TURN_S": 0.01}
 
 
 @contextmanager
@@ -84,6 +86,26 @@ def test_nodes_of_one_rank(tmp_path):
     found = _calibrated(tmp_path / "cluster.json", 1)
     assert (found.ranks_per_node, found.intra) == (1, CLUSTERS["CPU"].intra)
     assert _groups(found.inter) == [(2, 1)]
+
+
+def test_small_collectives_follow_each_other_with_two_started(monkeypatch):
+    """Alone, after a pause, they pass a network with a burst faster than its rate."""
+    monkeypatch.delenv("RANK", raising=False)
+    seconds, events = itertools.count(), []
+
+    def start(self, size):
+        return lambda: events.append(("started", size)) or Mock(wait=lambda: events.append(("waited", size)))
+
+    few_sizes = patch.multiple(program, _SIZES=(2**21, 2**24), _TURNS=1, _TURN_S=0.0)
+    kinds = patch.multiple(program._Groups, **dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), start))
+    with program._process_group() as device, few_sizes, kinds:
+        groups = program._Groups(program._Bench(device), [range(1)], in_node=1)
+        monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))  # so that a run takes one second
+        found = groups.measured()
+    assert found.all_gather == found.reduce_scatter == found.all_reduce == ((2.0**21, 2.0**23), (2.0**24, 2.0**24))
+    started, waited = ("started", 2**21), ("waited", 2**21)
+    assert events[:8] == [started, started, waited, started, waited, started, waited, waited]
+    assert events[-2:] == [("started", 2**24), ("waited", 2**24)]
 
 
 def test_nodes_with_different_numbers_of_ranks():
