@@ -23,6 +23,7 @@ from . import dynamo
 
 _WHAT = "tell whether functional_call gave a sharded model other parameters"
 _UNSHARD = torch.ops.fsdp_compiled.unshard
+_OF_LEAVES = _UNSHARD, torch.ops.fsdp_compiled.unshard_all, torch.ops.fsdp_compiled.with_gradient
 
 
 class _Operands(dict[Any, dict[FSDPParam, Any]]):
@@ -46,7 +47,7 @@ def begin(context: Any) -> None:
     in_lists = (node.meta["example_value"] for node in dynamo.written_in_lists(context.graph()))
     if sharded is not None and (sharded._version or any(each is sharded for each in in_lists)):
         context.graph_break(str(_written(param.name, "a change before it is read, which the graph makes at its end")))
-    dynamo.check_graph(context, _check_unwritten)
+    dynamo.check_graph(context, _check_traced)
     _find_operand(context)
 
 
@@ -64,6 +65,23 @@ def check_not_frozen(_context: Any) -> None:
     if dynamo.is_parameter_freezing():
         setting, do = "torch._inductor.config.freezing", "compile without it: what is all-gathered is no constant"
         raise unexpected(setting, "False", "True under no_grad", do, NotImplementedError)
+
+
+def _check_traced(traced: fx.GraphModule) -> None:
+    """Raise an error if a graph would lose gradients of parameters, or what the program has written to them."""
+    _check_backward(traced.graph)
+    _check_unwritten(traced)
+
+
+def _check_backward(graph: fx.Graph) -> None:
+    """Raise NotImplementedError if Dynamo has traced a backward, whose end would not take gradients from leaves."""
+    reads = [node for op in _OF_LEAVES for node in graph.find_nodes(op="call_function", target=op)]
+    leaves = {leaf for node in reads for leaf in node.all_input_nodes}
+    for node in graph.find_nodes(op="call_function", target=torch.autograd.grad):
+        if leaves.intersection(node.all_input_nodes):
+            setting, got = "torch._dynamo.config.trace_autograd_ops", "True where it traces backward() of a model"
+            do = "call backward() outside of the compiled function, or unset it and compile without fullgraph"
+            raise unexpected(setting, "False", got, do, NotImplementedError)
 
 
 def _check_unwritten(traced: fx.GraphModule) -> None:

@@ -103,6 +103,21 @@ def test_compiled_autograd_is_refused():
     _train(torch.compile(step, **backend()), model, alone, step_alone)
 
 
+@pytest.mark.parametrize("mode", ["eager", "regions"])
+@on_ranks(2)
+def test_a_traced_backward_is_refused(mode):
+    """Its graph would leave gradients where no optimizer finds them."""
+    model, call, alone = _models(mode)
+    step, step_alone = _steps(model, call, alone)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for fullgraph in (True, False):
+            compiled = torch.compile(lambda x: square_loss(model, x).backward(), fullgraph=fullgraph, **backend())
+            with pytest.raises(RuntimeError, match="trace_autograd_ops: expected False, got True where it traces"):
+                compiled(batches(1, 4, 10)[0])
+    torch._dynamo.reset()
+    _train(step if mode == "regions" else torch.compile(step, **backend()), model, alone, step_alone)
+
+
 class AsksForGradients(nn.Module):
     """A backward within forward: of a norm that is added to the output."""
 
