@@ -209,12 +209,13 @@ class FSDPParam:
         copied, storage = copy(self), copy(self.storage)
         copied.storage = storage
         memo[id(self)] = copied
-        storage.padded = self.placement.pinned(storage.padded.detach().clone())
+        own = self.placement.pinned(storage.padded.detach().clone())
+        storage.padded = memo.setdefault(id(storage.of_dtensor), own)  # one for all that were tied after fully_shard
         local = memo[id(self.storage.local)] = storage.unpadded(storage.padded)
         vars(local).update(deepcopy({m: f for m, f in vars(storage.local).items() if m in (PRE, POST)}, memo))
         sharded = memo.get(id(self.sharded_param))  # of an optimizer that was copied before the model
         if sharded is None:
-            sharded = nn.Parameter(dtensor_like(self.sharded_param, local))
+            sharded = nn.Parameter(dtensor_like(self.sharded_param, local), requires_grad=False)
         set_local(sharded, local)
         sharded.grad, sharded.requires_grad = None, self.sharded_param.requires_grad
         copied.sharded_param = memo[id(self.sharded_param)] = sharded

@@ -102,6 +102,41 @@ def test_a_copy_trains_by_itself(mode, replicas):
 
 @eager_and_full
 @on_ranks(2)
+def test_a_copy_of_parameters_tied_after_they_were_sharded(mode):
+    alone, model = MLP(hidden=7), MLP(hidden=7)
+    call = shard(model, mode)
+    for each in (alone, model):
+        each.blocks[1][0].weight = each.blocks[0][0].weight
+    data = batches(3, 8, 10)
+    train(alone, alone, data[:1], square_loss, sharded=False)
+    train(model, call, data[:1], square_loss)
+    alone_too, copied = copy.deepcopy(alone), copy.deepcopy(model)
+    before = full_params(model)
+    assert copied.blocks[1][0].weight is copied.blocks[0][0].weight
+    assert_trains_like_one_process(copied, call_of(copied, mode), alone_too, data[1:])
+    assert_close(full_params(model), before)
+
+
+class Indexed(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.arange(9, -1, -1), requires_grad=False)
+
+    def forward(self, x):
+        return super().forward(x[:, self.order])
+
+
+@eager_and_full
+@on_ranks(2)
+def test_a_copy_of_integers(mode):
+    alone, model = Indexed(), Indexed()
+    shard(model, mode)
+    copied = AveragedModel(model).module
+    assert_trains_like_one_process(copied, call_of(copied, mode), alone)
+
+
+@eager_and_full
+@on_ranks(2)
 def test_an_optimizer_that_is_copied_before_its_model_trains_the_copy(mode):
     alone, model = Tied(), Tied()
     call, data = shard(model, mode), batches(3, 8, 10)
