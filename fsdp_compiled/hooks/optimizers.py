@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -49,6 +50,7 @@ def unhook_steps() -> None:
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if not torch.compiler.is_compiling():
         _check(optimizer)
+        _distribute_scalars(optimizer)
         _count_writes(optimizer, args, kwargs, has_ended=False)
 
 
@@ -68,6 +70,20 @@ def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any, has_ended: bool)
     if any(map(callable, (*args[1:2], kwargs.get("closure")))) is not has_ended:
         return
     increment_version([param for param in _held(optimizer) if isinstance(param, DTensor) and param.grad is not None])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _distribute_scalars(optimizer: Optimizer) -> None:
+    """Make DTensors of scalars' state as other parameters have it, which torch's full state dicts leave plain."""
+    held = [param for param in _held(optimizer) if isinstance(param, DTensor)]
+    if all(param.dim() for param in held):
+        return
+    states = {param: optimizer.state[param] for param in held if param in optimizer.state}
+    names = {name for state in states.values() for name, value in state.items() if isinstance(value, DTensor)}
+    for param, name in product(states, names):
+        value = states[param].get(name)
+        if not param.dim() and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            states[param][name] = DTensor.from_local(value, param.device_mesh, param.placements, run_check=False)
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ..expect import unexpected
 from ..param.param import FSDPParam
@@ -294,5 +295,9 @@ def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, m
     _reshard_units(module)
     if metadata.get("assign_to_params_buffers"):
         for name, param in module._fsdp_params.items():
-            if prefix + name in state:
-                param.check_replacement(state[prefix + name])
+            given, sharded = state.get(prefix + name), cast(Any, param.sharded_param)
+            if isinstance(given, Tensor) and not isinstance(given, DTensor) and given.dim() == sharded.dim() == 0:
+                spec = sharded.device_mesh, sharded.placements  # torch's full state dicts leave scalars plain
+                given = state[prefix + name] = DTensor.from_local(given, *spec, run_check=False)
+            if given is not None:
+                param.check_replacement(given)

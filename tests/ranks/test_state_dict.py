@@ -241,6 +241,49 @@ def test_full_state_dicts(mode, on_shards):
     torch.testing.assert_close(mean_over_ranks(square_loss(third_call, my_part(data[2]))), want[0], rtol=1e-6, atol=0)
 
 
+class Scaled(MLP):
+    def __init__(self) -> None:
+        super().__init__(width=9, hidden=5)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return super().forward(x) * self.gain
+
+
+@eager_and_full
+@pytest.mark.parametrize("on_shards", [False, True])
+@pytest.mark.parametrize("options", [FROM_RANK_0, StateDictOptions(full_state_dict=True)])
+@on_ranks(2)
+def test_full_state_dicts_with_scalars(mode, on_shards, options):
+    model, call = _sharded(mode, Scaled())
+    optimizer = _optimizer(model, on_shards)
+    data = batches(*DATA)
+    _steps(call, optimizer, data[:2])
+    to_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=options.broadcast_from_rank0)
+    whole = deepcopy(get_model_state_dict(model, options=to_rank_0))
+    moments = deepcopy(get_optimizer_state_dict(model, optimizer, options=to_rank_0))
+    with torch.device("meta"):
+        other, other_call = _sharded(mode, Scaled())
+    set_model_state_dict(other, whole, options=options)
+    other_optimizer = _optimizer(other)
+    set_optimizer_state_dict(other, other_optimizer, moments, options=options)
+    assert _steps(other_call, other_optimizer, data[2:]) == _steps(call, optimizer, data[2:])
+    _assert_same_state(other.state_dict(), model.state_dict())
+
+
+@on_ranks(2)
+def test_an_optimizer_of_dtensors_takes_the_state_of_one_that_steps_on_shards():
+    model, call = _sharded("eager", Scaled())
+    optimizer, other = _optimizer(model, on_shards=True), _optimizer(model)
+    data = batches(*DATA)
+    _steps(call, optimizer, data[:2])
+    state, moments = deepcopy(model.state_dict()), deepcopy(optimizer.state_dict())
+    want = _steps(call, optimizer, data[2:])
+    model.load_state_dict(state)
+    other.load_state_dict(moments)
+    assert _steps(call, other, data[2:]) == want
+
+
 @on_ranks(2)
 def test_empty_shards_are_pickled_as_any():
     model, file = fully_shard(nn.Linear(3, 1)), io.BytesIO()
