@@ -178,6 +178,7 @@ class FSDPParam:
             set_local(current, self.storage.local)  # not an alias, whose writes autograd would count by themselves
             self.placement.following(current).give_grad_dtype(current)
         else:
+            self.unsharded.count_write()  # a backward of a forward before this would find it without memory
             padded = self.storage.adopt_memory(current, self.placement)
             self._link(ShardStorage(current, padded, self.storage.layout, self.storage.inner), self.gradients)
         self.register(current)  # everywhere: load_state_dict(assign=True) may have parted shared places

@@ -76,7 +76,7 @@ class ShardedModule:
                 f"{type(self).__name__}: a sharded module cannot share its memory with other processes, which would "
                 "have no part in its process groups; share what full_tensor() returns for each value of state_dict()"
             )
-        is_running = any(state.unit.hooked and state.unit.config.has_hooks for state in self._fsdp_units)
+        is_running = any(map(_is_running, self._fsdp_units))
         if is_running and all(fn(param) is param for param in self._parameters.values() if param is not None):  # type: ignore[attr-defined]
             return super()._apply(fn, recurse)  # type: ignore[misc]  # as routers do that convert a layer in forward
         _reshard_units(self)
@@ -284,9 +284,14 @@ def _reshard_units(module: ShardedModule, *_: object) -> None:
         unit.reshard()
 
 
+def _is_running(state: UnitOfModule) -> bool:
+    """Tell whether the unit is in a forward or backward of eager hooks, which read its parameters."""
+    return state.unit.hooked and state.unit.config.has_hooks
+
+
 def _before_save(module: ShardedModule, *_: object) -> None:
     for unit in module._fsdp_units:
-        if unit.is_used_here:
+        if unit.is_used_here and not _is_running(unit):
             unit.reshard()
 
 

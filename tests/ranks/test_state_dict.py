@@ -285,6 +285,43 @@ def test_an_optimizer_of_dtensors_takes_the_state_of_one_that_steps_on_shards():
 
 
 @on_ranks(2)
+def test_a_backward_after_an_assignment_raises():
+    model, _ = _sharded("eager")
+    x = my_part(batches(*DATA)[0])
+    loss = square_loss(model, x)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    square_loss(model, x).backward()
+
+
+class Listed(MLP):
+    """Parameters in a list, which is not called itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList([torch.rand(10) + 0.5])
+
+    def forward(self, x):
+        return super().forward(x) * self.factors[0]
+
+
+@pytest.mark.parametrize("mode", ["eager", "regional"])
+@on_ranks(2)
+def test_a_state_dict_within_forward(mode):
+    alone, model = Listed(), Listed()
+    call, seen = shard(model, mode), []
+    if mode == "eager":
+        model.blocks[0].register_forward_hook(lambda *_: seen.append(deepcopy(model.state_dict())))
+    else:
+        model.register_forward_pre_hook(lambda *_: seen.append(deepcopy(model.state_dict())))
+    before = full_params(model)
+    assert_trains_like_one_process(model, call, alone)
+    assert len(seen) == 3 and all(isinstance(value, DTensor) for state in seen for value in state.values())
+    assert_close({name: full(value) for name, value in seen[0].items()}, before, rtol=0)
+
+
+@on_ranks(2)
 def test_empty_shards_are_pickled_as_any():
     model, file = fully_shard(nn.Linear(3, 1)), io.BytesIO()
     torch.save(model.state_dict(keep_vars=True), file)
