@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..agreement.ledger import AFTER_A_STEP, note
 from ..expect import unexpected
 from ..param.param import FSDPParam
+from ..sharding.dtensor import scalar_like
 from ..tracing.dynamo import skipped
 
 _params: WeakSet[FSDPParam] = WeakSet()  # of all models
@@ -82,8 +83,8 @@ def _distribute_scalars(optimizer: Optimizer) -> None:
     names = {name for state in states.values() for name, value in state.items() if isinstance(value, DTensor)}
     for param, name in product(states, names):
         value = states[param].get(name)
-        if not param.dim() and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            states[param][name] = DTensor.from_local(value, param.device_mesh, param.placements, run_check=False)
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == param.dim() == 0:
+            states[param][name] = scalar_like(param, value)
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

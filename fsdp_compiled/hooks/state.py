@@ -88,9 +88,11 @@ class FSDPState(TorchNames):
         return self.outermost is self
 
     @property
-    def is_used_here(self) -> bool:
-        """Whether this thread called the model last; any other could reshard what a step is about to use."""
-        return self._context is not None and self._context.step.is_used_here
+    def can_reshard(self) -> bool:
+        """Whether that takes nothing from what runs: a call or backward whose hooks hold it, or another thread."""
+        if self._context is None or not self._context.step.is_used_here:
+            return False
+        return not (self.unit.hooked and self.unit.config.has_hooks and self._context.step.is_running)
 
     def regroup(self) -> None:
         """Divide the parameters into groups anew, after dtypes, devices or sharing changed."""

@@ -236,6 +236,11 @@ class Step:
         """Whether this thread called the model last."""
         return self.thread == get_ident()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the outermost module is called, or an eager backward runs that no exception has ended."""
+        return self.in_call and not self.backward_has_died
+
     def note_check(self) -> None:
         self.is_checked = True
 

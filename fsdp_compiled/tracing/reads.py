@@ -8,6 +8,7 @@ case reads one, and the leaf; see :meth:`FSDPParam.follow_call`. By ``comptime``
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -69,26 +70,35 @@ def check_not_frozen(_context: Any) -> None:
 
 def _check_traced(traced: fx.GraphModule) -> None:
     """Raise an error if a graph would lose gradients of parameters, or what the program has written to them."""
-    _check_backward(traced.graph)
-    _check_unwritten(traced)
+    graphs = [module.graph for module in traced.modules() if isinstance(module, fx.GraphModule)]
+    _check_backward(graphs)
+    _check_unwritten(graphs)
 
 
-def _check_backward(graph: fx.Graph) -> None:
+def _check_backward(graphs: list[fx.Graph]) -> None:
     """Raise NotImplementedError if Dynamo has traced a backward, whose end would not take gradients from leaves."""
-    reads = [node for op in _OF_LEAVES for node in graph.find_nodes(op="call_function", target=op)]
-    leaves = {leaf for node in reads for leaf in node.all_input_nodes}
-    for node in graph.find_nodes(op="call_function", target=torch.autograd.grad):
-        if leaves.intersection(node.all_input_nodes):
+    leaves = set[int]().union(*map(_inputs, _calls(graphs, *_OF_LEAVES)))
+    for node in _calls(graphs, torch.autograd.grad):  # a leaf has one fake, also where a checkpoint's graph reads it
+        if leaves & _inputs(node):
             setting, got = "torch._dynamo.config.trace_autograd_ops", "True where it traces backward() of a model"
             do = "call backward() outside of the compiled function, or unset it and compile without fullgraph"
             raise unexpected(setting, "False", got, do, NotImplementedError)
 
 
-def _check_unwritten(traced: fx.GraphModule) -> None:
+def _calls(graphs: list[fx.Graph], *targets: Any) -> Iterator[fx.Node]:
+    for graph, target in product(graphs, targets):
+        yield from graph.find_nodes(op="call_function", target=target)
+
+
+def _inputs(node: fx.Node) -> set[int]:
+    """Return the ids of the fakes of a node's inputs."""
+    return {id(each.meta["example_value"]) for each in node.all_input_nodes if "example_value" in each.meta}
+
+
+def _check_unwritten(graphs: list[fx.Graph]) -> None:
     """Raise RuntimeError if the traced program has written to an all-gathered parameter: a graph would lose that."""
-    graphs = [module.graph for module in traced.modules() if isinstance(module, fx.GraphModule)]
     in_lists = {node for graph in graphs for node in dynamo.written_in_lists(graph)}
-    for node in (node for graph in graphs for node in graph.find_nodes(op="call_function", target=_UNSHARD)):
+    for node in _calls(graphs, _UNSHARD):
         if any(alias in in_lists or alias.meta["example_value"]._version for alias in _aliases_of(node)):
             name = CommSpec.decode(str(node.args[-1])).param.name
             raise _written(name, "a change of what was all-gathered, which the graph would lose")

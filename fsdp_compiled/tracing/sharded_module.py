@@ -18,6 +18,7 @@ from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
+from ..sharding.dtensor import scalar_like
 from ..subclasses import Unannounced, layout_base
 from ..torch_fsdp.registry import note_unit
 from . import reads
@@ -41,7 +42,7 @@ class UnitOfModule(Protocol):
     @property
     def is_root(self) -> bool: ...
     @property
-    def is_used_here(self) -> bool: ...
+    def can_reshard(self) -> bool: ...
     @property
     def run(self) -> Callable[..., Any]: ...  # a call of the outermost unit, without regions that fail
     def reshard(self) -> None: ...
@@ -76,7 +77,7 @@ class ShardedModule:
                 f"{type(self).__name__}: a sharded module cannot share its memory with other processes, which would "
                 "have no part in its process groups; share what full_tensor() returns for each value of state_dict()"
             )
-        is_running = any(map(_is_running, self._fsdp_units))
+        is_running = any(state.unit.hooked and state.unit.config.has_hooks for state in self._fsdp_units)
         if is_running and all(fn(param) is param for param in self._parameters.values() if param is not None):  # type: ignore[attr-defined]
             return super()._apply(fn, recurse)  # type: ignore[misc]  # as routers do that convert a layer in forward
         _reshard_units(self)
@@ -284,14 +285,9 @@ def _reshard_units(module: ShardedModule, *_: object) -> None:
         unit.reshard()
 
 
-def _is_running(state: UnitOfModule) -> bool:
-    """Tell whether the unit is in a forward or backward of eager hooks, which read its parameters."""
-    return state.unit.hooked and state.unit.config.has_hooks
-
-
 def _before_save(module: ShardedModule, *_: object) -> None:
     for unit in module._fsdp_units:
-        if unit.is_used_here and not _is_running(unit):
+        if unit.can_reshard:
             unit.reshard()
 
 
@@ -300,9 +296,8 @@ def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, m
     _reshard_units(module)
     if metadata.get("assign_to_params_buffers"):
         for name, param in module._fsdp_params.items():
-            given, sharded = state.get(prefix + name), cast(Any, param.sharded_param)
+            given, sharded = state.get(prefix + name), param.sharded_param
             if isinstance(given, Tensor) and not isinstance(given, DTensor) and given.dim() == sharded.dim() == 0:
-                spec = sharded.device_mesh, sharded.placements  # torch's full state dicts leave scalars plain
-                given = state[prefix + name] = DTensor.from_local(given, *spec, run_check=False)
+                given = state[prefix + name] = scalar_like(sharded, given)  # torch's full state dicts leave it plain
             if given is not None:
                 param.check_replacement(given)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import input_codes
+from torch.utils.checkpoint import checkpoint
 
 import fsdp_compiled
 from tests.support.ranks import on_ranks
@@ -104,15 +107,16 @@ def test_compiled_autograd_is_refused():
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 fails an assertion of its own there")
-@pytest.mark.parametrize("mode", ["eager", "regions"])
+@pytest.mark.parametrize("mode, checkpoints", [("eager", False), ("eager", True), ("regions", False)])
 @on_ranks(2)
-def test_a_traced_backward_is_refused(mode):
+def test_a_traced_backward_is_refused(mode, checkpoints):
     """Its graph would leave gradients where no optimizer finds them."""
     model, call, alone = _models(mode)
+    loss = partial(checkpoint, square_loss, use_reentrant=False) if checkpoints else square_loss
     step, step_alone = _steps(model, call, alone)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         for fullgraph in (True, False):
-            compiled = torch.compile(lambda x: square_loss(model, x).backward(), fullgraph=fullgraph, **backend())
+            compiled = torch.compile(lambda x: loss(model, x).backward(), fullgraph=fullgraph, **backend())
             with pytest.raises(RuntimeError, match="trace_autograd_ops: expected False, got True where it traces"):
                 compiled(batches(1, 4, 10)[0])
     torch._dynamo.reset()

@@ -285,6 +285,21 @@ def test_an_optimizer_of_dtensors_takes_the_state_of_one_that_steps_on_shards():
 
 
 @on_ranks(2)
+def test_scalars_of_another_device_than_the_mesh_stay_there():
+    model, call = _sharded("eager", Scaled())
+    optimizer = _optimizer(model, on_shards=True)
+    data = batches(*DATA)
+    _steps(call, optimizer, data[:1])
+    moments, gain = optimizer.state[model.gain], full(model.gain).clone()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.gain.device_mesh, "_device_type", "meta")  # as a GPU's, of a model on the CPU
+        square_loss(call, my_part(data[1])).backward()
+        optimizer.step()
+        model.load_state_dict({"gain": gain}, strict=False, assign=True)
+    assert not any(value.is_meta for value in (model.gain, moments["exp_avg"], moments["exp_avg_sq"]))
+
+
+@on_ranks(2)
 def test_a_backward_after_an_assignment_raises():
     model, _ = _sharded("eager")
     x = my_part(batches(*DATA)[0])
@@ -319,6 +334,28 @@ def test_a_state_dict_within_forward(mode):
     assert_trains_like_one_process(model, call, alone)
     assert len(seen) == 3 and all(isinstance(value, DTensor) for state in seen for value in state.values())
     assert_close({name: full(value) for name, value in seen[0].items()}, before, rtol=0)
+
+
+@pytest.mark.parametrize("of_block", [False, True])
+@on_ranks(2)
+def test_a_state_dict_after_an_exception(of_block):
+    """In backward, or in a call of a block, which end nothing: it reshards the model."""
+    alone, model = MLP(), MLP()
+    shard(model, "eager")
+    optimizer = _optimizer(model)
+
+    def fail(*_):
+        raise ValueError("stop")
+
+    fails = fail if of_block else lambda module, args, out: out.register_hook(fail) and None
+    hook = model.blocks[0][0].register_forward_hook(fails)
+    with pytest.raises(ValueError, match="stop"):
+        square_loss(model.blocks[0] if of_block else model, my_part(batches(1, 8, 10)[0])).backward()
+    hook.remove()
+    state, moments = get_state_dict(model, optimizer)
+    assert all(isinstance(value, DTensor) for value in (*state.values(), *model.parameters()))
+    set_state_dict(model, optimizer, model_state_dict=state, optim_state_dict=moments)
+    assert_trains_like_one_process(model, model, alone)
 
 
 @on_ranks(2)
