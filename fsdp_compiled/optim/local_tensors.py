@@ -98,7 +98,8 @@ def _show_state(values: dict[str, Any], shown: dict[str, Any], param: DTensor) -
 def _shown_value(value: Any, param: DTensor) -> Any:
     """Return new state as its user sees it: with one value per element, as a DTensor of ``param``'s layout.
 
-    A scalar's stays as it is, since nothing tells it from a count of steps, and ranks have the same.
+    A scalar's stays as it is, since here nothing tells it from a count of steps, and ranks have the same; where other
+    parameters have DTensors of that name, the next step begins with making it one.
     """
     if not isinstance(value, Tensor) or not value.dim() or value.shape != param._local_tensor.shape:
         return value
