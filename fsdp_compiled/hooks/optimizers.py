@@ -75,7 +75,7 @@ def _count_writes(optimizer: Optimizer, args: Any, kwargs: Any, has_ended: bool)
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _distribute_scalars(optimizer: Optimizer) -> None:
-    """Make DTensors of scalars' state as other parameters have it, which torch's full state dicts leave plain."""
+    """Make DTensors of scalars' state as other parameters have it: torch's full state dicts leave tensors."""
     held = [param for param in _held(optimizer) if isinstance(param, DTensor)]
     if all(param.dim() for param in held):
         return

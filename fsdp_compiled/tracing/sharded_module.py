@@ -298,6 +298,6 @@ def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, m
         for name, param in module._fsdp_params.items():
             given, sharded = state.get(prefix + name), param.sharded_param
             if isinstance(given, Tensor) and not isinstance(given, DTensor) and given.dim() == sharded.dim() == 0:
-                given = state[prefix + name] = scalar_like(sharded, given)  # torch's full state dicts leave it plain
+                given = state[prefix + name] = scalar_like(sharded, given)  # torch's full state dicts leave tensors
             if given is not None:
                 param.check_replacement(given)
