@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..agreement.ledger import AFTER_A_STEP, note
 from ..expect import unexpected
 from ..param.param import FSDPParam
-from ..sharding.dtensor import scalar_like
+from ..sharding.dtensor import laid_out_like
 from ..tracing.dynamo import skipped
 
 _params: WeakSet[FSDPParam] = WeakSet()  # of all models
@@ -84,7 +84,7 @@ def _distribute_scalars(optimizer: Optimizer) -> None:
     for param, name in product(states, names):
         value = states[param].get(name)
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.dim() == param.dim() == 0:
-            states[param][name] = scalar_like(param, value)
+            states[param][name] = laid_out_like(param, value)
 
 
 def _held(optimizer: Optimizer) -> list[Tensor]:

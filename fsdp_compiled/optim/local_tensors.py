@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..expect import unexpected
+from ..sharding.dtensor import laid_out_like
 from .local_parts import check_params, local_part_of, name_of
 
 # Checked on torch 2.11.0, 2.13.0 and 2.15.0, as are, in on_shards, the two marks by which schedulers know that a step
@@ -103,7 +104,4 @@ def _shown_value(value: Any, param: DTensor) -> Any:
     """
     if not isinstance(value, Tensor) or not value.dim() or value.shape != param._local_tensor.shape:
         return value
-    spec = param._spec
-    if value.dtype != param.dtype and spec.tensor_meta is not None:
-        spec = spec.shallow_copy_with_tensor_meta(spec.tensor_meta._replace(dtype=value.dtype))
-    return DTensor(value, spec, requires_grad=False)
+    return laid_out_like(param, value)

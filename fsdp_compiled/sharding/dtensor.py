@@ -101,12 +101,13 @@ def dtensor_like(like: Tensor, local: Tensor) -> DTensor:
     return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
-def scalar_like(like: Tensor, value: Tensor) -> DTensor:
-    """Return a DTensor with the placements of the scalar ``like``, of the dtype and on the device of ``value``."""
+def laid_out_like(like: Tensor, local: Tensor) -> DTensor:
+    """Return a DTensor with the layout of ``like``, of the dtype and on the device of its local tensor ``local``."""
     spec: Any = like._spec  # type: ignore[attr-defined]
-    spec = spec.shallow_copy_with_tensor_meta(spec.tensor_meta._replace(dtype=value.dtype))
+    if local.dtype != like.dtype:
+        spec = spec.shallow_copy_with_tensor_meta(spec.tensor_meta._replace(dtype=local.dtype))
     # Not from_local(), which would move what is offloaded to the mesh's devices.
-    return DTensor.__new__(DTensor, value.detach(), spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:

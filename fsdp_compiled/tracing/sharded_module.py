@@ -18,7 +18,7 @@ from ..expect import unexpected
 from ..param.param import FSDPParam
 from ..param.placement import ShardedState
 from ..param.unit import Unit
-from ..sharding.dtensor import scalar_like
+from ..sharding.dtensor import laid_out_like
 from ..subclasses import Unannounced, layout_base
 from ..torch_fsdp.registry import note_unit
 from . import reads
@@ -298,6 +298,7 @@ def _before_load(module: ShardedModule, state: dict[str, Tensor], prefix: str, m
         for name, param in module._fsdp_params.items():
             given, sharded = state.get(prefix + name), param.sharded_param
             if isinstance(given, Tensor) and not isinstance(given, DTensor) and given.dim() == sharded.dim() == 0:
-                given = state[prefix + name] = scalar_like(sharded, given)  # torch's full state dicts leave tensors
+                # Torch's full state dicts leave tensors of scalars.
+                given = state[prefix + name] = laid_out_like(sharded, given.detach())
             if given is not None:
                 param.check_replacement(given)
