@@ -130,7 +130,8 @@ def test_an_option_costs_what_a_capture_on_its_ranks_says(planned, ranks, shards
     assert found.parts_us["waits for collectives"] > 0
     gradients = there.memory.reduced_bytes if once > 1 else 0
     held = sum(found.parts_bytes.values()) - gradients
-    assert held == pytest.approx(there.peak_bytes, rel=0.05)
+    # On 16 all gradients share one bucket, as on the 8 that were captured they do not.
+    assert held == pytest.approx(there.peak_bytes, rel=0.05 if shards == 8 else 0.1)
 
 
 def test_the_host_takes_what_a_capture_says(monkeypatch):
