@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_compiled import step_on_shards
+from fsdp_compiled import fully_shard, step_on_shards
 from tests.support.parity import row
 from tests.support.ranks import on_ranks, same_on_ranks
 from tests.support.training import (
@@ -200,6 +200,30 @@ def test_a_gradient_scaler_skips_overflows_on_all_ranks(mode):
         scales.append(scalers[1].get_scale())
     same_on_ranks(scales)
     assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10]
+
+
+@on_ranks(2)
+def test_a_gradient_scaler_skips_on_all_ranks_if_scalars_are_last():
+    class Gained(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.gain = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return super().forward(x) * self.gain
+
+    model = fully_shard(Gained())
+    optimizer = optim.SGD([*model.parameters()], lr=0.1)
+    assert optimizer.param_groups[0]["params"][-1].dim() == 0
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+    if dist.get_rank() == 0:
+        model.weight.grad.to_local().fill_(math.inf)
+    before = full_params(model)
+    scaler.step(optimizer)
+    scaler.update()
+    assert_close(full_params(model), before, rtol=0.0)
+    assert scaler.get_scale() == 1.0
 
 
 @row("optimizers and evaluation")
