@@ -29,19 +29,11 @@ from tests.support.drawn_lengths import (
     count_graphs,
     fake_ranks,
     traced,
+    travels,
     wanted,
 )
-from tests.support.graphs import Recorder, target_name
 from tests.support.training import shard
 from tests.support.variants import thorough
-
-
-def travels(node):
-    """Whether a node is an opaque one for which anything leaves this rank's compute."""
-    if node not in nodes.opaque_nodes_of(node.graph):
-        return False
-    alone = nodes.asked_of(node)
-    return alone.spec.local_steps(alone.params[0]) is None
 
 
 @pytest.fixture
@@ -111,39 +103,6 @@ def test_a_mixture_of_lengths_compiles_no_more_often_than_unsharded(number, name
     rank = Rank(name, 64, *MET[number % len(MET)])
     mode = "full" if rank.dynamic is not None else "regions"
     assert count_graphs(rank, mode) == count_graphs(rank) > 0
-
-
-class Dense(nn.Module):
-    """Maps that are so small that Inductor decomposes their products for one row."""
-
-    def __init__(self, width: int, out: int) -> None:
-        super().__init__()
-        maps = [nn.Linear(width, width, bias=width > 2) for _ in range(2)]
-        self.blocks = nn.ModuleList(nn.Sequential(each, nn.ReLU()) for each in maps)
-        self.scale = nn.Parameter(torch.rand(width))
-        self.out = nn.Linear(width, out)
-
-    def forward(self, x, targets):
-        for block in self.blocks:
-            x = x * self.scale
-            x = x + block(x)
-        return (self.out(x) - targets).square().mean()
-
-
-@pytest.mark.parametrize("world", [2, 64])
-@pytest.mark.parametrize("width, out", [(12, 12), (24, 1), (1, 1), (2, 1), (1, 2), (2, 2), (3, 24)])
-@thorough(when=lambda world, width: world == 64 and width != 12)
-def test_one_row_starts_what_eight_rows_start(monkeypatch, world, width, out):
-    def rows(_, length):
-        return torch.randn(length, width), torch.zeros(length, out)
-
-    monkeypatch.setitem(MODELS, f"{width} to {out}", (lambda: Dense(width, out), rows))
-    with fake_ranks(world):
-        one, eight = (traced(Rank(f"{width} to {out}", world, False, (Batch(1, count),))) for count in (1, 8))
-        for (kind, of_one), (_, of_eight) in zip(one, eight, strict=True):
-            assert [contracts(of_one, each) for each in POLICIES] == [contracts(of_eight, each) for each in POLICIES]
-            times = [AnchoredCompute(graph, travels, 8192).time(EVEN) for graph in (of_one, of_eight)]
-            assert times[0] == times[1], kind
 
 
 class Placed(nn.Module):
@@ -236,17 +195,6 @@ def test_a_size_that_varies_starts_and_costs_what_a_fixed_one_does(monkeypatch, 
             assert [contracts(one, each) for each in POLICIES] == [contracts(two, each) for each in POLICIES], kind
             times = [AnchoredCompute(graph, travels, 8192).time(EVEN) for graph in (one, two)]
             assert times[0] == times[1], kind
-
-
-@pytest.mark.usefixtures("ranks_64")
-def test_products_of_one_row_stay_whole_where_parameters_are_sharded():
-    def products(call):
-        tracer = Recorder(lower=False)
-        torch.compile(call, backend=tracer, fullgraph=True)(torch.randn(1, 4), torch.zeros(1, 4)).backward()
-        return sum("mm" in target_name(node) for _, graph in tracer.before for node in graph.nodes)
-
-    unsharded, sharded = Dense(4, 4), shard(Dense(4, 4), "eager")
-    assert (products(unsharded), products(sharded)) == (3, 9)  # Inductor keeps only those of a row and a matrix
 
 
 @pytest.mark.usefixtures("ranks_64")

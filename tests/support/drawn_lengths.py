@@ -331,3 +331,11 @@ class Compared:
             alike.setdefault((rank.model, rank.world), []).append(len(rank.batches))
         pairs = [pair for counts in alike.values() for pair in combinations(counts, 2)]
         return f"{len(pairs)} pairs of ranks compared, {sum(a * b for a, b in pairs)} pairs of lengths"
+
+
+def travels(node: fx.Node) -> bool:
+    """Whether a node is an opaque one for which anything leaves this rank's compute."""
+    if node not in nodes.opaque_nodes_of(node.graph):
+        return False
+    alone = nodes.asked_of(node)
+    return alone.spec.local_steps(alone.params[0]) is None
