@@ -15,11 +15,11 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.compiler import nested_compile_region
 
 from .. import collectives, passes
-from ..expect import known_internals
+from ..expect import known_internals, unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
 from ..passes.torch_internals import functorch_config
@@ -127,6 +127,20 @@ def _enter_body(context: Any) -> None:
 def _leave_body(context: Any) -> None:
     if REUSES_TRACES:
         dynamo.end_body(context)
+    _check_body(dynamo.local_value(context, "module"), context.graph())
+
+
+def _check_body(block: Any, body: fx.Graph) -> None:
+    """Raise RuntimeError for what torch (seen with 2.13) compiles in a region to wrong numbers, without an error.
+
+    It overlooks what ``out=`` writes to a buffer. Where equal regions invert or factorise a matrix, and check that
+    they could, the output of the second one has no gradient.
+    """
+    for node in body.nodes:
+        name = getattr(node.target, "__name__", str(node.target))
+        if isinstance(node.kwargs.get("out"), (fx.Node, tuple, list)) or "linalg" in name or name == "inverse":
+            where, expected = f"a region of {type(block)._fsdp_user_class.__name__}", "no out= and no linear algebra"
+            raise unexpected(where, expected, f"a call of {name}", "compile it outside of regions", RuntimeError)
 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.

@@ -144,6 +144,22 @@ def test_blocks_that_change_their_buffers():
         assert_trains_like_replicas(model, compiled(model), alone, batches(3, 8, 10))
 
 
+def _cayley(linear):
+    return nn.utils.parametrizations.orthogonal(linear, orthogonal_map="cayley", use_trivialization=False)
+
+
+@pytest.mark.parametrize(("change", "called"), [(nn.utils.spectral_norm, "normalize"), (_cayley, "linalg_solve")])
+@on_ranks(2)
+def test_blocks_that_torch_compiles_to_wrong_numbers_are_no_regions(change, called):
+    def blocks():
+        return [nn.Sequential(change(nn.Linear(10, 10)), nn.Tanh()) for _ in range(3)]
+
+    alone, model = Stack(blocks), _sharded(Stack(blocks))
+    set_regions(model, list(model.blocks))
+    with pytest.warns(UserWarning, match=f"no out= and no linear algebra, got a call of {called}"):
+        assert_trains_like_replicas(model, compiled(model), alone, batches(3, 8, 10))
+
+
 @row("training", mode="regions")
 @on_ranks(2)
 def test_without_theirs_in_the_slot_the_passes_refuse_regions():
