@@ -7,6 +7,7 @@ import tempfile
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # after each test suffices
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # see RankProcesses
 
 import pytest
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def pool() -> RankProcesses:
     if _served % TESTS_PER_POOL == 0:
         close_pool()
     if _pool is None or not _pool.alive:
+        forkserver.set_forkserver_preload([f"{__package__}.warm"])
+        forkserver.ensure_running()
         _pool = RankProcesses(WORLD)
     return _pool
 
