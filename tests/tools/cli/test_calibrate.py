@@ -22,7 +22,7 @@ from tests.support.ranks import on_ranks, same_on_ranks
 from tests.support.variants import thorough
 
 FEW = {"_SIZES": (2**16, 2**18), "_COPIES": (2**12, 2**16), "_WIDTHS": (16, 32, 64), "_PIECES": 2}
-FEW |= {"_LENGTHS": (4, 8), "_COLD": 1, "_LAYERS": 2, "_TURNS": 1, "_TURN_S": 0.01}
+FEW |= {"_LENGTHS": (4, 8), "_COLD": 1, "_LAYERS": 2, "_TURNS": 1, "_TURN_S": 0.01, "_RUN": 2**18, "_HIDDEN": 2**18}
 
 
 @contextmanager
