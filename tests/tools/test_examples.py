@@ -197,7 +197,7 @@ def test_bench_passes_times_every_pass_at_every_depth(run, tmp_path):
 
 
 def test_bench_gpu_runs_without_one(run, tmp_path):
-    where = ["--device", "cpu", "--preset", "tiny", "--seq", 16, "--batch", 1]
+    where = ["--device", "cpu", "--preset", "tiny", "--layers", 1, "--seq", 16, "--batch", 1]
     run(
         bench_gpu,
         *where,
