@@ -217,7 +217,7 @@ def test_sync_set_in_inference_mode(mode):
 @on_ranks(2)
 def test_a_stored_gradient_survives_a_conversion(mode):
     alone, model = MLP().double(), MLP()
-    call = shard(model, mode, inductor=True)
+    call = shard(model, mode)
     first, second = batches(2, 8, 10)
     model.set_requires_gradient_sync(False)
     square_loss(call, my_part(first)).backward()
@@ -232,7 +232,7 @@ def test_a_stored_gradient_survives_a_conversion(mode):
 def test_a_conversion_after_sync_was_set_late():
     """The gradients that take its place are found, too."""
     model, alone, (x,) = MLP(), MLP().double(), batches(1, 8, 10)
-    call = shard(model, "full", inductor=True)
+    call = shard(model, "full")
     for sync in (False, True):
         loss = square_loss(call, my_part(x))
         model.set_requires_gradient_sync(sync)

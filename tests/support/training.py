@@ -113,8 +113,7 @@ def units_inside(model: nn.Module) -> list[nn.Module]:
 def compiled(call: Callable[..., Any], fullgraph: bool = True, inductor: bool = False) -> Callable[..., Any]:
     """``torch.compile``; only with ``inductor`` or --inductor through code generation, which takes most of the time.
 
-    Else the graphs, after Inductor's partitioner and our passes, run as they are. Such a backend holds weak
-    references on parameters, which then cannot be swapped for others of another dtype.
+    Else the graphs, after Inductor's partitioner and our passes, run as they are.
     """
     return torch.compile(call, fullgraph=fullgraph, **backend(inductor))
 
