@@ -12,6 +12,7 @@ from torch._functorch import config as _functorch_config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name as get_aot_graph_name
 from torch._guards import CompileContext as CompileContext
 from torch._guards import TracingContext as TracingContext
+from torch._higher_order_ops.invoke_subgraph import get_invoke_subgraph_cache as get_invoke_subgraph_cache
 from torch._inductor import config as config
 from torch._inductor import custom_graph_pass as custom_graph_pass
 from torch._inductor import decomposition as decomposition

@@ -22,7 +22,7 @@ from .. import collectives, passes
 from ..expect import known_internals, unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
-from ..passes.torch_internals import functorch_config
+from ..passes.torch_internals import functorch_config, get_invoke_subgraph_cache
 from ..tracing import dynamo, reads
 from ..tracing.dynamo import comptime
 from ..tracing.sharded_module import MixinOrder, rebase
@@ -131,16 +131,11 @@ def _leave_body(context: Any) -> None:
 
 
 def _check_body(block: Any, body: fx.Graph) -> None:
-    """Raise RuntimeError for what torch (seen with 2.13) compiles in a region to wrong numbers, without an error.
-
-    It overlooks what ``out=`` writes to a buffer. Where equal regions invert or factorise a matrix, and check that
-    they could, the output of the second one has no gradient.
-    """
+    """Raise RuntimeError for ``out=``: what it writes to a buffer torch (seen with 2.13) overlooks in a region."""
     for node in body.nodes:
-        name = getattr(node.target, "__name__", str(node.target))
-        if isinstance(node.kwargs.get("out"), (fx.Node, tuple, list)) or "linalg" in name or name == "inverse":
-            where, expected = f"a region of {type(block)._fsdp_user_class.__name__}", "no out= and no linear algebra"
-            raise unexpected(where, expected, f"a call of {name}", "compile it outside of regions", RuntimeError)
+        if isinstance(node.kwargs.get("out"), (fx.Node, tuple, list)):
+            where, got = f"a region of {type(block)._fsdp_user_class.__name__}", f"one of {node.target.__name__}"
+            raise unexpected(where, "no out=", got, "compile it outside of regions", RuntimeError)
 
 
 # Blocks that differ in what they read need a trace each; each block is compared with all of them, so not with many.
@@ -250,6 +245,11 @@ def derive_schemas_always() -> None:
 
 
 def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:
+    cache = get_invoke_subgraph_cache()
+    if cache is not None and cache.get_effects(identifier):
+        # What a second call returns would have no gradient, seen with torch 2.13 and 2.15.
+        got, do = "one, as torch.linalg.inv, which checks what it found", "compile it outside of regions"
+        raise unexpected("a region", "no operator with effects", got, do, RuntimeError)
     known, key = dynamo.of_trace(_Schemas), (id(subgraph), identifier, tuple(map(type, operands)))
     if key not in known:
         # Torch does it without gradients. Then DTensor.to_local() of an operand detaches it in place, which counts as

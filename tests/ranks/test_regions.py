@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unittest
 import warnings
 from contextlib import nullcontext
 
@@ -148,15 +149,21 @@ def _cayley(linear):
     return nn.utils.parametrizations.orthogonal(linear, orthogonal_map="cayley", use_trivialization=False)
 
 
-@pytest.mark.parametrize(("change", "called"), [(nn.utils.spectral_norm, "normalize"), (_cayley, "linalg_solve")])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(nn.utils.spectral_norm, "no out=, got one of normalize"), (_cayley, "no operator with effects")],
+)
 @on_ranks(2)
-def test_blocks_that_torch_compiles_to_wrong_numbers_are_no_regions(change, called):
+def test_blocks_that_torch_compiles_to_wrong_numbers_are_no_regions(change, why):
+    if change is _cayley and torch.__version__ < "2.13":
+        raise unittest.SkipTest("torch 2.11 compiles these to the right numbers")
+
     def blocks():
         return [nn.Sequential(change(nn.Linear(10, 10)), nn.Tanh()) for _ in range(3)]
 
     alone, model = Stack(blocks), _sharded(Stack(blocks))
     set_regions(model, list(model.blocks))
-    with pytest.warns(UserWarning, match=f"no out= and no linear algebra, got a call of {called}"):
+    with pytest.warns(UserWarning, match=why):
         assert_trains_like_replicas(model, compiled(model), alone, batches(3, 8, 10))
 
 
