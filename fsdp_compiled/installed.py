@@ -21,6 +21,7 @@ INSTALLED = (
     (ledger.register_callbacks, peers.restore_excepthook),  # sys.excepthook
     (optimizers.hook_steps, optimizers.unhook_steps),  # hooks before and after the steps of optimizers
     (block.derive_schemas_once, block.derive_schemas_always),  # invoke_subgraph.gen_schema remembers
+    (block.take_conjugates, block.refuse_conjugates),  # invoke_subgraph's dispatch keys
 )
 
 

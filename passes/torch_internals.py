@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.distributed as dist
 from torch._functorch import config as _functorch_config
 from torch._functorch._aot_autograd.logging_utils import get_aot_graph_name as get_aot_graph_name
@@ -26,6 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._ordered_set import OrderedSet as OrderedSet
 
 functorch_config = _functorch_config
+CONJUGATE = torch._C.DispatchKey.Conjugate
 
 
 def groups() -> Mapping[dist.ProcessGroup, str]:

@@ -22,7 +22,7 @@ from .. import collectives, passes
 from ..expect import known_internals, unexpected
 from ..param.param import FSDPParam
 from ..param.unit import Unit
-from ..passes.torch_internals import functorch_config, get_invoke_subgraph_cache
+from ..passes.torch_internals import CONJUGATE, functorch_config, get_invoke_subgraph_cache
 from ..tracing import dynamo, reads
 from ..tracing.dynamo import comptime
 from ..tracing.sharded_module import MixinOrder, rebase
@@ -242,6 +242,19 @@ def derive_schemas_always() -> None:
     """End that: the operator has its own method again."""
     if vars(_operator).get("gen_schema") is _remembered:
         del _operator.gen_schema
+
+
+def take_conjugates() -> None:
+    """Let regions be called with conjugates that are views, as an FFT's backward does: what they run resolves them.
+
+    Torch (2.13 and 2.15) has no kernel for such a call.
+    """
+    _operator.fallthrough(CONJUGATE)
+
+
+def refuse_conjugates() -> None:
+    """End that."""
+    _operator.non_fallthrough_keys = _operator.non_fallthrough_keys.add(CONJUGATE)
 
 
 def _remembered(subgraph: Any, identifier: str, *operands: Any) -> Any:

@@ -167,6 +167,27 @@ def test_blocks_that_torch_compiles_to_wrong_numbers_are_no_regions(change, why)
         assert_trains_like_replicas(model, compiled(model), alone, batches(3, 8, 10))
 
 
+class Filtered(nn.Module):
+    """A filter in the frequency domain: its backward is called with conjugates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.filter = nn.Linear(10, 10), nn.Parameter(torch.linspace(0.5, 1.5, 6))
+
+    def forward(self, x):
+        frequencies = torch.fft.rfft(self.linear(x)) * self.filter
+        return (x + torch.fft.irfft(frequencies, n=10)).tanh()
+
+
+@on_ranks(2)
+def test_blocks_that_compute_with_complex_numbers_through_code_generation():
+    def blocks():
+        return [Filtered() for _ in range(4)]
+
+    model = _sharded(Stack(blocks))
+    assert_trains_like_one_process(model, compile(model, regions="auto", fullgraph=True), Stack(blocks))
+
+
 @row("training", mode="regions")
 @on_ranks(2)
 def test_without_theirs_in_the_slot_the_passes_refuse_regions():
