@@ -130,7 +130,7 @@ def test_an_option_costs_what_a_capture_on_its_ranks_says(planned, ranks, shards
     assert found.parts_us["waits for collectives"] > 0
     gradients = there.memory.reduced_bytes if once > 1 else 0
     held = sum(found.parts_bytes.values()) - gradients
-    # On 16 all gradients share one bucket, as on the 8 that were captured they do not.
+    # On 16 ranks all gradients share one bucket; on the 8 that were captured they do not.
     assert held == pytest.approx(there.peak_bytes, rel=0.05 if shards == 8 else 0.1)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from torch import fx
 
 from fsdp_compiled.passes import Pin, Schedule, SchedulePolicy
 from fsdp_compiled.passes import pin as pin_module
@@ -70,6 +70,11 @@ def test_a_reduction_stays_behind_the_product_that_it_does_not_read(monkeypatch)
 def test_a_graph_is_bound_once(monkeypatch):
     b = Builder(Schedule(SchedulePolicy(bucket="unit")))
     b.text(two_products(b))
-    monkeypatch.setattr(nodes, "is_pinned", lambda graph: True)
-    monkeypatch.setattr(pin_module, "preserve_node_ordering", lambda *args: pytest.fail("bound twice"))
+    fx.GraphModule(torch.nn.Module(), b.graph)  # which holds what nodes are bound by
+    assert not nodes.is_pinned(b.graph)
     Pin()(b.graph)
+    assert nodes.is_pinned(b.graph)
+    given = []
+    monkeypatch.setattr(pin_module, "preserve_node_ordering", lambda *each: given.append(each))
+    Pin()(b.graph)
+    assert not given
