@@ -23,6 +23,9 @@ from multiprocessing.process import BaseProcess
 import torch
 import torch.distributed as dist
 
+# Checked on torch 2.11.0, 2.13.0 and 2.15.0.
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
 _START_TIMEOUT_S = 300.0
 _IMPORTED = f"{__package__}.imported"
 GC_THRESHOLDS = 100_000, 50, 10  # compilers make many objects and few cycles; a job's end collects those
@@ -224,6 +227,7 @@ def _forget() -> None:
     What communicates is freed first: DistributedDataParallel, freed after its process group, hangs now and then.
     """
     torch.compiler.reset()
+    _clear_sharding_prop_cache()  # of meshes, whose groups are gone for equal ones of the next job
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -162,7 +162,7 @@ def test_float8_training_of_torchao(mode):
 @thorough(when=lambda mode: mode != "eager")
 @on_ranks(4)
 def test_float8_training_of_torchao_with_replicas(mode):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", f"shard_{mode}"))  # see test_placement
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     alone, sharded = _float8_model(gathers_float8=False), _float8_model(gathers_float8=True)
     call, _ = _shard(sharded, mode, mesh=mesh)
     assert_trains_like_replicas(sharded, call, alone, batches(3, 32, 32))
@@ -174,7 +174,7 @@ def test_float8_training_of_torchao_with_replicas(mode):
 def test_float8_training_of_torchao_on_top_of_tensor_parallelism(mode):
     from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", f"tp_{mode}"))  # see test_placement
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dp, tp = (mesh[name] for name in mesh.mesh_dim_names)
     alone, sharded = _float8_model(gathers_float8=False), _float8_model(gathers_float8=True)
     for block in (*alone, *sharded):
@@ -329,7 +329,7 @@ def test_a_graph_sends_no_wrapper_subclass(fake_group):
 @row("tensor-subclass extensions", mode="eager")
 @on_ranks(4)
 def test_methods_on_the_local_tensor_get_the_mesh_of_the_shards():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard_of_wrapped"))  # see test_placement
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model, asked = _wrapped_blocks("cpu"), []
     for module in (*model, model):
         fully_shard(module, mesh=mesh)

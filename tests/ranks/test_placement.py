@@ -284,17 +284,14 @@ def _step(call, data, mesh):
 @on_ranks(4)
 def test_on_top_of_tensor_parallelism(mode, hybrid):
     if hybrid:
-        # DTensor remembers process groups of equal meshes that are gone; another name makes this one unequal.
-        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+        mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tp"))
         data_parallel = mesh["replicate", "shard"]
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         data_parallel = mesh["dp"]
     alone, model = Parallel(), Parallel()
     for block in model.blocks:
-        parallelize_module(
-            block, mesh["tensor" if hybrid else "tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
-        )
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     whole = {name: param.full_tensor().clone() for name, param in model.named_parameters()}
     call = shard(model, mode, mesh=data_parallel)
     weight = model.blocks[0][0].weight
@@ -351,7 +348,7 @@ def test_tensor_parallel_ranks_sum_gradients_in_the_dtype_of_the_reduction(mode)
 @eager_and_full
 @on_ranks(4)
 def test_named_dimensions_of_a_full_mesh(mode):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))  # see test_on_top_of_tensor_parallelism
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     alone, model = Parallel(), Parallel(mesh)
     plans = {"0": Shard(0), "2": Shard(1)}
     for block in model.blocks:
@@ -394,7 +391,7 @@ class _Same(nn.Module):
 @each_with_regions
 @on_ranks(4)
 def test_gradients_that_are_the_same_on_all_ranks_of_a_full_mesh(mode):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))  # see test_on_top_of_tensor_parallelism
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     alone, model = _Same(), _Same(mesh)
     for block in model.blocks:
         for layer, dim in ((block[0], 0), (block[2], 1)):

@@ -6,6 +6,7 @@ import os
 import time
 import unittest
 from datetime import timedelta
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from fsdp_compiled import FSDPModule, fully_shard
 from fsdp_compiled.collectives import backend
@@ -334,3 +336,17 @@ def test_what_a_job_leaves_running_can_use_its_store():
     setting = Setting(group_timeout=timedelta(seconds=5))
     pool().run(2, _leave_the_store, setting)
     pool().run(2, _use_the_store_left_behind, setting)
+
+
+def _computes_on_a_mesh(rank, groups_before):
+    for _ in range(groups_before):
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("of", "jobs"))["jobs"]
+    doubled = distribute_tensor(torch.ones(2), mesh, [Shard(0)]) * 2
+    assert doubled.device_mesh.get_group().size() == 2
+
+
+def test_dtensors_of_a_job_are_on_its_own_mesh():
+    """DTensor remembers meshes, also those of the job before, whose process groups are gone."""
+    for groups_before in (2, 0):
+        pool().run(4, partial(_computes_on_a_mesh, groups_before=groups_before))
