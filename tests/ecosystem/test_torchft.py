@@ -38,6 +38,7 @@ from tests.support.training import full
 
 EXAMPLE = Path(__file__).parents[2] / "examples/train/replica_groups.py"
 RANKS, TIMEOUT_S, SEQ, BATCH, LR = 2, 10.0, 16, 2, 1e-2
+KILLS = 10
 # Ends the process where it stands, the first time that the function is called in the step of that number.
 DIES_IN = """
 import os, runpy, signal, sys
@@ -208,13 +209,12 @@ def _assert_as_without_faults(groups):
 @pytest.mark.parametrize("mode", MODES)
 def test_groups_that_are_killed_at_drawn_moments(groups, mode):
     # A collective must wait while another group compiles.
-    kills, timeout_s = (10, TIMEOUT_S) if mode == "eager" else (2, 60.0)
-    draw, groups = random.Random(0), groups(mode, timeout_s=timeout_s)
+    draw, groups = random.Random(0), groups(mode, timeout_s=TIMEOUT_S if mode == "eager" else 60.0)
     for group in (0, 1):
         groups.start(group)
     _next_step(groups, 0, 0.0, together=2)
     gaps = []
-    for _ in range(kills):
+    for _ in range(KILLS):
         group = draw.randrange(2)
         time.sleep(draw.random())
         killed = groups.kill(group)
