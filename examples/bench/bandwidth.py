@@ -1,5 +1,7 @@
 """Calibrate, then measure all-gathers and reduce-scatters anew and hold them against what calibration has recorded.
 
+Sizes are all powers of two from 64 KiB to 64 MiB, also those between which estimates interpolate.
+
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/bench/bandwidth.py
 
 Collectives of one size follow each other, two of them started, as in a step: a run is 8 MiB of them, or one. Rates
@@ -24,9 +26,11 @@ import torch.distributed as dist
 
 from fsdp_compiled.cli.calibrate import calibrate
 from fsdp_compiled.collectives import backend
+from fsdp_compiled.passes.cost import per_second
 
 MIB = 2**20
 RUN = 8 * MIB
+SIZES = [MIB // 16 * 2**n for n in range(11)]
 ROUNDS, ROUND_S = 4, 0.2
 
 
@@ -78,13 +82,13 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         cluster = calibrate(Path(folder) / "cluster.json")
-    (recorded,) = cluster.intra.measured
+    (group_curves,) = cluster.intra.measured
     table: list[dict[str, Any]] = []
-    for kind, curve in ((all_gather, recorded.all_gather), (reduce_scatter, recorded.reduce_scatter)):
-        found = rates(partial(kind, group), [int(size) for size, _ in curve])
-        for size, rate in curve:
-            figures = {"KiB": size / 1024, "recorded": rate, "measured": found[int(size)]}
-            table.append({"kind": kind.__name__, **figures, "off": figures["measured"] / rate - 1})
+    for kind, curve in ((all_gather, group_curves.all_gather), (reduce_scatter, group_curves.reduce_scatter)):
+        for size, measured in rates(partial(kind, group), SIZES).items():
+            recorded = per_second(curve, size)
+            figures = {"KiB": size / 1024, "recorded": recorded, "measured": measured}
+            table.append({"kind": kind.__name__, **figures, "off": measured / recorded - 1})
     off = [abs(line["off"]) for line in table]
     if dist.get_rank() == 0:
         for line in table:

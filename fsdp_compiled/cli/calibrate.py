@@ -35,10 +35,11 @@ from ..passes.cost import Cluster, Curve, Link, Measured, as_text, detect
 from ..policy import SchedulePolicy
 
 KIB = 2**10
-_SIZES = tuple(64 * KIB * 2**n for n in range(11))  # of collectives, bytes of the unsharded buffer: to 64 MiB
+_SIZES = (*(64 * KIB * 4**n for n in range(5)), 32 * KIB**2, 64 * KIB**2)  # of collectives, unsharded bytes
 _RUN = 8 * KIB**2  # bytes of small collectives that follow each other
 _HIDDEN = 16 * KIB**2  # bytes of the all-gather that compute hides
-_TURNS, _TURN_S = 3, 0.2  # of each size, and how long a turn takes: cores are faster at one time than at another
+_TURNS, _TURN_S = 3, 0.16  # of each size, and how long a turn takes: cores are faster at one time than at another
+_ENOUGH_S = 0.6  # of one size: what is slow takes as long at any time
 _COPIES = tuple(4 * KIB * 4**n for n in range(8))  # bytes copied: to 64 MiB
 _WIDTHS = (32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192)  # of square matrices
 _LENGTHS = (4, 16, 64, 256, 1024, 4096)  # of attention's sequences
@@ -46,7 +47,7 @@ _LONGEST_S = 0.1  # what would take longer, at the rate of the size before, is l
 _COLD = 128  # MiB, more than what caches hold
 _PIECES = 16  # buffers of the all-gather that tells what a further one costs
 _LAYER_WIDTH = 16  # of matrices whose products take no time
-_LAYERS = 96  # so that what a step takes whatever its parameters counts little
+_LAYERS = 48  # so that what a step takes whatever its parameters counts little
 
 
 def calibrate(out: Path) -> Cluster:
@@ -139,7 +140,7 @@ class _Bench:
 
     def seconds_of_one(self, run: Callable[[], Any]) -> float:
         """Return the mean time of short runs that follow each other."""
-        times = max(3, min(300, int(0.03 / self.seconds(run, 3))))
+        times = max(1, min(300, int(0.03 / self.seconds(run, 3))))
 
         def runs() -> None:
             for _ in range(times):
@@ -166,7 +167,7 @@ class _Bench:
 
     def _cold(self, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Iterator[Tensor]:
         """Return tensors in turn, so many that none is in a cache when its turn comes, as in a training step."""
-        count = 1 + _COLD * KIB**2 // (math.prod(shape) * dtype.itemsize)
+        count = min(4096, 1 + _COLD * KIB**2 // (math.prod(shape) * dtype.itemsize))  # seconds_of_one takes fewer
         numel = count * math.prod(shape)
         some = torch.randn(min(numel, KIB**2), device=self.device).to(dtype)  # all of them take long
         return itertools.cycle(some.repeat(-(-numel // some.numel()))[:numel].view(count, *shape))
@@ -185,14 +186,13 @@ class _Bench:
 
     def new_mib_us(self) -> float:
         """Return what a MiB costs that the system gives and takes back."""
-        mib = 64
-        there = torch.zeros(mib * KIB**2, dtype=torch.uint8, device="cpu")
+        there = torch.zeros(64 * KIB**2, dtype=torch.uint8, device="cpu")
 
         def use_new() -> None:
             with mmap.mmap(-1, len(there), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
                 torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
-        return 1e6 * max(0.0, self.seconds(use_new) - self.seconds(there.zero_)) / mib
+        return 1e6 * max(0.0, self.seconds(use_new) - self.seconds(there.zero_)) / 64
 
     def copy(self, size: int) -> Callable[[], Tensor]:
         """Return what copies ``size`` bytes within device memory."""
@@ -250,12 +250,15 @@ class _Groups:
         so that a small collective alone is faster than it is in a step.
         """
         kinds = (self.all_gather, self.reduce_scatter, self.all_reduce)
-        taken = defaultdict[Any, list[float]](list)
+        taken, spent_s = defaultdict[Any, list[float]](list), defaultdict[Any, float](float)
         for _, kind, size in itertools.product(range(_TURNS), kinds, _SIZES):
+            if spent_s[kind, size] > _ENOUGH_S:
+                continue
             run = partial(_follow, kind(size), max(1, _RUN // size))
-            _, first = self.bench.taken(run, 2)  # the first run warms up
-            more = min(40, int(_TURN_S / self.bench.typical([first])))
-            taken[kind, size] += [first, *self.bench.taken(run, more)]
+            first = self.bench.taken(run, 1)  # warms up, and counts only where it alone lasts the turn
+            more = min(40, int(_TURN_S / (first_s := self.bench.typical(first))))
+            taken[kind, size] += self.bench.taken(run, more) or first
+            spent_s[kind, size] += first_s * (1 + more)
         curves = (
             tuple((float(size), max(size, _RUN) / self.bench.typical(taken[kind, size])) for size in _SIZES)
             for kind in kinds
@@ -296,15 +299,15 @@ class _Groups:
         return partial(backend.all_reduce, self._buffers(size)[0], self.group, dist.ReduceOp.SUM)
 
     def _buffers(self, size: int) -> tuple[Tensor, Tensor]:
-        shard = torch.zeros(size // 4 // self.world, device=self.bench.device)
-        return shard.new_zeros(shard.numel() * self.world), shard
+        shard = torch.ones(size // 4 // self.world, device=self.bench.device)  # ones: zeros get memory at first use
+        return shard.new_ones(shard.numel() * self.world), shard
 
     def _longer(self, size: int, count: int) -> tuple[float, float]:
         """Return the time of an all-gather, and what each of ``count`` takes from compute that hides it."""
         gather = self.all_gather(size)
-        alone = self._seconds(gather, 15)
+        alone = self._seconds(gather, 7)
         left = torch.randn(256, 256, device=self.bench.device)
-        times = 1 + int(2 * alone / self.bench.seconds_of_one(partial(torch.mm, left, left)))
+        times = 1 + int(1.5 * alone / self.bench.seconds_of_one(partial(torch.mm, left, left)))
 
         def compute(gathers: bool) -> None:
             for _ in range(count):
@@ -314,7 +317,7 @@ class _Groups:
                 if work is not None:
                     work.wait()
 
-        both_s, without_s = (self.bench.seconds(partial(compute, gathers), 15) for gathers in (True, False))
+        both_s, without_s = (self.bench.seconds(partial(compute, gathers), 7) for gathers in (True, False))
         return alone, max(0.0, both_s - without_s) / count
 
     def piece_us(self) -> float:
@@ -339,7 +342,7 @@ class _Layers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(_LAYER_WIDTH, _LAYER_WIDTH, bias=False) for _ in range(_LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(_LAYER_WIDTH, _LAYER_WIDTH) for _ in range(_LAYERS))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:

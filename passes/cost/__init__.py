@@ -9,6 +9,7 @@ from .cluster import Lane as Lane
 from .cluster import Link as Link
 from .cluster import Measured as Measured
 from .cluster import Times as Times
+from .cluster import per_second as per_second
 from .cluster_file import as_text as as_text
 from .cluster_file import named as named
 from .detection import VARIABLE as VARIABLE
