@@ -101,12 +101,13 @@ def load_pretrained(model: nn.Module, folder: str | Path, device: torch.device |
     """Load safetensors files, as the Hub has them, into a sharded model; each rank reads only its shards.
 
     Args:
-        model: sharded, which may be compiled, on a device or, as ``torch.device("meta")`` made it, without memory.
-            Then non-persistent buffers, such as those of rotary embeddings, are computed by the model's own
+        model: sharded or not, which may be compiled, on a device or, as ``torch.device("meta")`` made it, without
+            memory. Then non-persistent buffers, such as those of rotary embeddings, are computed by the model's own
             ``_init_weights``.
         folder: with ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it names. A PEFT
             model can also read ``adapter_model.safetensors``, which has its active adapter; the rest stays as it is.
-        device: where a model on the meta device goes; None for the CPU or the accelerator of its mesh.
+        device: where a model on the meta device goes; None for the CPU or the accelerator of its mesh, and for the
+            CPU if it has none.
 
     Returns:
         ``model`` itself. Where names or shapes do not fit, it is left as it was.
@@ -185,8 +186,8 @@ def _materialize(model: nn.Module, device: torch.device | str | None) -> None:
             expected = f"a model with _init_weights, which computes the non-persistent buffers {buffers}"
             do = "make the model on the CPU rather than on meta"
             raise unexpected(name or user_class(module).__name__, expected, "none", do, NotImplementedError)
-    meshes = (param.device_mesh for param in model.parameters() if isinstance(param, DTensor))
-    model.to_empty(device=next(meshes).device_type if device is None else device)
+    kinds = (param.device_mesh.device_type for param in model.parameters() if isinstance(param, DTensor))
+    model.to_empty(device=next(kinds, "cpu") if device is None else device)
     for _, module, initialize in computed:
         initialize(module)
 

@@ -164,6 +164,15 @@ def test_a_meta_model_whose_buffers_cannot_be_computed_stays_on_meta(tmp_path, f
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
+def test_a_meta_model_that_is_not_sharded_goes_to_the_cpu(tmp_path):
+    want = nn.Linear(4, 4)
+    save_file(want.state_dict(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    load_pretrained(model, tmp_path)
+    assert_close(dict(model.named_parameters()), dict(want.named_parameters()), rtol=0)
+
+
 @pytest.mark.parametrize("compiles_a_layer", [False, True])
 @on_ranks(2)
 def test_a_compiled_model_reads_what_it_has_written(compiles_a_layer, tmp_path):
