@@ -1,6 +1,6 @@
 """Calibrate, then measure all-gathers and reduce-scatters anew and hold them against what calibration has recorded.
 
-Sizes are all powers of two from 64 KiB to 64 MiB, also those between which estimates interpolate.
+Sizes are all powers of two from 64 KiB to 64 MiB; at those that calibration left out, its record is interpolated.
 
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/bench/bandwidth.py
 
