@@ -192,7 +192,7 @@ class _Bench:
             with mmap.mmap(-1, len(there), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
                 torch.frombuffer(memory, dtype=torch.uint8).zero_()
 
-        return 1e6 * max(0.0, self.seconds(use_new) - self.seconds(there.zero_)) / 64
+        return 1e6 * max(0.0, self.seconds(use_new) - self.seconds(there.zero_)) / (len(there) / KIB**2)
 
     def copy(self, size: int) -> Callable[[], Tensor]:
         """Return what copies ``size`` bytes within device memory."""
@@ -258,7 +258,7 @@ class _Groups:
             first = self.bench.taken(run, 1)  # warms up, and counts only where it alone lasts the turn
             more = min(40, int(_TURN_S / (first_s := self.bench.typical(first))))
             taken[kind, size] += self.bench.taken(run, more) or first
-            spent_s[kind, size] += first_s * (1 + more)
+            spent_s[kind, size] += first_s * (1 + more)  # alike on all ranks, which all leave out the same
         curves = (
             tuple((float(size), max(size, _RUN) / self.bench.typical(taken[kind, size])) for size in _SIZES)
             for kind in kinds
